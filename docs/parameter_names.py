@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from flax import nnx
 
 import glax.models
-from glax.models.checkpoints import parameters
+from glax.models.names import parameters
 
 PAGE = pathlib.Path(__file__).parent / "checkpoints.md"
 BEGIN, END = "<!-- parameters -->\n", "<!-- end of parameters -->"

@@ -1,9 +1,11 @@
 """Build Bamba: Mamba-2 in most layers, softmax attention in some, and a gated MLP in all."""
 
+import functools
+
 from glax.models.config import ModelConfig, Options
 from glax.models.hybrids import (
-    GATED_MLP,
     LINEAR,
+    MIXERS,
     SOFTMAX,
     TRAINING,
     are_layers,
@@ -12,24 +14,17 @@ from glax.models.hybrids import (
     hidden_act,
     mamba,
     mamba_options,
-    mixer_names,
-    outer_options,
     softmax_attention,
 )
-from glax.models.model import Block, CausalLM, Precision
-from glax.models.names import Names, renamed
+from glax.models.model import Block, CausalLM, Precision, outer_options
+from glax.models.names import GATED_MLP, Names, mixer_names, outer_names, renamed
 from glax.models.rope import rotation
 from glax.nn import RMSNorm, SwiGLU
 
 OUTER = (
     *renamed("mlp", GATED_MLP),
-    (r"\.attn_norm\.", ".input_layernorm."),
-    (r"\.mlp_norm\.", ".pre_ff_layernorm."),
     (r"\.mlp\.", ".feed_forward."),
-    (r"^embedding\.", "model.embed_tokens."),
-    (r"^blocks\.", "model.layers."),
-    (r"^norm\.", "model.final_layernorm."),
-    (r"^head\.", "lm_head."),
+    *outer_names(norm="model.final_layernorm", mlp_norm="pre_ff_layernorm"),
 )
 
 
@@ -59,12 +54,11 @@ def bamba(config: ModelConfig, precision: Precision) -> CausalLM:
             return mamba(width, arguments, init, precision)
         return softmax_attention(width, sizes, rope, init, precision, bias=bias, output_bias=bias)
 
-    def norm() -> RMSNorm:
-        return RMSNorm(width, epsilon=eps, param_dtype=precision.param_dtype)
+    norm = functools.partial(RMSNorm, width, epsilon=eps, param_dtype=precision.param_dtype)
 
     def mlp() -> SwiGLU:
         return SwiGLU(width, inside, activation=act, bias=mlp_bias, kernel_init=init, **precision.options)
 
     blocks = [Block(norm(), mixer(kind), norm(), mlp()) for kind in kinds]
-    names = Names((*mixer_names(kinds), *OUTER))
+    names = Names((*mixer_names(kinds, MIXERS), *OUTER))
     return CausalLM(config, blocks, norm(), names, width=width, **outer)

@@ -1,5 +1,6 @@
 """Build Falcon-H1: Mamba-2 and softmax attention side by side in every layer, with multipliers throughout."""
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,19 +11,16 @@ from jaxtyping import Array, Float
 from glax.models.bamba import OUTER
 from glax.models.config import ModelConfig, Options, is_finite
 from glax.models.hybrids import (
-    ATTENTION,
-    MAMBA,
     TRAINING,
     ScaledLM,
     attention_sizes,
     check_kinds_of_layers,
     hidden_act,
     mamba_options,
-    outer_options,
     softmax_attention,
 )
-from glax.models.model import CausalLM, Precision
-from glax.models.names import Names, renamed
+from glax.models.model import CausalLM, Precision, outer_options
+from glax.models.names import ATTENTION, MAMBA, Names, renamed
 from glax.models.rope import rotation
 from glax.nn import Mamba2, RMSNorm, SwiGLU
 from glax.nn.parts import EMBED, HEADS, for_rows, linear
@@ -128,8 +126,7 @@ def falcon_h1(config: ModelConfig, precision: Precision) -> CausalLM:
     mlp_multipliers = numbers(options, "mlp_multipliers", 2)
     options.finish()
 
-    def norm() -> RMSNorm:
-        return RMSNorm(width, epsilon=eps, param_dtype=precision.param_dtype)
+    norm = functools.partial(RMSNorm, width, epsilon=eps, param_dtype=precision.param_dtype)
 
     def mlp() -> ScaledMLP:
         more = dict(activation=act, bias=mlp_bias, kernel_init=init)

@@ -1,6 +1,8 @@
-"""Build the models of flash-linear-attention: gla, retnet, hgrn2 and rwkv6, with softmax attention in chosen layers."""
+"""Build the models of flash-linear-attention: gla, retnet, hgrn2, rwkv6, delta_net, gated_deltanet and kda, with softmax
+attention in chosen layers."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -8,32 +10,56 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from glax.models.activations import FLA, TRANSFORMERS
-from glax.models.config import ModelConfig, Options, exact_width, padding, rounded_width
-from glax.models.model import Block, CausalLM, Precision
-from glax.models.names import Names, renamed
-from glax.models.residuals import add_mixtures, through_mixtures
-from glax.nn import Attention, GatedLinearAttention, HGRN2Attention, MultiScaleRetention, RWKV6Attention
-from glax.nn.mlp import SwiGLU
-from glax.nn.norms import LayerNorm, RMSNorm
-from glax.nn.parts import EMBED, parameter
+from glax.models.config import ModelConfig, Options, exact_width, rounded_width
+from glax.models.model import Block, CausalLM, Precision, outer_options
+from glax.models.names import (
+    ATTENTION,
+    CONVOLUTIONS,
+    FLA,
+    GATED_MLP,
+    TRANSFORMERS,
+    Names,
+    Rules,
+    outer_names,
+    renamed,
+)
+from glax.nn import (
+    Attention,
+    DeltaNet,
+    GatedDeltaNet,
+    GatedLinearAttention,
+    HGRN2Attention,
+    KimiDeltaAttention,
+    LayerNorm,
+    MultiScaleRetention,
+    RMSNorm,
+    RWKV6Attention,
+    RWKV6FeedForward,
+    SwiGLU,
+)
+from glax.nn.delta import QK_ACTIVATIONS, QK_NORMS
+from glax.nn.parts import EMBED, kernel_of, linear, parameter
 from glax.nn.passes import Rows
-from glax.nn.rwkv6 import RWKV6FeedForward
 
 MODES = ("chunk", "fused_recurrent", "fused_chunk", "parallel")  # modes that compute the same function
+MODES_OF_DELTA = MODES[:2]
 
-ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
-CONVOLUTIONS = {"query_conv": "q_conv1d", "key_conv": "k_conv1d", "value_conv": "v_conv1d"}
-GATES = {"gate_bias": "gk_proj.1.bias", "gate_down": "gk_proj.0", "gate_up": "gk_proj.1", "output_gate": "g_proj"}
-GATED_MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+OUTPUT_GATE = {"output_gate": "g_proj"}
+GATES = OUTPUT_GATE | {"gate_bias": "gk_proj.1.bias", "gate_down": "gk_proj.0", "gate_up": "gk_proj.1"}
 OUTER = (
-    (r"^embedding\.", "model.embeddings."),
-    (r"^blocks\.", "model.layers."),
-    (r"^head\.", "lm_head."),
-    (r"^(norm|lower_bounds)(?=\.|$)", r"model.\1"),
+    *outer_names("model.embeddings", attn_norm="attn_norm", mlp_norm="mlp_norm"),
+    (r"^lower_bounds$", "model.lower_bounds"),
     (r"^res\.", "model.res_"),
     (r"_res\.(?=proj|norm)", "_res_"),
 )
+
+
+def opened(config: ModelConfig, modes: Sequence[str] = MODES) -> tuple[Options, int, Callable]:
+    """Return a config's options, its hidden_size, and the initialisation of projections."""
+    options = Options(config.values)
+    options.choice("attn_mode", "chunk", modes)
+    init = nnx.initializers.normal(options.number("initializer_range", 0.02, least=0))
+    return options, options.integer("hidden_size", 2048), init
 
 
 # ---- options that several types share --------------------------------------------------------------------------------
@@ -68,11 +94,7 @@ def attention_layers(options: Options, width: int, layers: int) -> dict[int, dic
     return found
 
 
-def softmax_attention(width: int, spec: dict, init: Callable, precision: Precision) -> Attention:
-    return Attention(width, kernel_init=init, **spec, **precision.options)
-
-
-def softmax_names(layers) -> tuple[tuple[str, str], ...]:
+def softmax_names(layers: dict[int, dict]) -> Rules:
     """Return naming rules for the layers of softmax attention. They apply before the rules of the other mixer."""
     return tuple(rule for layer in layers for rule in renamed(rf"{layer}\.attn", ATTENTION))
 
@@ -87,14 +109,8 @@ def gated_mlp(options: Options, width: int, ratio: float, init: Callable) -> Cal
     return lambda precision: SwiGLU(width, inside, activation=act, kernel_init=init, **precision.options)
 
 
-def heads_and_widths(options: Options, width: int, heads: int, expand: tuple[float, float]) -> dict:
-    """Return num_heads, num_kv_heads, key_width and value_width of gla and retnet."""
-    found = widths_of_heads(options, width, heads, expand)
-    return found | dict(num_kv_heads=options.integer("num_kv_heads", None, optional=True) or found["num_heads"])
-
-
 def widths_of_heads(options: Options, width: int, heads: int, expand: tuple[float, float]) -> dict:
-    """Return num_heads, key_width and value_width, computed from expand_k and expand_v."""
+    """Return num_heads, key_width and value_width from expand_k and expand_v."""
     heads = options.integer("num_heads", heads)
     keys = exact_width("expand_k", width, options.number("expand_k", expand[0]))
     values = exact_width("expand_v", width, options.number("expand_v", expand[1]))
@@ -103,10 +119,16 @@ def widths_of_heads(options: Options, width: int, heads: int, expand: tuple[floa
     return dict(num_heads=heads, key_width=keys // heads, value_width=values // heads)
 
 
-def output_options(options: Options, functions: dict[str, str]) -> dict:
-    """Return the options of the layer's output and feature map. functions: the feature maps by their names in the config."""
+def linear_options(
+    options: Options, width: int, heads: int, expand: tuple[float, float], functions: dict[str, str]
+) -> dict:
+    """Return the arguments of gla and retnet for heads, output and feature map. functions: the feature maps by their names in the
+    config."""
     known: dict[str | None, str | None] = {None: None, **functions}
-    return dict(
+    found = widths_of_heads(options, width, heads, expand)
+    return found | dict(
+        num_kv_heads=options.integer("num_kv_heads", None, optional=True) or found["num_heads"],
+        norm_eps=options.number("norm_eps", 1e-6, least=0),
         feature_map=known[options.choice("feature_map", None, known)],
         use_output_gate=options.flag("use_output_gate", True),
         elementwise_affine=affine(options),
@@ -118,44 +140,34 @@ def affine(options: Options) -> bool:
     return options.choice("elementwise_affine", True, (True, False, None)) is True
 
 
-def convolutions(options: Options) -> dict:
-    return dict(use_short_conv=options.flag("use_short_conv", False), conv_size=options.integer("conv_size", 4))
+def convolutions(options: Options, init: Callable, used: bool = False) -> dict:
+    """Return the arguments of a layer's convolutions. used: whether a config without the option has some."""
+    has_some = options.flag("use_short_conv", used)
+    return dict(use_short_conv=has_some, conv_size=options.integer("conv_size", 4), filter_init=init)
 
 
-def outer_options(options: Options) -> tuple[dict, Callable]:
-    """Return the arguments of CausalLM that every type has, and the initialisation of projections."""
-    deviation = options.number("initializer_range", 0.02, least=0)
-    outer = dict(
-        vocabulary=options.integer("vocab_size", 32000),
-        tied=options.flag("tie_word_embeddings", False),
-        deviation=deviation,
-        padding=padding(options),
-    )
-    return outer, nnx.initializers.normal(deviation)
-
-
-def fused_norm_name(fused: bool) -> dict[str, str]:
+def norm_name(config: ModelConfig, is_gated: bool) -> dict[str, str]:
     """Return the name of the output's norm. It has another name in layers where fla computes it together with the gate."""
-    return {"norm": "g_norm_swish_gate" if fused else "g_norm"}
+    return {"norm": "g_norm_swish_gate" if config.values.get("fuse_norm", True) and is_gated else "g_norm"}
 
 
 def assemble(
     options: Options,
     config: ModelConfig,
     precision: Precision,
-    mixer: Callable[[int], nnx.Module],
+    mixer: functools.partial,
     names: dict[str, str],
     *,
-    ratio: int,
+    ratio: int = 4,
     layers: int = 24,
     build: type["FLAModel"] | None = None,
     float32: tuple[str, ...] = (r"\.g_norm\.weight$",),
     **more,
 ) -> CausalLM:
-    """Return a model of pre-norm blocks. A block has `mixer(layer)`, or softmax attention in the layers of `attn`, and a gated
-    MLP. float32: as in `Names`."""
-    width, layers = more.pop("width"), options.integer("num_hidden_layers", layers)
-    outer, init = outer_options(options)
+    """Return a model of pre-norm blocks. A block has the layer `mixer`, or softmax attention in the layers of `attn`, and a gated
+    MLP. mixer: a layer of `glax.nn` with its width and its arguments but the precision. float32: as in `Names`."""
+    width, layers = mixer.args[0], options.integer("num_hidden_layers", layers)
+    outer, init = outer_options(options, precision, 32000)
     norm: dict[str, Any] = dict(epsilon=options.number("norm_eps", 1e-6, least=0), param_dtype=precision.param_dtype)
     mlp, softmax = gated_mlp(options, width, ratio, init), attention_layers(options, width, layers)
     residuals = options.integer("attnres_block_size", None, optional=True)
@@ -165,12 +177,13 @@ def assemble(
     build = FLAModel if build is None else build
     blocks = []
     for layer in range(layers):
-        attn = softmax_attention(width, softmax[layer], init, precision) if layer in softmax else mixer(layer)
+        given = dict(kernel_init=init, **softmax[layer], **precision.options) if layer in softmax else None
+        attn = mixer(**precision.options) if given is None else Attention(width, **given)
         blocks.append(Block(RMSNorm(width, **norm), attn, RMSNorm(width, **norm), mlp(precision)))
     rules = (*softmax_names(softmax), *renamed("attn", ATTENTION | names), *renamed("mlp", GATED_MLP), *OUTER)
     more |= dict(residuals=residuals, norm_eps=norm["epsilon"])
     wide = Names(rules, float32=float32)
-    return build(config, blocks, RMSNorm(width, **norm), wide, width=width, precision=precision, **outer, **more)
+    return build(config, blocks, RMSNorm(width, **norm), wide, width=width, **outer, **more)
 
 
 # ---- the types -------------------------------------------------------------------------------------------------------
@@ -178,54 +191,29 @@ def assemble(
 
 def gla(config: ModelConfig, precision: Precision) -> CausalLM:
     """Build a GLA model. Yang et al. 2024, https://arxiv.org/abs/2312.06635."""
-    options = Options(config.values)
-    width = options.integer("hidden_size", 2048)
-    heads, output = heads_and_widths(options, width, 4, (0.5, 1.0)), output_options(options, FLA)
-    options.choice("attn_mode", "chunk", MODES)
-    deviation = options.number("initializer_range", 0.02, least=0)
-    more = dict(
-        **convolutions(options),
-        clamp_min=options.number("clamp_min", None, optional=True),
-        norm_eps=options.number("norm_eps", 1e-6, least=0),
-        kernel_init=nnx.initializers.normal(deviation),
-        filter_init=nnx.initializers.normal(deviation),
-    )
-
-    def mixer(layer: int) -> GatedLinearAttention:
-        return GatedLinearAttention(
-            width, num_gate_heads=heads["num_kv_heads"], **heads, **output, **more, **precision.options
-        )
-
-    fused = config.values.get("fuse_norm", True) and output["use_output_gate"]
-    names = CONVOLUTIONS | GATES | fused_norm_name(fused)
-    return assemble(options, config, precision, mixer, names, ratio=4, width=width)
+    options, width, init = opened(config)
+    shared = linear_options(options, width, 4, (0.5, 1.0), FLA)
+    more = convolutions(options, init) | dict(clamp_min=options.number("clamp_min", None, optional=True))
+    gates = shared["num_kv_heads"]
+    mixer = functools.partial(GatedLinearAttention, width, num_gate_heads=gates, kernel_init=init, **shared, **more)
+    names = CONVOLUTIONS | GATES | norm_name(config, shared["use_output_gate"])
+    return assemble(options, config, precision, mixer, names)
 
 
 def retnet(config: ModelConfig, precision: Precision) -> CausalLM:
     """Build a RetNet model. It has no convolutions, whatever use_short_conv says. Sun et al. 2023,
     https://arxiv.org/abs/2307.08621."""
-    options = Options(config.values)
-    width = options.integer("hidden_size", 2048)
-    heads, output = heads_and_widths(options, width, 8, (1.0, 2.0)), output_options(options, TRANSFORMERS)
-    options.choice("attn_mode", "chunk", MODES)
-    more = dict(
-        norm_eps=options.number("norm_eps", 1e-6, least=0),
-        kernel_init=nnx.initializers.normal(options.number("initializer_range", 0.02, least=0)),
-    )
-
-    def mixer(layer: int) -> MultiScaleRetention:
-        return MultiScaleRetention(width, **heads, **output, **more, **precision.options)
-
-    fused = config.values.get("fuse_norm", True) and output["use_output_gate"]
-    names = {"output_gate": "g_proj"} | fused_norm_name(fused)
-    return assemble(options, config, precision, mixer, names, ratio=2, width=width)
+    options, width, init = opened(config)
+    shared = linear_options(options, width, 8, (1.0, 2.0), TRANSFORMERS)
+    names = OUTPUT_GATE | norm_name(config, shared["use_output_gate"])
+    mixer = functools.partial(MultiScaleRetention, width, kernel_init=init, **shared)
+    return assemble(options, config, precision, mixer, names, ratio=2)
 
 
 def hgrn2(config: ModelConfig, precision: Precision) -> CausalLM:
     """Build an HGRN2 model. The norm of the mixer's output has an epsilon of 1e-5, as in fla. Qin et al. 2024,
     https://arxiv.org/abs/2404.07904."""
-    options = Options(config.values)
-    width = options.integer("hidden_size", 2048)
+    options, width, init = opened(config)
     ratio, heads = options.take("expand_ratio", 128), options.integer("num_heads", None, optional=True)
     if ratio is None and heads is None:
         raise ValueError("config.json must have expand_ratio or num_heads")
@@ -235,41 +223,69 @@ def hgrn2(config: ModelConfig, precision: Precision) -> CausalLM:
         raise ValueError(
             f"hidden_size={width} in config.json must be a multiple of hidden_size // expand_ratio={heads}"
         )
-    options.choice("attn_mode", "chunk", MODES)
-    more = dict(
-        num_heads=heads,
-        key_width=ratio,
-        value_width=width // heads,
-        elementwise_affine=affine(options),
-        **convolutions(options),
-        kernel_init=nnx.initializers.normal(options.number("initializer_range", 0.02, least=0)),
-        filter_init=nnx.initializers.normal(options.number("initializer_range", 0.02, least=0)),
-    )
+    more = convolutions(options, init) | dict(num_heads=heads, key_width=ratio, value_width=width // heads)
     bounded = options.flag("use_lower_bound", True)
     if bounded and heads * ratio != width:
         raise options.unsupported("expand_ratio", f"with use_lower_bound it must divide hidden_size={width}")
-
-    def mixer(layer: int) -> HGRN2Attention:
-        return HGRN2Attention(width, **more, **precision.options)
-
+    mixer = functools.partial(HGRN2Attention, width, elementwise_affine=affine(options), kernel_init=init, **more)
     names = {"key": "f_proj", "value": "i_proj", "norm": "g_norm"}
     names |= {"query_conv": "q_conv1d", "key_conv": "f_conv1d", "value_conv": "i_conv1d"}
-    return assemble(options, config, precision, mixer, names, ratio=4, width=width, build=HGRN2, bounded=bounded)
+    return assemble(options, config, precision, mixer, names, build=HGRN2, bounded=bounded)
+
+
+class Mixture(nnx.Module):
+    """Compute sum over i of p_i x_i,   p = softmax over i of w^T RMSNorm(x_i).   https://arxiv.org/abs/2603.15031"""
+
+    def __init__(self, width: int, epsilon: float, options: dict):
+        self.proj = linear(width, 1, (EMBED, None), kernel_init=nnx.initializers.zeros, **options)
+        self.norm = RMSNorm(width, epsilon=epsilon, param_dtype=options["param_dtype"])
+
+    def __call__(self, sources: Sequence[Float[Array, "*rows D"]]) -> Float[Array, "*rows D"]:
+        wide = [x.astype(jnp.float32) for x in sources]
+        weight = kernel_of(self.proj)[:, 0].astype(jnp.float32)
+        scores = jnp.stack([self.norm(x) @ weight for x in wide])
+        p = jax.nn.softmax(scores, 0)
+        return jnp.asarray(sum(p[i][..., None] * x for i, x in enumerate(wide))).astype(sources[0].dtype)
 
 
 class FLAModel(CausalLM):
-    """A model whose sublayers read a mixture of the outputs of all earlier sublayers, if the config has `attnres_block_size`."""
+    """A model whose sublayers read a mixture of the outputs of all earlier sublayers, if the config has `attnres_block_size`.
+
+    residuals: how many consecutive sublayers are summed to one source of the mixtures. Nothing reads the mixture of the first
+    sublayer, as in fla.
+    """
 
     def __init__(self, *args, residuals: int | None, norm_eps: float, **options):
         super().__init__(*args, **options)
         self.residuals = residuals
         if residuals is not None:
-            add_mixtures(self, norm_eps, options["precision"].options)
+            given = options["precision"].options
+            for block in self.blocks:
+                block.attn_res, block.mlp_res = (Mixture(self.width, norm_eps, given) for _ in range(2))
+            self.res = Mixture(self.width, norm_eps, given)
 
     def through(self, x: Array, states: list[dict], rows: Rows) -> tuple[Array, list[dict]]:
-        if self.residuals is None:
+        if (size := self.residuals) is None:
             return super().through(x, states, rows)
-        return through_mixtures(self, self.residuals, x, states, rows)
+        sources, written, after = [x], None, []  # written: the sum of the sublayers since the last source
+
+        def mixed(mixture: Mixture, sublayer: int):
+            nonlocal sources, written
+            if written is None:
+                return mixture(sources) if len(sources) > 1 else sources[0]
+            read = [*sources, written]
+            if sublayer % size == 0:
+                sources, written = read, None
+            return mixture(read)
+
+        for i, (block, state) in enumerate(zip(self.blocks, states, strict=True)):
+            h = block.attn_norm(mixed(block.attn_res, 2 * i))
+            y, state = self.rematerialised(block.attn.mix, rows)(h, state, *self.arguments(i))
+            written = y if written is None else written + y
+            y = block.mlp(block.mlp_norm(mixed(block.mlp_res, 2 * i + 1)))
+            written = y if written is None else written + y
+            after.append(state)
+        return self.res([*sources, written]), after
 
 
 class HGRN2(FLAModel):
@@ -331,7 +347,7 @@ def rwkv6(config: ModelConfig, precision: Precision) -> CausalLM:
     """Build an RWKV-6 model. Peng et al. 2024, https://arxiv.org/abs/2404.05892."""
     options = Options(config.values)
     width, layers = options.integer("hidden_size", 2048), options.integer("num_hidden_layers", 24)
-    outer, init = outer_options(options)
+    outer, init = outer_options(options, precision, 32000)
     options.choice("attn_mode", "chunk", MODES)
     heads, eps = options.integer("num_heads", 4), options.number("norm_eps", 1e-5, least=0)
     keys = exact_width("expand_k", width, options.number("expand_k", 0.5))
@@ -355,7 +371,7 @@ def rwkv6(config: ModelConfig, precision: Precision) -> CausalLM:
 
     def mixer(layer: int) -> nnx.Module:
         if layer in softmax:
-            return softmax_attention(width, softmax[layer], init, precision)
+            return Attention(width, kernel_init=init, **softmax[layer], **precision.options)
         sizes = dict(num_heads=heads, key_width=keys, value_width=values, **ranks)
         return RWKV6Attention(width, norm_eps=eps, kernel_init=init, **sizes, **precision.options)
 
@@ -365,4 +381,92 @@ def rwkv6(config: ModelConfig, precision: Precision) -> CausalLM:
 
     rules = (*softmax_names(softmax), *renamed("attn", RWKV6_NAMES), *renamed("ffn", RWKV6_FFN_NAMES), *OUTER)
     blocks = [block(layer) for layer in range(layers)]
-    return CausalLM(config, blocks, norm(), Names(rules), width=width, precision=precision, **outer)
+    return CausalLM(config, blocks, norm(), Names(rules), width=width, **outer)
+
+
+# ---- the delta rule ---------------------------------------------------------------------------------------------------
+
+A_LOG = r"\.attn\.A_log$"
+DELTA_NAMES = CONVOLUTIONS | {"beta": "b_proj", "norm": "o_norm"}
+KDA_GATES = {
+    "gate_down": "f_proj.0",
+    "gate_up": "f_proj.1",
+    "output_gate_down": "g_proj.0",
+    "output_gate_up": "g_proj.1",
+}
+
+
+def delta_options(options: Options, init: Callable) -> dict[str, Any]:
+    """Return the arguments that all three layers of the delta rule share."""
+    return convolutions(options, init, used=True) | dict(
+        allow_neg_eigval=options.flag("allow_neg_eigval", False),
+        norm_eps=options.number("norm_eps", 1e-6, least=0),
+        kernel_init=init,
+    )
+
+
+def plain_norm(is_gated: bool) -> tuple[str, ...]:
+    """Return the pattern of the output's norm, as in `Names.float32`. fla has it in float32 where no gate is fused into it."""
+    return () if is_gated else (r"\.attn\.o_norm\.weight$",)
+
+
+def grouped_heads(options: Options, *, heads: int, head_width: int, expand: float) -> dict[str, Any]:
+    """Return num_heads, num_qk_heads, key_width and value_width of gated_deltanet and kda, whose values may have more heads."""
+    qk_heads = options.integer("num_heads", heads)
+    heads = options.integer("num_v_heads", None, optional=True) or qk_heads
+    if heads % qk_heads:
+        raise options.unsupported("num_v_heads", f"it must be a multiple of num_heads={qk_heads}")
+    keys = options.integer("head_dim", head_width)
+    values = exact_width("expand_v", keys, options.number("expand_v", expand), "head_dim")
+    return dict(num_heads=heads, num_qk_heads=qk_heads, key_width=keys, value_width=values)
+
+
+def delta_net(config: ModelConfig, precision: Precision) -> CausalLM:
+    """Build a DeltaNet model. Its output is normalised whatever use_output_norm says, and norm_first of older configs has no
+    effect, as in fla. Yang et al. 2024, https://arxiv.org/abs/2406.06484."""
+    options, width, init = opened(config, MODES_OF_DELTA)
+    options.ignore("use_output_norm")
+    more = dict(
+        **widths_of_heads(options, width, 16, (1.0, 1.0)),
+        **delta_options(options, init),
+        use_beta=options.flag("use_beta", True),
+        use_output_gate=options.flag("use_gate", False),
+        qk_activation=options.choice("qk_activation", "silu", QK_ACTIVATIONS),
+        qk_norm=options.choice("qk_norm", "l2", QK_NORMS),
+    )
+    float32 = plain_norm(more["use_output_gate"])
+    mixer = functools.partial(DeltaNet, width, **more)
+    return assemble(options, config, precision, mixer, DELTA_NAMES | OUTPUT_GATE, float32=float32)
+
+
+def gated_deltanet(config: ModelConfig, precision: Precision) -> CausalLM:
+    """Build a Gated DeltaNet model. Yang et al. 2024, https://arxiv.org/abs/2412.06464."""
+    options, width, init = opened(config, MODES_OF_DELTA)
+    more = dict(
+        **grouped_heads(options, heads=6, head_width=256, expand=2.0),
+        **delta_options(options, init),
+        use_output_gate=options.flag("use_gate", True),
+        gate_fn=options.choice("output_gate_activation", "swish", ("swish", "silu", "sigmoid")),
+    )
+    names, float32 = DELTA_NAMES | OUTPUT_GATE | {"gate": "a_proj"}, (A_LOG, *plain_norm(more["use_output_gate"]))
+    mixer = functools.partial(GatedDeltaNet, width, **more)
+    return assemble(options, config, precision, mixer, names, layers=21, float32=float32)
+
+
+def kda(config: ModelConfig, precision: Precision) -> CausalLM:
+    """Build a Kimi Delta Attention model. Log gates are bounded if lower_bound is set. Kimi Team 2025,
+    https://arxiv.org/abs/2510.26692."""
+    options, width, init = opened(config, MODES_OF_DELTA)
+    bound, is_safe = options.number("lower_bound", None, optional=True), options.flag("safe_gate", False)
+    if is_safe and bound is None:
+        raise options.unsupported("safe_gate", "it must come with a lower_bound")
+    if bound is not None and not bound < 0:
+        raise options.unsupported("lower_bound", "it must be null or below 0")
+    more = dict(
+        **grouped_heads(options, heads=16, head_width=128, expand=1.0),
+        **delta_options(options, init),
+        lower_bound=bound,
+        A_range=(1.0, 1.0) if is_safe else (1.0, 16.0),
+    )
+    mixer, float32 = functools.partial(KimiDeltaAttention, width, **more), (A_LOG, r"\.attn\.dt_bias$")
+    return assemble(options, config, precision, mixer, DELTA_NAMES | KDA_GATES, float32=float32)

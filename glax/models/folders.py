@@ -1,10 +1,14 @@
-"""Find what a checkpoint's folder holds: the values of its config, and the file of each tensor."""
+"""Read a checkpoint's folder: the values of its config, and the tensors of its files by name."""
 
+import collections
+import math
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from glax._src.core.files import COMMITTED, ContentError, newest, read_json, require_regular
@@ -17,6 +21,8 @@ OTHER_FORMS = (".gguf", ".h5", ".msgpack", ".npz", ".onnx")
 TRAINING = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state.*)\.(bin|pt|pth)")
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 LISTED = 20  # the most names in a message
+FLOATS = {"F64": jnp.float64, "F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
+DTYPES = tuple(jnp.dtype(dtype).name for dtype in FLOATS.values())  # the names that a config has for them
 
 
 def read_config(folder: Path) -> dict:
@@ -149,3 +155,64 @@ def other_content(folder: Path) -> str:
     if inside := [str(path.parent) for path in sorted(folder.glob(f"snapshots/*/{CONFIG}"))]:
         return f"it is a cache of huggingface_hub. Name one of {listed(inside)}"
     return f"it holds {listed(names)}" if names else "it is empty"
+
+
+# ---- tensors ----------------------------------------------------------------------------------------------------------
+
+
+class Weights:
+    """Hold the tensors of a folder by name, and read them one at a time."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.stored = folder, {}
+        self.files, self.handles = files_of(folder)
+
+    def rename(self, aliases: tuple[tuple[str, str], ...]):
+        """Give tensors the usual name where a file has another name for them. aliases: (other name, usual name)."""
+        for other, usual in aliases:
+            if other in self.files and usual not in self.files:
+                self.files[usual], self.stored[usual] = self.files.pop(other), other
+
+    def names(self) -> set[str]:
+        return set(self.files)
+
+    def dtype(self, name: str) -> jnp.dtype:
+        kind = self.header(name).get_dtype()
+        if kind not in FLOATS:
+            raise ValueError(f"{name} in {self.files[name]} must be floating point, got {kind}")
+        return jnp.dtype(FLOATS[kind])
+
+    def read(self, name: str) -> np.ndarray:
+        return self.handles[self.files[name]].get_tensor(self.stored.get(name, name))
+
+    def header(self, name: str):
+        return self.handles[self.files[name]].get_slice(self.stored.get(name, name))
+
+    def activations(self, config: Mapping) -> jnp.dtype | None:
+        """Return the dtype that activations have if the user names none, or None if there are no floating-point tensors.
+
+        It is the config's `dtype` (`torch_dtype` in older configs), if a tensor is stored in it. Without such an option, and in
+        a folder where no tensor has the dtype that its config names, it is the dtype of the most elements.
+        """
+        elements = collections.Counter()
+        for name in self.files:
+            header = self.header(name)
+            if header.get_dtype() in FLOATS:
+                elements[jnp.dtype(FLOATS[header.get_dtype()])] += math.prod(header.get_shape())
+        named = named_dtype(config)
+        if named in elements or not elements:
+            return named
+        return elements.most_common(1)[0][0]
+
+
+def named_dtype(config: Mapping) -> jnp.dtype | None:
+    """Return the dtype that a config names, or None. Raises ValueError if it is none of DTYPES."""
+    for key in ("dtype", "torch_dtype"):
+        value = config.get(key)
+        if value is None:
+            continue
+        name = value.removeprefix("torch.") if isinstance(value, str) else value
+        if name not in DTYPES:
+            raise ValueError(f"{key} in config.json must be one of {', '.join(DTYPES)}, got {value!r}")
+        return jnp.dtype(name)
+    return None

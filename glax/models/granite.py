@@ -1,24 +1,23 @@
 """Build Granite 4 hybrids: Mamba-2 and softmax attention, a shared gated MLP, and in some models experts beside the MLP."""
 
+import functools
+
 from glax.models.config import ModelConfig, Options
 from glax.models.hybrids import (
     LINEAR,
+    MIXERS,
     TRAINING,
     DenseMLP,
-    ScaledBlock,
     ScaledLM,
     attention_sizes,
     hidden_act,
     layer_kinds,
     mamba,
     mamba_options,
-    mixer_names,
-    outer_options,
     softmax_attention,
-    transposed_layouts,
 )
-from glax.models.model import CausalLM, Precision
-from glax.models.names import Names
+from glax.models.model import Block, CausalLM, Precision, outer_options
+from glax.models.names import Names, mixer_names, outer_names, transposed_layouts
 from glax.models.rope import rotation
 from glax.nn import RMSNorm
 from glax.nn.moe import SparseMLP
@@ -36,16 +35,6 @@ def mlp_names(experts: bool) -> tuple[tuple[str, str], ...]:
         (r"\.mlp\.experts\.input$", ".block_sparse_moe.input_linear.input"),
         (r"\.mlp\.experts\.down$", ".block_sparse_moe.output_linear.down"),
     )
-
-
-OUTER = (
-    (r"\.attn_norm\.", ".input_layernorm."),
-    (r"\.mlp_norm\.", ".post_attention_layernorm."),
-    (r"^embedding\.", "model.embed_tokens."),
-    (r"^blocks\.", "model.layers."),
-    (r"^norm\.", "model.norm."),
-    (r"^head\.", "lm_head."),
-)
 
 
 def granite(config: ModelConfig, precision: Precision) -> CausalLM:
@@ -83,8 +72,7 @@ def granite(config: ModelConfig, precision: Precision) -> CausalLM:
         more = dict(bias=bias, output_bias=bias, scale=scale)
         return softmax_attention(width, sizes, rope, init, precision, **more)
 
-    def norm() -> RMSNorm:
-        return RMSNorm(width, epsilon=eps, param_dtype=precision.param_dtype)
+    norm = functools.partial(RMSNorm, width, epsilon=eps, param_dtype=precision.param_dtype)
 
     def mlp():
         always = DenseMLP(width, shared, act=act, kernel_init=init, **precision.options)
@@ -93,7 +81,7 @@ def granite(config: ModelConfig, precision: Precision) -> CausalLM:
         more = dict(form="fused", act=act, shared=always, kernel_init=init)
         return SparseMLP(width, inside, count, top_k, **more, **precision.options)
 
-    blocks = [ScaledBlock(norm(), mixer(kind), norm(), mlp(), multiplier) for kind in kinds]
-    rules = (*mixer_names(kinds), *mlp_names(bool(count)), *OUTER)
+    blocks = [Block(norm(), mixer(kind), norm(), mlp(), multiplier) for kind in kinds]
+    rules = (*mixer_names(kinds, MIXERS), *mlp_names(bool(count)), *outer_names())
     names = Names(rules, layouts=transposed_layouts("input", "down", "router"))
     return ScaledLM(config, blocks, norm(), names, width=width, **outer, **scaled)

@@ -1,35 +1,26 @@
-"""Share what the hybrids of transformers have in common: options of Mamba-2 and of softmax attention, names, and scaled
-blocks."""
+"""Share what the hybrids of transformers have in common: options of Mamba-2 and of softmax attention, kinds of layers, and an
+MLP."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from glax.models.activations import TRANSFORMERS
-from glax.models.config import LAYERS, Options, padding
+from glax.models.config import LAYERS, Options
 from glax.models.mamba2 import divisor, limits
-from glax.models.model import Block, CausalLM, Precision
-from glax.models.names import Layout, renamed, transposed
+from glax.models.model import CausalLM, Precision
+from glax.models.names import ATTENTION, MAMBA, TRANSFORMERS
 from glax.models.rope import Rope
 from glax.nn import Attention, Mamba2
 from glax.nn.parts import EMBED, MLP, activation, linear
-from glax.nn.passes import Rows
 
 # Options that concern training alone, or the number of logits that a prompt needs.
 TRAINING = (
-    "attention_dropout",
-    "num_logits_to_keep",
-    "output_router_logits",
-    "router_aux_loss_coef",
-    "z_loss_coefficient",
-)
+    "attention_dropout", "num_logits_to_keep", "output_router_logits", "router_aux_loss_coef", "z_loss_coefficient",
+)  # fmt: skip
 
-ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
-MAMBA = {"input": "in_proj", "conv": "conv1d", "output": "out_proj"}
-GATED_MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 LINEAR, SOFTMAX = "linear_attention", "full_attention"
 KINDS = {
     LINEAR: LINEAR,
@@ -37,14 +28,8 @@ KINDS = {
     SOFTMAX: SOFTMAX,
     "attention": SOFTMAX,
 }  # older versions write the short names
-
-
-def transposed_layouts(*names: str) -> tuple[tuple[str, Layout], ...]:
-    """Return the layouts of weights [..., inputs, outputs] that a checkpoint stores as [..., outputs, inputs]."""
-    return tuple((name, ("weight", transposed, transposed)) for name in names)
-
-
-ROUTER = transposed_layouts("router")
+# The names of the mixers of `glax.models.names.mixer_names`.
+MIXERS = {SOFTMAX: ("self_attn", ATTENTION), LINEAR: ("mamba", MAMBA)}
 
 
 def attention_sizes(
@@ -142,16 +127,6 @@ def are_layers(given: Any, layers: int) -> bool:
     return isinstance(given, list) and all(type(layer) is int and 0 <= layer < layers for layer in given)
 
 
-def mixer_names(kinds: Sequence[str], softmax: str = "self_attn", linear: str = "mamba") -> tuple[tuple[str, str], ...]:
-    """Return naming rules for the mixer `attn` of each block. Its name in the checkpoint depends on its kind."""
-    rules: list[tuple[str, str]] = []
-    for layer, kind in enumerate(kinds):
-        name, table = (softmax, ATTENTION) if kind == SOFTMAX else (linear, MAMBA)
-        rules += renamed(rf"{layer}\.attn", table)
-        rules.append((rf"(\.{layer})\.attn(?=\.)", rf"\1.{name}"))
-    return tuple(rules)
-
-
 class DenseMLP(nnx.Module):
     """Compute y = W_output (act(a) * b) with a, b the halves of W_input x; y = W_output act(W_input x) if not `gated`.
 
@@ -191,19 +166,6 @@ class DenseMLP(nnx.Module):
         return self.output(act(gate) * up)
 
 
-class ScaledBlock(Block):
-    """Compute x + m mixer(norm(x)), then x + m mlp(norm(x)), with the multiplier m."""
-
-    def __init__(self, attn_norm, attn, mlp_norm, mlp, multiplier: float):
-        super().__init__(attn_norm, attn, mlp_norm, mlp)
-        self.multiplier = multiplier
-
-    def mix(self, x: Float[Array, "*rows width"], state: dict, rows: Rows, *rest) -> tuple[Array, dict]:
-        y, state = self.attn.mix(self.attn_norm(x), state, rows, *rest)
-        x = x + y * self.multiplier
-        return x + self.mlp(self.mlp_norm(x)) * self.multiplier, state
-
-
 class ScaledLM(CausalLM):
     """A CausalLM that multiplies the embedding by `embedding_multiplier` and the logits by `logits_multiplier`."""
 
@@ -216,28 +178,3 @@ class ScaledLM(CausalLM):
 
     def before_head(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         return x * self.logits_multiplier
-
-
-def outer_options(
-    options: Options,
-    precision: Precision,
-    vocabulary: int,
-    *,
-    tied: bool = False,
-    pad: int | None = None,
-    has_padding: bool = True,
-) -> tuple[dict, Callable]:
-    """Return the arguments of CausalLM that every type has, and the initialisation of projections.
-
-    vocabulary, tied, pad: the values for a config that lacks the option. has_padding: whether the models' own code gives the
-    embedding of pad_token_id no gradient.
-    """
-    deviation = options.number("initializer_range", 0.02, least=0)
-    outer = dict(
-        vocabulary=options.integer("vocab_size", vocabulary),
-        tied=options.flag("tie_word_embeddings", tied),
-        deviation=deviation,
-        padding=padding(options, pad) if has_padding else None,
-        precision=precision,
-    )
-    return outer, nnx.initializers.normal(deviation)

@@ -1,34 +1,39 @@
-"""Build models by their `model_type`: `from_pretrained` and `from_config`."""
+"""Build models by their `model_type`, and give their parameters the tensors of a folder: `from_config`, `from_pretrained`."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from glax.models import bamba, delta, falcon_h1, fla, granite, mamba2, minimax, nemotron_h, qwen3_next, zamba2
-from glax.models.checkpoints import DTYPES, Weights, load_into, parameters, widen
+from glax.models import bamba, falcon_h1, fla, granite, mamba2, minimax, nemotron_h, qwen3_next, zamba2
 from glax.models.config import ModelConfig, UnsupportedOption, silent
+from glax.models.folders import DTYPES, Weights, listed
 from glax.models.model import CausalLM, Precision
+from glax.models.names import checkpoint_name, parameters, stored_names
 from glax.models.quantization import DequantizedWeights, without_quantization
 from glax.models.shardings import Placement, check_mesh
 
+# Buffers of rotary positions, which older versions stored and the config determines.
+ROTARY = r"(^|\.)(inv_freq|cos_cached|sin_cached)$"
 # Bounds several times beyond what is published, so that a wrong number in a config is an error and not an allocation.
 MOST_PARAMETERS, MOST_ELEMENTS = 2**43, 2**35
 
 # model_type -> the function that builds such a model. docs/internals/models.md says how one is added.
 MODEL_TYPES: dict[str, Callable[[ModelConfig, Precision], CausalLM]] = {
     "bamba": bamba.bamba,
-    "delta_net": delta.delta_net,
+    "delta_net": fla.delta_net,
     "falcon_h1": falcon_h1.falcon_h1,
-    "gated_deltanet": delta.gated_deltanet,
+    "gated_deltanet": fla.gated_deltanet,
     "gla": fla.gla,
     "granitemoehybrid": granite.granite,
     "hgrn2": fla.hgrn2,
-    "kda": delta.kda,
+    "kda": fla.kda,
     "mamba2": mamba2.mamba2,
     "minimax": minimax.minimax,
     "nemotron_h": nemotron_h.nemotron_h,
@@ -156,3 +161,86 @@ def from_pretrained(folder: str | Path, *, dtype: DTypeLike | None = None, mesh:
         placement.say()
     model.folder = str(folder.absolute())
     return model
+
+
+# ---- from tensors to parameters ---------------------------------------------------------------------------------------
+
+
+def widen(model: CausalLM):
+    """Make the parameters float32 that the model's own code has in float32, such as the bias of Nemotron-H's router."""
+    widened = []
+    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        dtype = model.names.dtype(model.names(".".join(map(str, path))), param.dtype)
+        if dtype != param.dtype:
+            widened.append((path, param.replace(param[...].astype(dtype))))
+    nnx.update(model, nnx.from_flat_state(widened))
+
+
+def load_into(model: CausalLM, weights: Weights, dtype: jnp.dtype | None, place):
+    """Set every parameter of `model`, which may be abstract, from the weights.
+
+    dtype: the dtype of the parameters; None leaves each as it is in the file. `Names.float32` are float32 in any case.
+    place: (the path of a parameter, the parameter, its value) -> an array on devices.
+
+    Raises ValueError, with their names, if weights are missing or left over, or if a shape differs.
+    """
+    named = {name for path, param in parameters(model) for name in stored_names(model.names(path), param)}
+    weights.rename(model.names.aliases)
+    check_tied(model, weights)
+    found, unread = weights.names(), {tied_name(model), *model.derived_tensors()}
+    missing = named - found
+    left = [x for x in found - named - unread if not model.names.is_ignored(x) and not re.search(ROTARY, x)]
+    if missing or left:
+        parts = [f"missing are {listed(missing)}"] * bool(missing) + [f"left over are {listed(left)}"] * bool(left)
+        raise ValueError(f"The weights in {weights.folder} do not fit its config: {'; '.join(parts)}")
+    derived = model.derived_tensors()
+    model.check_derived_tensors({name: weights.read(name) for name in sorted(found & derived.keys())})
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    loaded = []
+    for path, param in flat:
+        name, (_, _, back) = checkpoint_name(model, ".".join(map(str, path)))
+        value = layered(weights, name, param, back)
+        wanted = model.names.dtype(name, value.dtype if dtype is None else dtype)
+        value = np.ascontiguousarray(value.astype(wanted, copy=False))
+        loaded.append((path, param.replace(place(path, param, value))))
+    nnx.update(model, nnx.from_flat_state(loaded))
+
+
+def layered(weights: Weights, name: str, param: nnx.Param, back: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Return the value of a parameter in glax's layout. Raises ValueError for a tensor of another shape or kind."""
+    rows, shape = [], param.shape[1:] if "*" in name else param.shape
+    for one in stored_names(name, param):
+        weights.dtype(one)  # raises for a kind that is not floating point
+        stored = weights.read(one)
+        try:
+            row = back(stored)
+        except (IndexError, ValueError):  # it has too few axes
+            row = None
+        if row is None or row.shape != shape:
+            raise ValueError(
+                f"{one} in {weights.files[one]} must have the shape that gives {shape} here, as its config says, "
+                f"got {stored.shape}"
+            )
+        rows.append(row)
+    return np.stack(rows) if "*" in name else rows[0]
+
+
+def check_tied(model: CausalLM, weights: Weights):
+    """Take a tied head that is stored under the head's name alone for the embedding.
+
+    Raises ValueError if a folder has both and they differ: transformers does not tie them then, whatever the config says.
+    """
+    head, embedding = tied_name(model), model.names("embedding.embedding")
+    if head is None or head not in weights.files:
+        return
+    weights.rename(((head, embedding),))
+    if head in weights.files and not np.array_equal(weights.read(head), weights.read(embedding), equal_nan=True):
+        raise ValueError(
+            f"{head} and {embedding} in {weights.folder} differ, but its config ties them: "
+            "set tie_word_embeddings to false in config.json, if the head is a weight of its own"
+        )
+
+
+def tied_name(model: CausalLM) -> str | None:
+    """Return the name under which some writers store a tied head a second time; None if the head is not tied."""
+    return model.names("head.kernel") if model.head is None else None

@@ -1,17 +1,16 @@
 """Build Mamba-2 from configs of transformers, flash-linear-attention and the state-spaces repository."""
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float
 
-from glax.models.activations import FLA, TRANSFORMERS
 from glax.models.config import NO_EFFECT, ModelConfig, Options, is_finite, rounded_width, shown
-from glax.models.model import CausalLM, Precision
-from glax.models.names import Names, renamed
+from glax.models.model import CausalLM, MixerBlock, Precision, outer_options
+from glax.models.names import FLA, MAMBA, TRANSFORMERS, Names, outer_names, renamed
 from glax.nn import Attention, Mamba2, RMSNorm, ShortConvolution
 from glax.nn.layer import Layer
 from glax.nn.parts import EMBED, HEADS, linear
@@ -23,19 +22,13 @@ OF_FLA = (
     "fuse_linear_cross_entropy", "use_l2warp",
 )  # fmt: skip
 
-MIXER = {"input": "in_proj", "conv": "conv1d", "output": "out_proj"}
-BACKBONE = (
-    *renamed("mixer", MIXER),
-    (r"^embedding\.", "backbone.embeddings."),
-    (r"^blocks\.", "backbone.layers."),
-    (r"^norm\.", "backbone.norm_f."),
-    (r"^head\.", "lm_head."),
-)
+BACKBONE = outer_names("backbone.embeddings", "backbone.layers", "backbone.norm_f")
+MIXER = renamed("mixer", MAMBA)
 ALIASES = (("backbone.embedding.weight", "backbone.embeddings.weight"),)  # transformers renames it likewise
-ORIGINAL = Names((*BACKBONE[: len(MIXER)], (r"^embedding\.", "backbone.embedding."), *BACKBONE[len(MIXER) + 1 :]))
-USUAL = Names(BACKBONE, aliases=ALIASES)
+ORIGINAL = Names((*MIXER, *outer_names("backbone.embedding", "backbone.layers", "backbone.norm_f")))
+USUAL = Names((*MIXER, *BACKBONE), aliases=ALIASES)
 WIDE = (r"\.A_log$", r"^backbone\.layers\.\d+\.norm\.weight$", r"^backbone\.norm_f\.weight$")
-NAMES_OF_FLA = Names(BACKBONE, aliases=ALIASES, float32=WIDE)
+NAMES_OF_FLA = Names((*MIXER, *BACKBONE), aliases=ALIASES, float32=WIDE)
 
 
 class FusedAttention(Attention):
@@ -58,27 +51,11 @@ class FusedAttention(Attention):
     def mix(self, x: Float[Array, "*rows width"], state: Any, rows: Rows) -> tuple[Array, Any]:
         qkv, after = self.input(x), {}
         if self.conv is not None:
-            qkv, conv = self.conv.mix(qkv, {"recurrent": state["conv"]} if "conv" in state else {}, rows)
-            after = dict(conv=conv["recurrent"])
+            qkv, after["conv"] = self.conv.extend(qkv, state.get("conv"), rows)
         queries, keys = self.num_heads * self.head_width, self.num_kv_heads * self.head_width
         q, k, v = jnp.split(qkv, [queries, queries + keys], axis=-1)
         y, cache = self.attend(q, k, v, state.get("attn", {}), rows)
         return y, after | dict(attn=dict(cache))
-
-
-class Mamba2Block(nnx.Module):
-    """Compute x + mixer(norm(x)). With residual_in_fp32, x is float32 between blocks."""
-
-    def __init__(self, norm: RMSNorm, mixer: Layer, dtype: jnp.dtype, residual_in_fp32: bool):
-        self.norm, self.mixer, self.dtype, self.residual_in_fp32 = norm, mixer, dtype, residual_in_fp32
-
-    def empty_state(self, batch: int, max_length: int | None) -> dict:
-        return self.mixer.empty_state(batch, max_length)
-
-    def mix(self, x: Float[Array, "*rows width"], state: dict, rows: Rows) -> tuple[Array, dict]:
-        y, after = self.mixer.mix(self.norm(x.astype(self.dtype)), state, rows)
-        x = x.astype(jnp.float32) if self.residual_in_fp32 else x
-        return x + y.astype(x.dtype), dict(after)
 
 
 def mamba2(config: ModelConfig, precision: Precision) -> CausalLM:
@@ -106,8 +83,17 @@ def mamba2(config: ModelConfig, precision: Precision) -> CausalLM:
 def of_fla(config: ModelConfig, precision: Precision) -> CausalLM:
     options = Options(config.values, code="mamba2_fla")
     sizes = sizes_of(options, heads=None, groups=1, hidden=2048, layers=48)
-    mixer = dict(
-        act=FLA[options.choice("hidden_act", "silu", FLA)],
+    mixer = mixer_options(options) | dict(act=FLA[options.choice("hidden_act", "silu", FLA)])
+    eps = options.number("norm_eps", 1e-5, least=0)
+    options.ignore("rescale_prenorm_residual", "chunk_size")
+    return assemble(
+        options, config, precision, sizes, mixer, eps=eps, deviation=0.02, vocabulary=32000, names=NAMES_OF_FLA
+    )
+
+
+def mixer_options(options: Options) -> dict[str, Any]:
+    """Return the arguments of Mamba2 that fla and the state-spaces repository name alike."""
+    return dict(
         dt_limit=limits(options, "dt_limit"),
         dt_range=(options.number("dt_min", 0.001, above=0), options.number("dt_max", 0.1, above=0)),
         dt_floor=options.number("dt_init_floor", 1e-4, above=0),
@@ -116,11 +102,6 @@ def of_fla(config: ModelConfig, precision: Precision) -> CausalLM:
         per_channel_skip=options.flag("D_has_hdim", False),
         A_range=options.pair("A_init_range", (1, 16), above=0),
         conv_init=options.number("conv_init", None, optional=True, least=0),
-    )
-    eps = options.number("norm_eps", 1e-5, least=0)
-    options.ignore("rescale_prenorm_residual", "chunk_size")
-    return assemble(
-        options, config, precision, sizes, mixer, eps=eps, deviation=0.02, vocabulary=32000, names=NAMES_OF_FLA
     )
 
 
@@ -201,15 +182,10 @@ def assemble(
     """Return the model. attention: the layers of softmax attention, and the arguments of `FusedAttention` in them."""
     sizes = dict(sizes)
     width, layers = sizes.pop("width"), sizes.pop("layers")
-    tied, in_fp32 = options.flag("tie_word_embeddings", False), options.flag("residual_in_fp32", True)
-    vocabulary = options.integer("vocab_size", vocabulary)
-    deviation = options.number("initializer_range", deviation, least=0)
+    residual = jnp.dtype(jnp.float32) if options.flag("residual_in_fp32", True) else None
+    outer, init = outer_options(options, precision, vocabulary, has_padding=False, deviation=deviation)
     options.finish()
-
-    def norm() -> RMSNorm:
-        return RMSNorm(width, epsilon=eps, param_dtype=precision.param_dtype)
-
-    init = nnx.initializers.normal(deviation)
+    norm = functools.partial(RMSNorm, width, epsilon=eps, param_dtype=precision.param_dtype)
     softmax, arguments = ((), {}) if attention is None else (attention["layers"], attention["arguments"])
 
     def mixer_of(layer: int) -> Layer:
@@ -217,18 +193,8 @@ def assemble(
             return FusedAttention(width, kernel_init=init, **arguments, **precision.options)
         return Mamba2(width, norm_eps=eps, kernel_init=init, **sizes, **mixer, **precision.options)
 
-    blocks = [Mamba2Block(norm(), mixer_of(layer), precision.dtype, in_fp32) for layer in range(layers)]
-    return CausalLM(
-        config,
-        blocks,
-        norm(),
-        names,
-        vocabulary=vocabulary,
-        width=width,
-        tied=tied,
-        precision=precision,
-        deviation=deviation,
-    )
+    blocks = [MixerBlock(norm(), mixer_of(layer), precision.dtype, residual) for layer in range(layers)]
+    return CausalLM(config, blocks, norm(), names, width=width, **outer)
 
 
 # ---- the state-spaces repository -------------------------------------------------------------------------------------
@@ -266,16 +232,7 @@ def original(config: ModelConfig, precision: Precision) -> CausalLM:
         conv_bias=inner.flag("conv_bias", True),
         bias=inner.flag("bias", False),
     )
-    mixer = dict(
-        dt_limit=limits(inner, "dt_limit"),
-        dt_range=(inner.number("dt_min", 0.001, above=0), inner.number("dt_max", 0.1, above=0)),
-        dt_floor=inner.number("dt_init_floor", 1e-4, above=0),
-        use_norm=inner.flag("rmsnorm", True),
-        norm_before_gate=inner.flag("norm_before_gate", False),
-        per_channel_skip=inner.flag("D_has_hdim", False),
-        A_range=inner.pair("A_init_range", (1, 16), above=0),
-        conv_init=inner.number("conv_init", None, optional=True, least=0),
-    )
+    mixer = mixer_options(inner)
     inner.finish()
     shared = Options(dict(tie_word_embeddings=tied, residual_in_fp32=in_fp32, vocab_size=vocabulary))
     more: dict[str, Any] = dict(eps=1e-5, deviation=0.02, vocabulary=vocabulary, names=ORIGINAL, attention=attention)

@@ -1,5 +1,6 @@
 """Build MiniMax-01: Lightning Attention, softmax attention and experts. The residual also passes through each norm."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,19 +12,15 @@ from glax.models.config import ModelConfig, Options
 from glax.models.hybrids import (
     KINDS,
     LINEAR,
-    ROUTER,
     SOFTMAX,
     TRAINING,
     attention_sizes,
     hidden_act,
     layer_kinds,
-    mixer_names,
-    outer_options,
     softmax_attention,
-    transposed_layouts,
 )
-from glax.models.model import CausalLM, Precision
-from glax.models.names import Names
+from glax.models.model import CausalLM, Precision, outer_options
+from glax.models.names import ATTENTION, Names, mixer_names, outer_names, transposed_layouts
 from glax.models.rope import rotation
 from glax.nn import LightningAttention, RMSNorm
 from glax.nn.moe import SparseMLP
@@ -32,17 +29,13 @@ from glax.nn.passes import Rows
 
 OUTER = (
     (r"\.self_attn\.qkv\.", ".self_attn.qkv_proj."),
-    (r"\.attn_norm\.", ".input_layernorm."),
-    (r"\.mlp_norm\.", ".post_attention_layernorm."),
     (r"\.mlp\.router$", ".block_sparse_moe.gate.router"),
     (r"\.mlp\.experts\.gate$", ".block_sparse_moe.experts.*.w1.gate"),
     (r"\.mlp\.experts\.up$", ".block_sparse_moe.experts.*.w3.up"),
     (r"\.mlp\.experts\.down$", ".block_sparse_moe.experts.*.w2.down"),
-    (r"^embedding\.", "model.embed_tokens."),
-    (r"^blocks\.", "model.layers."),
-    (r"^norm\.", "model.norm."),
-    (r"^head\.", "lm_head."),
+    *outer_names(),
 )
+MIXERS = {SOFTMAX: ("self_attn", ATTENTION), LINEAR: ("self_attn", {"output": "out_proj"})}
 
 
 ROUNDING = 2.0**-6  # of decays that were formed and stored in bfloat16
@@ -162,8 +155,7 @@ def minimax(config: ModelConfig, precision: Precision) -> CausalLM:
     inside = options.integer("intermediate_size", 14336)
     options.finish()
 
-    def norm() -> RMSNorm:
-        return RMSNorm(width, epsilon=eps, param_dtype=precision.param_dtype)
+    norm = functools.partial(RMSNorm, width, epsilon=eps, param_dtype=precision.param_dtype)
 
     def mixer(layer: int, kind: str):
         if kind == SOFTMAX:
@@ -183,8 +175,8 @@ def minimax(config: ModelConfig, precision: Precision) -> CausalLM:
         )
         for layer, kind in enumerate(kinds)
     ]
-    rules = (*mixer_names(kinds, linear="self_attn"), *OUTER)
-    names = Names(rules, layouts=(*ROUTER, *transposed_layouts("gate", "up", "down")))
+    layouts = transposed_layouts("router", "gate", "up", "down")
+    names = Names((*mixer_names(kinds, MIXERS), *OUTER), layouts=layouts)
     return MiniMax(
         config, blocks, norm(), names, width=width, block=block, kinds=kinds, heads=sizes["num_heads"], **outer
     )

@@ -13,11 +13,11 @@ from jaxtyping import Array, Bool, Float, Int
 from glax._src.core.bind import check_integers, check_memory_of_leaves, known_values
 from glax._src.core.recurrence import to_int32
 from glax._src.core.segments import differs_from_padding
-from glax.models.config import ModelConfig
+from glax.models.config import ModelConfig, Options, padding
 from glax.models.names import Names
 from glax.models.shardings import states_on_mesh
 from glax.nn.automatic import automatic, first_array, like, replicated, rows_of
-from glax.nn.layer import from_pool, into_pool, parallel_rows, token_rows
+from glax.nn.layer import Layer, from_pool, into_pool, parallel_rows, token_rows
 from glax.nn.losses import checked_targets, next_token_loss
 from glax.nn.parts import EMBED, VOCABULARY, annotated, kernel_of, linear
 from glax.nn.passes import Rows
@@ -57,7 +57,7 @@ class CausalLM(nnx.Module):
     `before_head`.
     """
 
-    res: Any  # the mixture before the head, where `add_mixtures` has set one
+    res: Any  # the mixture before the head, where `glax.models.fla` has set one
     folder: str | None
 
     def __init__(
@@ -261,10 +261,14 @@ class CausalLM(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Compute x + mixer(norm(x)), then x + mlp(norm(x)). The mixer is a `glax.nn` layer with a state, and the MLP has none."""
+    """Compute x + m mixer(norm(x)), then x + m mlp(norm(x)). The mixer is a `glax.nn` layer with a state, and the MLP has none.
 
-    def __init__(self, attn_norm: Any, attn: Mixing, mlp_norm: Any, mlp: Any):
+    multiplier: m; 1 if None.
+    """
+
+    def __init__(self, attn_norm: Any, attn: Mixing, mlp_norm: Any, mlp: Any, multiplier: float | None = None):
         self.attn_norm, self.attn, self.mlp_norm, self.mlp = attn_norm, attn, mlp_norm, mlp
+        self.multiplier = multiplier
 
     def empty_state(self, batch: int, max_length: int | None) -> dict:
         return self.attn.empty_state(batch, max_length)
@@ -272,8 +276,57 @@ class Block(nnx.Module):
     def mix(self, x: Float[Array, "*rows width"], state: dict, rows: Rows, *rest) -> tuple[Array, dict]:
         """Return the block's output and the new state. rest: further arguments of the mixer."""
         y, state = self.attn.mix(self.attn_norm(x), state, rows, *rest)
-        x = x + y
-        return x + self.mlp(self.mlp_norm(x)), state
+        x = x + self.scaled(y)
+        return x + self.scaled(self.mlp(self.mlp_norm(x))), state
+
+    def scaled(self, y: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        return y if self.multiplier is None else y * self.multiplier
+
+
+class MixerBlock(nnx.Module):
+    """Compute x + mixer(norm(x)). The mixer is a `glax.nn` layer with a state, or a module without one.
+
+    dtype: the dtype in which norm and mixer read x; that of x if None. residual: the dtype of x between blocks; that of x if
+    None.
+    """
+
+    def __init__(self, norm: Any, mixer: Any, dtype: jnp.dtype | None = None, residual: jnp.dtype | None = None):
+        self.norm, self.mixer, self.dtype, self.residual = norm, mixer, dtype, residual
+
+    def empty_state(self, batch: int, max_length: int | None) -> dict:
+        return self.mixer.empty_state(batch, max_length) if isinstance(self.mixer, Layer) else {}
+
+    def mix(self, x: Float[Array, "*rows width"], state: dict, rows: Rows) -> tuple[Array, dict]:
+        h = self.norm(x if self.dtype is None else x.astype(self.dtype))
+        y, after = self.mixer.mix(h, state, rows) if isinstance(self.mixer, Layer) else (self.mixer(h), {})
+        x = x if self.residual is None else x.astype(self.residual)
+        return x + (y if self.dtype is None else y.astype(x.dtype)), dict(after)
+
+
+def outer_options(
+    options: Options,
+    precision: Precision,
+    vocabulary: int,
+    *,
+    tied: bool = False,
+    pad: int | None = None,
+    has_padding: bool = True,
+    deviation: float = 0.02,
+) -> tuple[dict, Callable]:
+    """Return the arguments of CausalLM that every type has, and the initialisation of projections.
+
+    vocabulary, tied, pad, deviation: the values for a config that lacks the option. has_padding: whether the models' own code
+    gives the embedding of pad_token_id no gradient.
+    """
+    deviation = options.number("initializer_range", deviation, least=0)
+    outer = dict(
+        vocabulary=options.integer("vocab_size", vocabulary),
+        tied=options.flag("tie_word_embeddings", tied),
+        deviation=deviation,
+        padding=padding(options, pad) if has_padding else None,
+        precision=precision,
+    )
+    return outer, nnx.initializers.normal(deviation)
 
 
 def checked_tokens(name: str, tokens, form: str, vocabulary: int) -> Int[Array, "*rows"]:

@@ -1,10 +1,14 @@
-"""Map the names and layouts of parameters to those of checkpoints."""
+"""Map the names and layouts of parameters to those of checkpoints, and the names of functions to those of glax.nn."""
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from flax import nnx
+
+Rules = tuple[tuple[str, str], ...]  # (pattern, replacement) of re.sub
 
 # The last part of a parameter's path, and what it is in a checkpoint: (name, to the checkpoint's layout, and back).
 Layout = tuple[str, Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray], np.ndarray]]
@@ -46,9 +50,9 @@ class Names:
     model of narrower parameters too.
     """
 
-    rules: tuple[tuple[str, str], ...]
+    rules: Rules
     layouts: tuple[tuple[str, Layout], ...] = ()
-    aliases: tuple[tuple[str, str], ...] = ()
+    aliases: Rules = ()
     ignored: tuple[str, ...] = ()
     float32: tuple[str, ...] = ()
 
@@ -71,6 +75,89 @@ class Names:
         return dict(self.layouts).get(last) or LEAVES.get(last) or (last, same, same)
 
 
-def renamed(inside: str, table: dict[str, str]) -> tuple[tuple[str, str], ...]:
+def renamed(inside: str, table: Mapping[str, str]) -> Rules:
     """Return rules that rename the parts of the module `inside` of a block, such as {"query": "q_proj"}."""
     return tuple((rf"(\.{inside})\.{re.escape(old)}(?=\.|$)", rf"\1.{new}") for old, new in table.items())
+
+
+def parameters(model: nnx.Module) -> Iterator[tuple[str, nnx.Param]]:
+    """Yield (the path, such as "blocks.0.attn.query.kernel"; the parameter) for each parameter."""
+    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        yield ".".join(map(str, path)), param
+
+
+def checkpoint_name(model: Any, path: str) -> tuple[str, Layout]:
+    """Return the name of a parameter of a CausalLM in the checkpoint, and its `Layout`."""
+    return model.names(path), model.names.layout(path.rpartition(".")[2])
+
+
+def stored_names(name: str, param: nnx.Param | np.ndarray) -> list[str]:
+    """Return the names of the tensors that hold a parameter: one, or for a name with `*` one for each row of its first axis."""
+    return [name.replace("*", str(i)) for i in range(param.shape[0])] if "*" in name else [name]
+
+
+def mixer_names(kinds: Sequence[str], tables: Mapping[str, tuple[str, Mapping[str, str]]], part: str = "attn") -> Rules:
+    """Return rules for the mixer `part` of each block. tables: by the kind of a block, the mixer's name in the checkpoint and the
+    names of its parts."""
+    rules: list[tuple[str, str]] = []
+    for layer, kind in enumerate(kinds):
+        name, table = tables[kind]
+        rules += (*renamed(rf"{layer}\.{part}", table), (rf"(\.{layer})\.{part}(?=\.)", rf"\1.{name}"))
+    return tuple(rules)
+
+
+def outer_names(
+    embedding: str = "model.embed_tokens",
+    blocks: str = "model.layers",
+    norm: str = "model.norm",
+    attn_norm: str = "input_layernorm",
+    mlp_norm: str = "post_attention_layernorm",
+) -> Rules:
+    """Return rules for what lies outside of mixers and MLPs. They apply last. The names are those of the checkpoint."""
+    return (
+        (r"\.attn_norm\.", f".{attn_norm}."),
+        (r"\.mlp_norm\.", f".{mlp_norm}."),
+        (r"^embedding\.", f"{embedding}."),
+        (r"^blocks\.", f"{blocks}."),
+        (r"^norm\.", f"{norm}."),
+        (r"^head\.", "lm_head."),
+    )
+
+
+def transposed_layouts(*names: str) -> tuple[tuple[str, Layout], ...]:
+    """Return the layouts of weights [..., inputs, outputs] that a checkpoint stores as [..., outputs, inputs]."""
+    return tuple((name, ("weight", transposed, transposed)) for name in names)
+
+
+# ---- the parts of layers, as the checkpoints of fla and transformers call them ---------------------------------------------
+
+ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+CONVOLUTIONS = {"query_conv": "q_conv1d", "key_conv": "k_conv1d", "value_conv": "v_conv1d"}
+MAMBA = {"input": "in_proj", "conv": "conv1d", "output": "out_proj"}
+GATED_MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+# ---- functions: the names of configs, and those of `glax.nn.parts.ACTIVATIONS` ---------------------------------------------
+
+FLA = {
+    name: name for name in ("relu", "sigmoid", "logsigmoid", "silu", "swish", "sqrelu", "gelu")
+}  # gelu here is the approximation by tanh
+TRANSFORMERS = {
+    "gelu": "gelu_exact",
+    "gelu_fast": "gelu",
+    "gelu_new": "gelu",
+    "gelu_python": "gelu_exact",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_python_tanh": "gelu",
+    "hardswish": "hardswish",
+    "leaky_relu": "leaky_relu",
+    "linear": "identity",
+    "mish": "mish",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "sqrelu",
+    "relu6": "relu6",
+    "sigmoid": "sigmoid",
+    "silu": "silu",
+    "swish": "silu",
+    "tanh": "tanh",
+}

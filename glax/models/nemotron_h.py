@@ -1,5 +1,6 @@
 """Build Nemotron-H: each layer has one of Mamba-2, softmax attention without positions, an MLP, or experts."""
 
+import functools
 import math
 from typing import Any
 
@@ -10,10 +11,8 @@ from jaxtyping import Array, Float
 
 from glax.models.config import ModelConfig, Options
 from glax.models.hybrids import (
-    ATTENTION,
     KINDS,
     LINEAR,
-    MAMBA,
     SOFTMAX,
     TRAINING,
     DenseMLP,
@@ -21,17 +20,14 @@ from glax.models.hybrids import (
     hidden_act,
     layer_kinds,
     mamba,
-    outer_options,
     softmax_attention,
-    transposed_layouts,
 )
-from glax.models.mamba2 import divisor
-from glax.models.model import CausalLM, Precision
-from glax.models.names import Names, renamed
+from glax.models.mamba2 import BACKBONE, divisor
+from glax.models.model import CausalLM, MixerBlock, Precision, outer_options
+from glax.models.names import ATTENTION, MAMBA, Names, mixer_names, renamed, transposed_layouts
 from glax.nn import RMSNorm
 from glax.nn.moe import Chosen, Experts
 from glax.nn.parts import EMBED, linear, normal, parameter
-from glax.nn.passes import Rows
 
 PATTERN = {"M": LINEAR, "*": SOFTMAX, "-": "mlp", "E": "moe"}
 WORDS = KINDS | {"mlp": "mlp", "moe": "moe"}
@@ -66,13 +62,14 @@ OUTER = (
     (r"\.mixer\.shared\.", ".mixer.shared_experts."),
     (r"\.mixer\.into\.", ".mixer.fc1_latent_proj."),
     (r"\.mixer\.out_of\.", ".mixer.fc2_latent_proj."),
-    (r"^embedding\.", "backbone.embeddings."),
-    (r"^blocks\.", "backbone.layers."),
-    (r"^norm\.", "backbone.norm_f."),
-    (r"^head\.", "lm_head."),
+    *BACKBONE,
 )
-
-
+MIXERS = {
+    LINEAR: ("mixer", MAMBA),
+    SOFTMAX: ("mixer", ATTENTION),
+    "mlp": ("mixer", PLAIN_MLP),
+    "moe": ("mixer", {}),
+}
 BIAS = r"\.gate\.e_score_correction_bias$"
 
 
@@ -139,23 +136,6 @@ class NemotronExperts(nnx.Module):
         y = self.experts(inner, self.chosen(flat))
         y = self.out_of(y) if self.is_latent else y
         return y.reshape(x.shape) + self.shared(x)
-
-
-class NemotronBlock(nnx.Module):
-    """Compute x + mixer(norm(x)). mixes: whether the mixer has a state."""
-
-    def __init__(self, norm: RMSNorm, mixer: Any, mixes: bool):
-        self.norm, self.mixer, self.mixes = norm, mixer, mixes
-
-    def empty_state(self, batch: int, max_length: int | None) -> dict:
-        return self.mixer.empty_state(batch, max_length) if self.mixes else {}
-
-    def mix(self, x: Float[Array, "*rows width"], state: dict, rows: Rows) -> tuple[Array, dict]:
-        h = self.norm(x)
-        if not self.mixes:
-            return x + self.mixer(h), {}
-        y, state = self.mixer.mix(h, state, rows)
-        return x + y, dict(state)
 
 
 def kinds_of(options: Options) -> list[str]:
@@ -248,15 +228,10 @@ def nemotron_h(config: ModelConfig, precision: Precision) -> CausalLM:
         always = DenseMLP(width, shared, gated=False, **mlp, **precision.options)
         return NemotronExperts(width, routed, shared=always, **experts, **mlp, **precision.options)
 
-    def norm() -> RMSNorm:
-        return RMSNorm(width, epsilon=eps, param_dtype=precision.param_dtype)
+    norm = functools.partial(RMSNorm, width, epsilon=eps, param_dtype=precision.param_dtype)
 
-    blocks = [NemotronBlock(norm(), mixer(kind), kind in (LINEAR, SOFTMAX)) for kind in kinds]
-    rules: list[tuple[str, str]] = []
-    tables = {LINEAR: MAMBA, SOFTMAX: ATTENTION, "mlp": PLAIN_MLP, "moe": {}}
-    for layer, kind in enumerate(kinds):
-        rules += renamed(rf"{layer}\.mixer", tables[kind])
-    rules += renamed(r"mixer\.shared", PLAIN_MLP)
+    blocks = [MixerBlock(norm(), mixer(kind)) for kind in kinds]
+    rules = (*mixer_names(kinds, MIXERS, "mixer"), *renamed(r"mixer\.shared", PLAIN_MLP))
     layouts, ignored = transposed_layouts("up", "down", "router"), (r"^mtp\.",)
     names = Names((*rules, *OUTER), layouts=layouts, ignored=ignored, float32=(r"\.gate\.weight$", BIAS))
     return CausalLM(config, blocks, norm(), names, width=width, **outer)

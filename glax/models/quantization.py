@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from glax.models.checkpoints import Weights, named_dtype
 from glax.models.config import ModelConfig, Options
+from glax.models.folders import Weights, named_dtype
 
 KEY, SCALE, FLOAT8 = "quantization_config", "_scale_inv", "F8_E4M3"
 REMEDY = (

@@ -1,6 +1,7 @@
 """Build Qwen3-Next: Gated DeltaNet, gated softmax attention with partial rotation, and experts in all or some layers."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,22 +13,17 @@ from jaxtyping import Array, Float
 from glax._src.api.recurrent import recurrent
 from glax.models.config import ModelConfig, Options
 from glax.models.hybrids import (
-    ATTENTION,
-    GATED_MLP,
     LINEAR,
-    ROUTER,
     SOFTMAX,
     TRAINING,
     are_layers,
     attention_sizes,
     hidden_act,
     layer_kinds,
-    outer_options,
     softmax_attention,
-    transposed_layouts,
 )
-from glax.models.model import Block, CausalLM, Precision
-from glax.models.names import Names, renamed
+from glax.models.model import Block, CausalLM, Precision, outer_options
+from glax.models.names import ATTENTION, GATED_MLP, Names, mixer_names, outer_names, renamed, transposed_layouts
 from glax.models.rope import rotation
 from glax.nn import RMSNorm, RMSNormGated, ShortConvolution, SwiGLU
 from glax.nn.delta import initial_A_log, log_decay
@@ -36,16 +32,13 @@ from glax.nn.moe import SparseMLP
 from glax.nn.parts import EMBED, HEADS, by_head, linear, merged, parameter
 from glax.nn.passes import Rows, State
 
-OUTER = (
-    (r"\.attn_norm\.", ".input_layernorm."),
-    (r"\.mlp_norm\.", ".post_attention_layernorm."),
-    (r"^embedding\.", "model.embed_tokens."),
-    (r"^blocks\.", "model.layers."),
-    (r"^norm\.", "model.norm."),
-    (r"^head\.", "lm_head."),
-)
-MIXER = {"qkvz": "in_proj_qkvz", "ba": "in_proj_ba", "conv": "conv1d", "output": "out_proj"}
-NORMS = {"query_norm": "q_norm", "key_norm": "k_norm"}
+MIXERS = {
+    SOFTMAX: ("self_attn", ATTENTION | {"query_norm": "q_norm", "key_norm": "k_norm"}),
+    LINEAR: (
+        "linear_attn",
+        {"qkvz": "in_proj_qkvz", "ba": "in_proj_ba", "conv": "conv1d", "output": "out_proj"},
+    ),
+}
 MLPS = (
     *renamed("mlp", GATED_MLP),
     (r"\.mlp\.router$", ".mlp.gate.router"),
@@ -112,15 +105,14 @@ class FusedGatedDeltaNet(Layer):
     def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
         sizes = self.sizes
         q, k, v, z, b, a = self.projected(x)
-        before = {"recurrent": state["conv"]} if "conv" in state else {}
-        qkv, conv = self.conv.mix(jnp.concatenate([q, k, v], -1), before, rows)
+        qkv, conv = self.conv.extend(jnp.concatenate([q, k, v], -1), state.get("conv"), rows)
         q, k, v = jnp.split(qkv, [sizes.keys, 2 * sizes.keys], axis=-1)
         q, k, v = by_head(q, sizes.num_qk_heads), by_head(k, sizes.num_qk_heads), by_head(v, sizes.num_heads)
         g, beta = log_decay(a, self.A_log[...], self.dt_bias[...]), jax.nn.sigmoid(b.astype(jnp.float32))
         more = dict(g=g, beta=beta, use_qk_l2norm=True)
         o, after = rows.recurrent(self.recurrence, q, k, v, state.get("recurrent"), **more)
         y = self.output(merged(self.norm(o, by_head(z, sizes.num_heads))))
-        return y, dict(recurrent=after, conv=conv["recurrent"])
+        return y, dict(recurrent=after, conv=conv)
 
 
 class SharedExpert(nnx.Module):
@@ -131,16 +123,6 @@ class SharedExpert(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         return jax.nn.sigmoid(self.strength(x)) * self.mlp(x)
-
-
-def mixer_names(kinds: list[str]) -> tuple[tuple[str, str], ...]:
-    """Return naming rules for the mixer `attn` of each block. Its name in the checkpoint depends on its kind."""
-    rules: list[tuple[str, str]] = []
-    for layer, kind in enumerate(kinds):
-        name, table = ("self_attn", ATTENTION | NORMS) if kind == SOFTMAX else ("linear_attn", MIXER)
-        rules += renamed(rf"{layer}\.attn", table)
-        rules.append((rf"(\.{layer})\.attn(?=\.)", rf"\1.{name}"))
-    return tuple(rules)
 
 
 def sparse_layers(options: Options, layers: int) -> list[bool]:
@@ -203,8 +185,7 @@ def qwen3_next(config: ModelConfig, precision: Precision) -> CausalLM:
     delta, (dense, sparse) = delta_sizes(options), mlps(options, width, act, init, precision)
     options.finish()
 
-    def norm() -> RMSNorm:
-        return RMSNorm(width, epsilon=eps, zero_centred=True, param_dtype=precision.param_dtype)
+    norm = functools.partial(RMSNorm, width, epsilon=eps, zero_centred=True, param_dtype=precision.param_dtype)
 
     def mixer(kind: str) -> Layer:
         if kind == LINEAR:
@@ -216,6 +197,6 @@ def qwen3_next(config: ModelConfig, precision: Precision) -> CausalLM:
         Block(norm(), mixer(kind), norm(), sparse() if has_experts else dense())
         for kind, has_experts in zip(kinds, is_sparse, strict=True)
     ]
-    rules = (*mixer_names(kinds), *MLPS, *OUTER)
-    names = Names(rules, layouts=(*ROUTER, *transposed_layouts(*GATED_MLP)), ignored=(r"^mtp\.",))
+    rules = (*mixer_names(kinds, MIXERS), *MLPS, *outer_names())
+    names = Names(rules, layouts=transposed_layouts("router", *GATED_MLP), ignored=(r"^mtp\.",))
     return CausalLM(config, blocks, norm(), names, width=width, **outer)

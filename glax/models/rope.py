@@ -24,19 +24,9 @@ READ_INSIDE = (
     "mscale_all_dim", "original_max_position_embeddings", "short_factor", "truncate", "type",
 )  # fmt: skip
 # Kinds of layers. Under such a name the code reads rotary positions of that kind alone.
-KINDS_INSIDE = frozenset(
-    [
-        "attention",
-        "chunked_attention",
-        "full_attention",
-        "hybrid",
-        "linear_attention",
-        "mamba",
-        "mlp",
-        "moe",
-        "sliding_attention",
-    ]
-)
+KINDS_INSIDE = frozenset({
+    "attention", "chunked_attention", "full_attention", "hybrid", "linear_attention", "mamba", "mlp", "moe", "sliding_attention",
+})  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

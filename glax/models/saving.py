@@ -8,31 +8,23 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from flax import nnx
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from glax._src.core.files import newest, replacing_together
-from glax.models.adapters import merged_parameters
-from glax.models.checkpoints import checkpoint_name, parameters, stored_names
 from glax.models.config import ModelConfig
 from glax.models.folders import CONFIG, INDEX, PICKLES, SHARD, TRAINING, WEIGHTS, listed, weight_map
 from glax.models.load import abstract_model
 from glax.models.model import CausalLM
+from glax.models.names import checkpoint_name, parameters, stored_names
+from glax.nn.parts import with_term
 
 # The files beside the weights for tokenizers and generation, in the forms that transformers writes.
 BESIDE = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "spiece.model",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-)
+    "added_tokens.json", "chat_template.jinja", "generation_config.json", "merges.txt", "special_tokens_map.json",
+    "spiece.model", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
+)  # fmt: skip
 
 
 def save_pretrained(model: CausalLM, folder: str | Path):
@@ -128,3 +120,30 @@ def beside(source: str | None, folder: Path) -> dict[str, Path]:
         warnings.warn(f"{source}, which the model was loaded from, is no more: no tokenizer is copied", stacklevel=4)
         return {}
     return {name: path for name in BESIDE if (path := newest(Path(source), name)).is_file()}
+
+
+def merged_parameters(model: nnx.Module) -> dict[str, jax.Array]:
+    """Return the value of each parameter by its path, with kernel + A B for the kernel that `LoRA` or `LoRALinear` adapts.
+
+    The sum is formed in float32 and has the kernel's dtype. The model is not changed. Raises ValueError, which names the path,
+    for an adapter without a kernel, and for a subclass, whose function may be another.
+    """
+    values = {path: param[...] for path, param in parameters(model)}
+    adapters = [(".".join(map(str, path)), x) for path, x in nnx.iter_modules(model) if isinstance(x, nnx.LoRA)]
+    linears = {".".join(map(str, path)): x for path, x in nnx.iter_modules(model) if isinstance(x, nnx.LoRALinear)}
+    for path, adapter in sorted(adapters, key=lambda found: -found[0].count(".")):  # inner adapters first
+        outer, _, last = path.rpartition(".")
+        is_inside = last == "lora" and type(linears.get(outer)) is nnx.LoRALinear
+        kernel = f"{outer}.kernel" if is_inside else f"{path}.base_module.kernel"
+        if type(adapter) is not nnx.LoRA or kernel not in values:
+            raise ValueError(
+                f"{path} cannot be saved: glax adds a LoRA to the kernel of its base_module, or of its LoRALinear, and this "
+                f"{type(adapter).__name__} has none. Merge it by hand before saving"
+            )
+        for name in ("lora_a", "lora_b"):
+            values.pop(f"{path}.{name}", None)
+        values[kernel] = with_term(values[kernel], adapter)
+        if not is_inside:
+            base = f"{path}.base_module."
+            values = {f"{path}.{x[len(base) :]}" if x.startswith(base) else x: value for x, value in values.items()}
+    return values

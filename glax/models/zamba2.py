@@ -11,18 +11,15 @@ from jaxtyping import Array, Float
 
 from glax.models.config import ModelConfig, Options, exact_width
 from glax.models.hybrids import (
-    ATTENTION,
-    MAMBA,
     TRAINING,
     DenseMLP,
     hidden_act,
     layer_kinds,
     mamba,
-    outer_options,
 )
 from glax.models.mamba2 import divisor
-from glax.models.model import CausalLM, Precision
-from glax.models.names import Names, renamed
+from glax.models.model import CausalLM, Precision, outer_options
+from glax.models.names import ATTENTION, MAMBA, Names, outer_names, renamed
 from glax.models.rope import rotation
 from glax.nn import Attention, Mamba2, RMSNorm
 from glax.nn.parts import EMBED, HEADS, MLP, linear
@@ -303,11 +300,6 @@ OUTER = (
     *renamed("mamba", MAMBA),
     (r"\.shared_transformer\.attn\.", ".shared_transformer.self_attn."),
     (r"\.shared_transformer\.mlp\.", ".shared_transformer.feed_forward."),
-    (r"\.attn_norm\.", ".input_layernorm."),
-    (r"\.mlp_norm\.", ".pre_ff_layernorm."),
     (r"\.mixer_norm\.", ".input_layernorm."),
-    (r"^embedding\.", "model.embed_tokens."),
-    (r"^blocks\.", "model.layers."),
-    (r"^norm\.", "model.final_layernorm."),
-    (r"^head\.", "lm_head."),
+    *outer_names(norm="model.final_layernorm", mlp_norm="pre_ff_layernorm"),
 )

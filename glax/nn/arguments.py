@@ -17,7 +17,8 @@ from glax.nn.parts import check_sizes
 P = ParamSpec("P")
 DTYPES = ("dtype", "param_dtype")
 FROM_0 = ("norm_eps", "epsilon", "conv_init", "layer_idx")  # 0 is a value of these
-ABOVE_0 = ("dt_floor",)
+ABOVE_0 = ("dt_floor", "temperature")
+BELOW_0 = ("lower_bound",)
 FINITE = ("scale", "clamp_min")
 RANGES = {
     "A_range": 0.0,
@@ -49,7 +50,7 @@ def check_argument(name: str, value, annotation):
         check_float_dtype(name, value)
     elif name in RANGES:
         check_range(name, value, RANGES[name])
-    elif name in FROM_0 + ABOVE_0 + FINITE:
+    elif name in FROM_0 + ABOVE_0 + BELOW_0 + FINITE:
         check_number(name, value)
     elif bool in kinds:
         check_flag(name, value)
@@ -72,6 +73,8 @@ def check_number(name: str, value):
         raise ValueError(f"{name} must be at least 0, got {value}")
     if known <= 0 and name in ABOVE_0:
         raise ValueError(f"{name} must be above 0, got {value}")
+    if known >= 0 and name in BELOW_0:
+        raise ValueError(f"{name} must be a number below 0 that is known while tracing, got {value}")
 
 
 def check_float_dtype(name: str, value: DTypeLike):

@@ -64,10 +64,8 @@ class Attention(Layer):
     ):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         head_width = width // num_heads if head_width is None else head_width
-        check_sizes(width=width, num_heads=num_heads, num_kv_heads=num_kv_heads, head_width=head_width)
+        check_sizes(head_width=head_width)
         check_divides("num_kv_heads", num_kv_heads, "num_heads", num_heads)
-        if window is not None:
-            check_sizes(window=window)
         self.width, self.num_heads, self.num_kv_heads, self.head_width = width, num_heads, num_kv_heads, head_width
         self.rotation = checked_rotation(theta, rotary_width, head_width, frequencies)
         self.window, self.scale, self.dtype, self.gated = window, scale, dtype, gated

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from glax.nn.arguments import checked
 from glax.nn.layer import Layer
-from glax.nn.parts import HEADS, Initializer, activation, check_sizes, for_rows, parameter
+from glax.nn.parts import HEADS, Initializer, activation, for_rows, parameter
 from glax.nn.passes import Rows, State
 
 
@@ -44,7 +44,6 @@ class ShortConvolution(Layer):
         param_dtype=jnp.float32,
         rngs: nnx.Rngs,
     ):
-        check_sizes(width=width, size=size)
         self.width, self.size, self.activation, self.dtype = width, size, activation, dtype
         self.act(jnp.zeros(()))  # raises ValueError for an unknown name
         init = uniform_filter if filter_init is None else filter_init
@@ -58,10 +57,15 @@ class ShortConvolution(Layer):
         return dict(recurrent=jnp.zeros((batch, self.size - 1, self.width), self.dtype or jnp.float32))
 
     def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
-        views, after = rows.window(x, self.size, state.get("recurrent"))
+        y, after = self.extend(x, state.get("recurrent"), rows)
+        return y, dict(recurrent=after)
+
+    def extend(self, x: Float[Array, "*rows width"], before: Array | None, rows: Rows) -> tuple[Array, Array]:
+        """Return y and the new state, for a layer that keeps the state among its own."""
+        views, after = rows.window(x, self.size, before)
         y = jnp.asarray(sum(view.astype(jnp.float32) * for_rows(x, self.filter[i]) for i, view in enumerate(views)))
         y = y if self.bias is None else y + for_rows(y, self.bias[...])
-        return self.act(gradient_in(x.dtype, y)).astype(x.dtype), dict(recurrent=after)
+        return self.act(gradient_in(x.dtype, y)).astype(x.dtype), after
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -9,7 +9,6 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from glax._src.api.recurrent import recurrent
-from glax._src.core.bind import check_real, known_number
 from glax.nn.arguments import checked
 from glax.nn.linear_attention import LinearAttention, MixerOptions
 from glax.nn.mamba2 import initial_dt_bias
@@ -56,9 +55,7 @@ class DeltaAttention(LinearAttention):
         rngs: nnx.Rngs,
         **options,
     ):
-        check_sizes(width=width, num_heads=num_heads)
         num_qk_heads = num_heads if num_qk_heads is None else num_qk_heads
-        check_sizes(num_qk_heads=num_qk_heads)
         check_divides("num_qk_heads", num_qk_heads, "num_heads", num_heads)
         check_one_of("qk_activation", qk_activation, QK_ACTIVATIONS)
         self.qk_activation, self.allow_neg_eigval = qk_activation, allow_neg_eigval
@@ -140,14 +137,12 @@ class DeltaNet(DeltaAttention):
         more: dict[str, Any] = dict(use_beta=use_beta, qk_activation=qk_activation)
         super().__init__(width, num_heads=num_heads, rngs=rngs, **gated, **more, **options)
 
-    def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
-        (q, k, v), states = self.inputs(x, state, rows)
-        q, k, v = self.heads(q, k, v)
-        if self.qk_norm == "sum":
-            q, k = divided_by_sum(q), divided_by_sum(k)
-        more = dict(beta=self.strength(x), use_qk_l2norm=self.qk_norm == "l2")
-        o, after = rows.recurrent(self.recurrence, q, k, v, state.get("recurrent"), **more)
-        return self.outputs(o, x), states | dict(recurrent=after)
+    def heads(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+        q, k, v = super().heads(q, k, v)
+        return (divided_by_sum(q), divided_by_sum(k), v) if self.qk_norm == "sum" else (q, k, v)
+
+    def gates(self, x: Float[Array, "*rows width"]) -> dict[str, Any]:
+        return dict(beta=self.strength(x), use_qk_l2norm=self.qk_norm == "l2")
 
 
 class GatedDeltaNet(DeltaAttention):
@@ -187,13 +182,9 @@ class GatedDeltaNet(DeltaAttention):
         dt_bias = initial_dt_bias(rngs, num_heads, dt_range, dt_floor)
         self.dt_bias = parameter(dt_bias.astype(self.param_dtype), HEADS)
 
-    def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
-        (q, k, v), states = self.inputs(x, state, rows)
-        q, k, v = self.heads(q, k, v)
+    def gates(self, x: Float[Array, "*rows width"]) -> dict[str, Any]:
         g = log_decay(self.gate(x), self.A_log[...], self.dt_bias[...])
-        more = dict(g=g, beta=self.strength(x), use_qk_l2norm=True)
-        o, after = rows.recurrent(self.recurrence, q, k, v, state.get("recurrent"), **more)
-        return self.outputs(o, x), states | dict(recurrent=after)
+        return dict(g=g, beta=self.strength(x), use_qk_l2norm=True)
 
 
 class KimiDeltaAttention(DeltaAttention):
@@ -230,7 +221,6 @@ class KimiDeltaAttention(DeltaAttention):
         rngs: nnx.Rngs,
         **options: Unpack[DeltaOptions],
     ):
-        check_lower_bound(lower_bound)
         self.lower_bound = lower_bound
         gated: dict[str, Any] = dict(
             use_output_gate=False, gate_fn=gate_fn
@@ -255,12 +245,8 @@ class KimiDeltaAttention(DeltaAttention):
             return -rate * jax.nn.softplus(f)
         return self.lower_bound * jax.nn.sigmoid(rate * f)
 
-    def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
-        (q, k, v), states = self.inputs(x, state, rows)
-        q, k, v = self.heads(q, k, v)
-        more = dict(g=self.log_gate(x), beta=self.strength(x), use_qk_l2norm=True)
-        o, after = rows.recurrent(self.recurrence, q, k, v, state.get("recurrent"), **more)
-        return self.outputs(o, x), states | dict(recurrent=after)
+    def gates(self, x: Float[Array, "*rows width"]) -> dict[str, Any]:
+        return dict(g=self.log_gate(x), beta=self.strength(x), use_qk_l2norm=True)
 
     def outputs(self, o: Float[Array, "*rows H V"], x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         gate = by_head(self.output_gate_up(self.output_gate_down(x)), self.num_heads)
@@ -293,12 +279,3 @@ def divided_by_sum(x: Float[Array, "*rows K"]) -> Float[Array, "*rows K"]:
 def check_one_of(name: str, value, known):
     if value not in known:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
-
-
-def check_lower_bound(lower_bound: float | None):
-    if lower_bound is None:
-        return
-    check_real("lower_bound", lower_bound)
-    known = known_number(lower_bound)
-    if known is None or not known < 0:
-        raise ValueError(f"lower_bound must be a number below 0 that is known while tracing, got {lower_bound}")

@@ -1,6 +1,7 @@
 """Provide gated linear attention with per-key gates, and its simple form with per-head gates."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,21 +9,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from glax._src.api.recurrent import recurrent, recurrent_gla
-from glax._src.core.bind import check_real, known_number
 from glax._src.core.recurrence import spread_heads
 from glax.nn.arguments import checked
 from glax.nn.linear_attention import LinearAttention, NormOptions, OwnRecurrenceOptions, Unpack
-from glax.nn.parts import EMBED, HEADS, by_head, check_divides, check_sizes, for_rows, parameter
-from glax.nn.passes import Rows, State
-
-
-def check_temperature(temperature: float):
-    check_real("temperature", temperature)
-    known = known_number(temperature)
-    if known is None:
-        raise TypeError(f"temperature must be a number that is known while tracing, got {temperature}")
-    if not known > 0:
-        raise ValueError(f"temperature must be above 0, got {temperature}")
+from glax.nn.parts import EMBED, HEADS, by_head, check_divides, for_rows, parameter
 
 
 class GatedLinearAttention(LinearAttention):
@@ -59,12 +49,9 @@ class GatedLinearAttention(LinearAttention):
         rngs: nnx.Rngs,
         **options: Unpack[OwnRecurrenceOptions],
     ):
-        check_sizes(width=width, num_heads=num_heads, gate_rank=gate_rank)
         super().__init__(width, num_heads=num_heads, recurrence=recurrence, rngs=rngs, **options)
         num_gate_heads = num_heads if num_gate_heads is None else num_gate_heads
-        check_sizes(num_gate_heads=num_gate_heads)
         check_divides("num_gate_heads", num_gate_heads, "num_heads", num_heads)
-        check_temperature(temperature)
         self.num_gate_heads, self.temperature, self.clamp_min = num_gate_heads, temperature, clamp_min
         gates = num_gate_heads * self.key_width
         self.gate_down = self.linear(width, gate_rank, (EMBED, None), rngs, options.get("kernel_init"))
@@ -78,11 +65,8 @@ class GatedLinearAttention(LinearAttention):
         g = g if self.clamp_min is None else jnp.maximum(g, self.clamp_min)
         return spread_heads(by_head(g, self.num_gate_heads), self.num_heads, axis=-2)
 
-    def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
-        (q, k, v), states = self.inputs(x, state, rows)
-        q, k, v = self.heads(q, k, v)
-        o, after = rows.recurrent(self.recurrence, q, k, v, state.get("recurrent"), g=self.log_gate(x))
-        return self.outputs(o, x), states | dict(recurrent=after)
+    def gates(self, x: Float[Array, "*rows width"]) -> dict[str, Any]:
+        return dict(g=self.log_gate(x))
 
 
 class SimpleGatedLinearAttention(LinearAttention):
@@ -110,13 +94,8 @@ class SimpleGatedLinearAttention(LinearAttention):
         super().__init__(
             width, num_heads=num_heads, use_short_conv=use_short_conv, recurrence=recurrence, rngs=rngs, **options
         )
-        check_temperature(temperature)
         self.temperature = temperature
         self.gate = self.linear(width, num_heads, (EMBED, HEADS), rngs, options.get("kernel_init"), bias=True)
 
-    def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
-        (q, k, v), states = self.inputs(x, state, rows)
-        q, k, v = self.heads(q, k, v)
-        g = jax.nn.log_sigmoid(self.gate(x).astype(jnp.float32)) / self.temperature
-        o, after = rows.recurrent(self.recurrence, q, k, v, state.get("recurrent"), g=g)
-        return self.outputs(o, x), states | dict(recurrent=after)
+    def gates(self, x: Float[Array, "*rows width"]) -> dict[str, Any]:
+        return dict(g=jax.nn.log_sigmoid(self.gate(x).astype(jnp.float32)) / self.temperature)

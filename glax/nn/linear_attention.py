@@ -110,11 +110,10 @@ class LinearAttention(Layer):
         recurrence: Callable = recurrent,
         rngs: nnx.Rngs,
     ):
-        check_sizes(width=width, num_heads=num_heads)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         key_width = width // num_heads if key_width is None else key_width
         value_width = width // num_heads if value_width is None else value_width
-        check_sizes(num_kv_heads=num_kv_heads, key_width=key_width, value_width=value_width)
+        check_sizes(key_width=key_width, value_width=value_width)
         check_divides("num_kv_heads", num_kv_heads, "num_heads", num_heads)
         for name, function in (
             ("feature_map", feature_map),
@@ -185,8 +184,7 @@ class LinearAttention(Layer):
         if self.use_short_conv:
             named = dict(query_conv=self.query_conv, key_conv=self.key_conv, value_conv=self.value_conv)
             for i, (name, conv) in enumerate(named.items()):
-                projected[i], after = conv.mix(projected[i], {"recurrent": state[name]} if name in state else {}, rows)
-                states[name] = after["recurrent"]
+                projected[i], states[name] = conv.extend(projected[i], state.get(name), rows)
         return projected, states
 
     def heads(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
@@ -194,6 +192,16 @@ class LinearAttention(Layer):
         feature_map = activation("feature_map", self.feature_map)
         q, k = feature_map(q), feature_map(k)
         return by_head(q, self.num_query_heads), by_head(k, self.num_key_heads), by_head(v, self.num_kv_heads)
+
+    def gates(self, x: Float[Array, "*rows width"]) -> dict[str, Any]:
+        """Return the arguments of the recurrence that x determines. Subclasses that do not define `mix` define it."""
+        raise NotImplementedError
+
+    def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
+        (q, k, v), states = self.inputs(x, state, rows)
+        q, k, v = self.heads(q, k, v)
+        o, after = rows.recurrent(self.recurrence, q, k, v, state.get("recurrent"), **self.gates(x))
+        return self.outputs(o, x), states | dict(recurrent=after)
 
     def outputs(self, o: Float[Array, "*rows H V"], x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         gate = None if self.output_gate is None else by_head(self.output_gate(x), self.num_heads)

@@ -21,7 +21,6 @@ from glax.nn.parts import (
     activation,
     by_head,
     check_divides,
-    check_sizes,
     for_rows,
     linear,
     merged,
@@ -89,7 +88,6 @@ class Mamba2(Layer):
         recurrence: Callable = recurrent,
         rngs: nnx.Rngs,
     ):
-        check_sizes(width=width, num_heads=num_heads, head_width=head_width, state_width=state_width, groups=groups)
         check_divides("groups", groups, "num_heads", num_heads)
         activation("act", act)
         activation("gate_fn", gate_fn)
@@ -138,7 +136,7 @@ class Mamba2(Layer):
         """Return the output and the new state from W_in's output `projected`. Models that scale W_in's output call it."""
         inside, states = self.num_heads * self.head_width, self.groups * self.state_width
         _, xBC, dt = jnp.split(projected, [inside, 2 * inside + 2 * states], axis=-1)
-        xBC, conv = self.conv.mix(xBC, {"recurrent": state["conv"]} if "conv" in state else {}, rows)
+        xBC, conv = self.conv.extend(xBC, state.get("conv"), rows)
         x, B, C = jnp.split(xBC, [inside, inside + states], axis=-1)
         x, B, C = by_head(x, self.num_heads), by_head(B, self.groups), by_head(C, self.groups)
 
@@ -154,7 +152,7 @@ class Mamba2(Layer):
         # v is formed again in the backward pass, from x, which is saved in any case.
         y, after = jax.checkpoint(recur, policy=SAVED)(x, B, C, dt)
         # Recomputed in the backward pass: else XLA keeps the product of y and the gate in float32 for every layer.
-        return self.output(jax.checkpoint(self.gated)(y, x, projected)), dict(recurrent=after, conv=conv["recurrent"])
+        return self.output(jax.checkpoint(self.gated)(y, x, projected)), dict(recurrent=after, conv=conv)
 
     def gated(
         self, y: Float[Array, "*rows H V"], x: Float[Array, "*rows H V"], projected: Float[Array, "*rows inputs"]

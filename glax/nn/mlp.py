@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from glax.nn.arguments import checked
-from glax.nn.parts import EMBED, MLP, activation, check_floats, check_sizes, linear, products
+from glax.nn.parts import EMBED, MLP, activation, check_floats, linear, products
 
 
 class SwiGLU(nnx.Module):
@@ -33,7 +33,6 @@ class SwiGLU(nnx.Module):
         kernel_init: Callable | None = None,
         rngs: nnx.Rngs,
     ):
-        check_sizes(width=width, inside=inside)
         self.width, self.activation = width, activation
         self.act(jnp.zeros(()))  # raises ValueError for an unknown name
         options: dict[str, Any] = dict(

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from glax._src.core.bind import check_integers
 from glax._src.core.recurrence import to_int32
 from glax.nn.arguments import checked
-from glax.nn.parts import EMBED, MLP, activation, check_floats, check_sizes, normal, parameter
+from glax.nn.parts import EMBED, MLP, activation, check_floats, normal, parameter
 
 Chosen = tuple[Float[Array, "M k"], Int[Array, "M k"]]  # the weights and the numbers of the experts of each token
 
@@ -51,7 +51,6 @@ class Experts(nnx.Module):
         kernel_init: Callable | None = None,
         rngs: nnx.Rngs,
     ):
-        check_sizes(width=width, inside=inside, count=count)
         activation("act", act)
         self.width, self.form, self.act, self.count, self.dtype = width, form, act, count, dtype
         init = normal(0.02) if kernel_init is None else kernel_init
@@ -128,7 +127,6 @@ class SparseMLP(nnx.Module):
         kernel_init: Callable | None = None,
         rngs: nnx.Rngs,
     ):
-        check_sizes(top_k=top_k)
         if top_k > count:
             raise ValueError(f"top_k must be at most count={count}, got {top_k}")
         self.top_k, self.shared, self.normalize = top_k, shared, normalize

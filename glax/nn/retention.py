@@ -99,7 +99,7 @@ class LightningAttention(Layer):
         rngs: nnx.Rngs,
     ):
         head_width = width // num_heads if head_width is None else head_width
-        check_sizes(width=width, num_heads=num_heads, head_width=head_width)
+        check_sizes(head_width=head_width)
         activation("act", act)
         self.width, self.num_heads, self.head_width, self.act = width, num_heads, head_width, act
         self.recurrence, self.slopes = recurrence, slope_tuple(slopes, num_heads, layer_idx, num_layers)

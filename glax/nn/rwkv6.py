@@ -85,8 +85,7 @@ class RWKV6Attention(Layer):
     ):
         keys = width // 2 if key_width is None else key_width
         values = width if value_width is None else value_width
-        check_sizes(width=width, num_heads=num_heads, key_width=keys, value_width=values)
-        check_sizes(mix_rank=mix_rank, decay_rank=decay_rank)
+        check_sizes(key_width=keys, value_width=values)
         check_divides("num_heads", num_heads, "key_width", keys)
         check_divides("num_heads", num_heads, "value_width", values)
         activation("gate_fn", gate_fn)
@@ -158,7 +157,6 @@ class RWKV6FeedForward(Layer):
         kernel_init: Callable | None = None,
         rngs: nnx.Rngs,
     ):
-        check_sizes(width=width, inside=inside)
         activation("act", act)
         self.width, self.act, self.dtype = width, act, dtype
         options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)

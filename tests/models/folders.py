@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from glax.models.checkpoints import parameters
+from glax.models.names import parameters
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -232,17 +232,42 @@ def state_spaces_keys() -> list[str]:
 
 def table() -> str:
     """Return the text of glax/models/read_keys.py."""
-    versions = ", ".join(
-        f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "fla-core", "mamba-ssm")
-    )
+    keys = {"mamba2_state_spaces": set(state_spaces_keys())}
+    for kind in (*FLA, *TRANSFORMERS, "mamba2_fla"):
+        keys[kind] = set(keys_of(kind))
+        print(kind, len(keys[kind]), file=sys.stderr)
+    versions = (f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "fla-core", "mamba-ssm"))
+    return text_of(keys, ", ".join(versions))
+
+
+def text_of(keys: dict[str, set[str]], versions: str) -> str:
+    """Return the text of glax/models/read_keys.py, with the keys that all types of a family read stated once."""
+    shared = {
+        name: set.intersection(*(keys[kind] for kind in kinds))
+        for name, kinds in (("fla", FLA), ("transformers", TRANSFORMERS))
+    }
     lines = [f'"""List the keys of a config that the models\' own code reads: {versions}.', ""]
-    lines += ["tests/models/read_keys.py writes this file.", '"""', "", "READ_WORDS = {"]
-    for kind in sorted((*FLA, *TRANSFORMERS, "mamba2_fla", "mamba2_state_spaces")):
-        keys = state_spaces_keys() if kind == "mamba2_state_spaces" else keys_of(kind)
-        print(kind, len(keys), file=sys.stderr)
-        lines += [f'    "{kind}": (', *(f'        "{line} "' for line in textwrap.wrap(" ".join(keys), 105)), "    ),"]
+    lines += [
+        "tests/models/read_keys.py writes this file.",
+        '"""',
+        "",
+        "# What all types of a family read.",
+        "SHARED = {",
+    ]
+    lines += [line for name, words in shared.items() for line in entry(name, words)]
+    lines += ["}", "READ_WORDS = {"]
+    families = dict.fromkeys(FLA, "fla") | dict.fromkeys(TRANSFORMERS, "transformers")
+    for kind in sorted(keys):
+        family = families.get(kind)
+        lines += entry(kind, keys[kind] - shared.get(family, set()))
+        lines[-1] = f'    )\n    + SHARED["{family}"],' if family else lines[-1]
     lines += ["}", "READ_KEYS = {code: frozenset(words.split()) for code, words in READ_WORDS.items()}", ""]
     return "\n".join(lines)
+
+
+def entry(name: str, words: set[str]) -> list[str]:
+    wrapped = textwrap.wrap(" ".join(sorted(words)), 105)
+    return [f'    "{name}": (', *(f'        "{line} "' for line in wrapped), "    ),"]
 
 
 if __name__ == "__main__":

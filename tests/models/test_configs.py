@@ -11,9 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import glax.models
-from glax.models.config import NO_EFFECT, ModelConfig
+from glax.models.config import KINDS, NO_EFFECT, ModelConfig
 from glax.models.load import abstract_model
-from glax.models.option_kinds import KINDS
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 NAMES = sorted(path.name for path in FIXTURES.iterdir())

@@ -10,7 +10,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import glax.models
-from glax.models.checkpoints import parameters
+from glax.models.names import parameters
 from tests.models.folders import copied
 
 FOLDER = pathlib.Path(__file__).parent

@@ -13,7 +13,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import glax.models
-from glax.models.checkpoints import checkpoint_name, parameters, stored_names
+from glax.models.names import checkpoint_name, parameters, stored_names
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 NAMES = sorted(path.name for path in FIXTURES.iterdir())

@@ -13,9 +13,9 @@ import pytest
 from safetensors.numpy import load_file
 
 import glax.models
-from glax.models.checkpoints import parameters
 from glax.models.config import ModelConfig
 from glax.models.load import abstract_model
+from glax.models.names import parameters
 from glax.models.quantization import without_quantization
 
 FOLDER = pathlib.Path(__file__).parent / "published"

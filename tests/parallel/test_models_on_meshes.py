@@ -82,8 +82,8 @@ def test_logits_and_gradients_on_explicit_axes_are_those_of_the_models_own_code(
     (_, logits), gradients = nnx.jit(nnx.value_and_grad(loss, has_aux=True))(model)
     assert_near(logits, want["logits"], LOGITS)
     compared = 0
-    for path, gradient in glax.models.checkpoints.parameters(nnx.merge(nnx.graphdef(model), gradients)):
-        key, (_, to, _) = glax.models.checkpoints.checkpoint_name(model, path)
+    for path, gradient in glax.models.names.parameters(nnx.merge(nnx.graphdef(model), gradients)):
+        key, (_, to, _) = glax.models.names.checkpoint_name(model, path)
         if "*" not in key:
             assert_near(to(np.asarray(gradient[...])), want[f"gradient.{key}"], GRADIENTS)
             compared += 1
