@@ -175,7 +175,7 @@ def held_out_bits(model: CausalLM, windows: UInt8[np.ndarray, "windows T+1"]) ->
     """Return the mean of -log2 p(byte | the bytes before it in the window) over all bytes of each window but the first."""
     run, losses = nnx.jit(CausalLM.loss), []
     for some in np.split(windows.astype(np.int32), range(EVALUATED, len(windows), EVALUATED)):
-        losses.append(float(run(model, some[:, :-1], some[:, 1:])) * len(some))
+        losses.append(float(run(model, jnp.asarray(some[:, :-1]), jnp.asarray(some[:, 1:]))) * len(some))
     return sum(losses) / len(windows) / math.log(2)
 
 

@@ -21,7 +21,7 @@ def run(args) -> int:
     import jax.numpy as jnp
 
     from glax.models import from_pretrained, stream
-    from glax.models.defaults import generation_defaults
+    from glax.models.generation import generation_defaults
     from glax.models.tokens import find_tokenizer
 
     dtype = None if args.dtype is None else jnp.dtype(args.dtype)

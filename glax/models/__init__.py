@@ -5,8 +5,7 @@ logits = model(tokens)
 """
 
 from glax.models.config import ModelConfig, UnsupportedOption
-from glax.models.defaults import end_tokens
-from glax.models.generation import generate, stream
+from glax.models.generation import end_tokens, generate, stream
 from glax.models.load import MODEL_TYPES, from_config, from_pretrained
 from glax.models.model import CausalLM
 from glax.models.saving import save_pretrained

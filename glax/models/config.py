@@ -57,7 +57,12 @@ class UnsupportedOption(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Hold the content of config.json as text. The text is hashable, and is written back unchanged."""
+    """Hold the content of config.json as text. The text is hashable, and is written back unchanged.
+
+    >>> config = glax.models.ModelConfig.of(dict(model_type="gla", hidden_size=64))
+    >>> config.values["hidden_size"]
+    64
+    """
 
     text: str
 
@@ -155,11 +160,18 @@ class Options:
         if optional and value is None:
             return value
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(
-                f"{self.inside}{key} in config.json must be an integer of at least {least}, got {shown(value)}"
-            )
+            raise self.wrong(key, f"an integer of at least {least}", value)
         if value > (most := MOST.get(key, WIDEST)):
-            raise ValueError(f"{self.inside}{key} in config.json must be at most {most}, got {shown(value)}")
+            raise self.wrong(key, f"at most {most}", value)
+        return value
+
+    def divisor(self, key: str, default: int | None, by: str, whole: int, *, optional: bool = False) -> int:
+        """Return the value of `key`, or `whole`, which the config calls `by`, if it is null and `optional`. Raises
+        UnsupportedOption unless it divides `whole`."""
+        value = self.integer(key, default, optional=optional)
+        value = whole if value is None else value
+        if whole % value:
+            raise self.unsupported(key, f"it must divide {by}={whole}")
         return value
 
     def number(
@@ -178,11 +190,11 @@ class Options:
             return value
         if not is_finite(value):
             kind = "a finite number in float32" if is_number(value) and value == value else "a finite number"
-            raise ValueError(f"{self.inside}{key} in config.json must be {kind}, got {shown(value)}")
+            raise self.wrong(key, kind, value)
         if least is not None and value < least:
-            raise ValueError(f"{self.inside}{key} in config.json must be at least {least:g}, got {value!r}")
+            raise self.wrong(key, f"at least {least:g}", value)
         if above is not None and np.float32(value) <= above:
-            raise ValueError(f"{self.inside}{key} in config.json must be above {above:g}, got {value!r}")
+            raise self.wrong(key, f"above {above:g}", value)
         return float(value)
 
     def pair(self, key: str, default: tuple[float, float], *, above: float) -> tuple[float, float]:
@@ -191,9 +203,7 @@ class Options:
         value = self.take(key, default)
         is_pair = isinstance(value, list | tuple) and len(value) == 2
         if not (is_pair and all(map(is_finite, value)) and above < value[0] <= value[1]):
-            raise ValueError(
-                f"{self.inside}{key} in config.json must be two numbers above {above:g} in ascending order, got {value!r}"
-            )
+            raise self.wrong(key, f"two numbers above {above:g} in ascending order", value)
         return float(value[0]), float(value[1])
 
     def flag(self, key: str, default: Any = REQUIRED, *, optional: bool = False) -> bool:
@@ -202,7 +212,7 @@ class Options:
         if optional and value is None:
             return False
         if not isinstance(value, bool):
-            raise ValueError(f"{self.inside}{key} in config.json must be true or false, got {value!r}")
+            raise self.wrong(key, "true or false", value)
         return value
 
     def choice(self, key: str, default, supported):
@@ -214,6 +224,9 @@ class Options:
                 f"supported are {', '.join(map(repr, supported))}"
             )
         return value
+
+    def wrong(self, key: str, wanted: str, value: Any) -> ValueError:
+        return ValueError(f"{self.inside}{key} in config.json must be {wanted}, got {shown(value)}")
 
     def ignore(self, *keys: str):
         """Accept keys that have no effect on the function of this kind of model, in the model's own code too."""

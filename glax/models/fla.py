@@ -74,19 +74,17 @@ def attention_layers(options: Options, width: int, layers: int) -> dict[int, dic
     for spec in attn if isinstance(attn, list) else [attn]:
         part = options.part("attn", spec, read=frozenset())
         chosen = part.take("layers")
+        heads = part.integer("num_heads")
+        if width % heads:
+            raise part.unsupported("num_heads", f"it must divide hidden_size={width}")
         arguments = dict(
-            num_heads=part.integer("num_heads"),
-            num_kv_heads=part.integer("num_kv_heads", None, optional=True),
+            num_heads=heads,
+            num_kv_heads=part.divisor("num_kv_heads", None, "num_heads", heads, optional=True),
             bias=part.flag("qkv_bias", False),
             window=part.integer("window_size", None, optional=True),
             theta=part.number("rope_theta", 10000.0, above=0),
         )
         part.finish()
-        heads = arguments["num_heads"]
-        if width % heads:
-            raise part.unsupported("num_heads", f"it must divide hidden_size={width}")
-        if heads % (arguments["num_kv_heads"] or heads):
-            raise part.unsupported("num_kv_heads", f"it must divide num_heads={heads}")
         for layer in chosen if isinstance(chosen, list) else [None]:
             if type(layer) is not int or layer not in range(layers) or layer in found:
                 raise options.unsupported("attn", f"layers must list distinct numbers from 0 to {layers - 1}")
@@ -177,8 +175,8 @@ def assemble(
     build = FLAModel if build is None else build
     blocks = []
     for layer in range(layers):
-        given = dict(kernel_init=init, **softmax[layer], **precision.options) if layer in softmax else None
-        attn = mixer(**precision.options) if given is None else Attention(width, **given)
+        given: dict[str, Any] = dict(kernel_init=init, **softmax.get(layer, {}), **precision.options)
+        attn = Attention(width, **given) if layer in softmax else mixer(**precision.options)
         blocks.append(Block(RMSNorm(width, **norm), attn, RMSNorm(width, **norm), mlp(precision)))
     rules = (*softmax_names(softmax), *renamed("attn", ATTENTION | names), *renamed("mlp", GATED_MLP), *OUTER)
     more |= dict(residuals=residuals, norm_eps=norm["epsilon"])

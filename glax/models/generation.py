@@ -1,8 +1,11 @@
-"""Continue prompts token by token, with states of constant size: in one compiled loop, or as a stream."""
+"""Continue prompts token by token, with states of constant size: in one compiled loop, or as a stream. Read what a
+checkpoint says about it."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +24,7 @@ from glax._src.core.bind import (
     known_number,
     known_values,
 )
+from glax._src.core.files import ContentError, newest, read_json
 from glax._src.core.recurrence import to_int32
 from glax.models.model import CausalLM, checked_tokens
 from glax.nn.automatic import spec_of, with_automatic_axes
@@ -64,6 +68,10 @@ def generate(
                  the last sequence.
 
     Raises ValueError or TypeError, which names the argument. Sampling needs a key.
+
+    >>> prompts = jnp.array([[1, 2, 3], [4, 5, 6]])
+    >>> glax.models.generate(model, prompts, 8, temperature=0.7, key=jax.random.key(0)).shape
+    (2, 8)
     """
     prompts, sampling, arrays = prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos)
     count = checked_count(max_new_tokens)
@@ -88,6 +96,10 @@ def stream(
     sequence.
 
     Arguments and errors are as in `generate`. Errors are raised at the call, before the first token.
+
+    >>> tokens = glax.models.stream(model, jnp.array([[1, 2, 3]]), 8)
+    >>> len([int(token[0]) for token in tokens])
+    8
     """
     prompts, sampling, arrays = prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos)
     count = checked_count(max_new_tokens)
@@ -306,3 +318,109 @@ def check_key(key):
     if not (typed and key.ndim == 0) and not (raw and key.ndim == 1):
         got = f"{key.dtype} of shape {key.shape}" if is_array(key) else repr(key)
         raise TypeError(f"key must be one key of jax.random, such as jax.random.key(0), got {got}")
+
+
+# ---- generation_config.json: the tokens that end a text, and how its tokens are drawn -----------------------------------------
+
+FILE = "generation_config.json"
+MOST = 1e6  # the most that `glax generate` takes as a temperature; more tokens than a vocabulary has
+# Options that change what is generated and that glax does not have, with the values that change nothing. None never does.
+NEUTRAL: dict[str, tuple] = {
+    name: values
+    for names, values in (
+        ("bad_words_ids begin_suppress_tokens force_words_ids stop_strings suppress_tokens", ([],)),
+        (
+            "diversity_penalty encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff min_length min_new_tokens "
+            "min_p no_repeat_ngram_size penalty_alpha",
+            (0,),
+        ),
+        (
+            "dola_layers exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id top_h "
+            "watermarking_config",
+            (),
+        ),
+        ("encoder_repetition_penalty guidance_scale num_beam_groups num_beams repetition_penalty typical_p", (1,)),
+        ("sequence_bias", ([], {})),
+    )
+    for name in names.split()
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationDefaults:
+    """Hold what a checkpoint says about generating from it.
+
+    eos: the tokens that end a text. temperature: 0 unless the file has do_sample. top_k, top_p: None for no limit. unsupported:
+    options of the file that would change what is generated, as "name=value".
+    """
+
+    eos: tuple[int, ...] = ()
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    unsupported: tuple[str, ...] = ()
+
+
+def generation_defaults(model: CausalLM) -> GenerationDefaults:
+    """Return the defaults of the generation_config.json in the folder that the model was loaded from.
+
+    End tokens are those of that file, else those of config.json. Tokens that the vocabulary does not have are left out. Raises
+    OSError if the file cannot be read, and ValueError, which names the key, for a value of another kind or range.
+    """
+    path = None if model.folder is None else newest(Path(model.folder), FILE)
+    values: Any = {}
+    if path is not None and os.path.lexists(path):
+        try:
+            _, values = read_json(path)
+        except ContentError as error:
+            raise ValueError(f"{path} holds no JSON: {error}") from None
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{path} must hold a JSON object, got {type(values).__name__}")
+    eos = tokens_of(path, values.get("eos_token_id"))
+    if eos is None:
+        eos = tokens_of("config.json", model.config.values.get("eos_token_id")) or []
+    temperature = number(path, values, "temperature", 1.0)
+    top_k, top_p = number(path, values, "top_k", 0), number(path, values, "top_p", 1.0)
+    if not (isinstance(top_k, int) and top_k >= 0):
+        raise ValueError(f"top_k in {path} must be an integer of at least 0, got {top_k!r}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p in {path} must be above 0 and at most 1, got {top_p!r}")
+    if temperature < 0:
+        raise ValueError(f"temperature in {path} must be at least 0, got {temperature!r}")
+    sampled = values.get("do_sample")
+    if sampled is not None and not isinstance(sampled, bool):
+        raise ValueError(f"do_sample in {path} must be true or false, got {sampled!r:.80}")
+    others = {name: values.get(name) for name in sorted(NEUTRAL)}
+    return GenerationDefaults(
+        tuple(token for token in eos if 0 <= token < model.vocabulary),
+        float(temperature) if sampled else 0.0,
+        top_k or None,
+        float(top_p) if top_p < 1 else None,
+        tuple(f"{name}={x!r:.40}" for name, x in others.items() if x is not None and x not in NEUTRAL[name]),
+    )
+
+
+def end_tokens(model: CausalLM) -> tuple[int, ...]:
+    """Return the tokens that end a text: `eos` of `generate` and `stream`. See `generation_defaults`.
+
+    >>> glax.models.end_tokens(model)
+    ()
+    """
+    return generation_defaults(model).eos
+
+
+def tokens_of(path: Path | str | None, value: Any) -> list[int] | None:
+    """Return the tokens of an eos_token_id, which is a token, a list of tokens or None."""
+    if value is None:
+        return None
+    found = value if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in found):
+        raise ValueError(f"eos_token_id in {path} must be a token or a list of tokens, got {value!r:.80}")
+    return found
+
+
+def number(path: Path | None, values: Mapping[str, Any], key: str, default: float) -> Any:
+    value = default if values.get(key) is None else values[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST:
+        raise ValueError(f"{key} in {path} must be a number of at most {MOST:g}, got {value!r:.80}")
+    return value

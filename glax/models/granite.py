@@ -20,7 +20,7 @@ from glax.models.model import Block, CausalLM, Precision, outer_options
 from glax.models.names import Names, mixer_names, outer_names, transposed_layouts
 from glax.models.rope import rotation
 from glax.nn import RMSNorm
-from glax.nn.moe import SparseMLP
+from glax.nn.mlp import SparseMLP
 
 SHARED = {"input": "input_linear", "output": "output_linear"}
 

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from glax.models.config import LAYERS, Options
-from glax.models.mamba2 import divisor, limits
+from glax.models.mamba2 import limits
 from glax.models.model import CausalLM, Precision
 from glax.models.names import ATTENTION, MAMBA, TRANSFORMERS
 from glax.models.rope import Rope
@@ -41,13 +41,11 @@ def attention_sizes(
     head_width None for width // num_heads.
     """
     heads = options.integer("num_attention_heads", heads)
-    found = options.integer("num_key_value_heads", kv_heads, optional=True)
     head_width = options.integer("head_dim", head_width, optional=True) or width // heads
     if head_width == 0:
         raise options.unsupported("num_attention_heads", f"it must be at most hidden_size={width}")
-    if found is not None and heads % found:
-        raise options.unsupported("num_key_value_heads", f"it must divide num_attention_heads={heads}")
-    return dict(num_heads=heads, num_kv_heads=heads if found is None else found, head_width=head_width)
+    kv_heads = options.divisor("num_key_value_heads", kv_heads, "num_attention_heads", heads, optional=True)
+    return dict(num_heads=heads, num_kv_heads=kv_heads, head_width=head_width)
 
 
 def softmax_attention(width: int, sizes: dict, rope: Rope | None, init, precision: Precision, **more) -> Attention:
@@ -72,7 +70,7 @@ def mamba_options(options: Options, width: int, *, eps: float, act: str, inside:
         num_heads=heads,
         head_width=head_width,
         state_width=options.integer("mamba_d_state", 256),
-        groups=divisor(options, "mamba_n_groups", 1, "mamba_n_heads", heads),
+        groups=options.divisor("mamba_n_groups", 1, "mamba_n_heads", heads),
         conv_size=options.integer("mamba_d_conv", 4),
         conv_bias=options.flag("mamba_conv_bias", True, optional=True),
         bias=options.flag("mamba_proj_bias", False, optional=True),
@@ -130,27 +128,12 @@ def are_layers(given: Any, layers: int) -> bool:
 class DenseMLP(nnx.Module):
     """Compute y = W_output (act(a) * b) with a, b the halves of W_input x; y = W_output act(W_input x) if not `gated`.
 
-    x, y [..., width]; a, b [..., inside]. act: a name in `glax.nn.parts`. kernel_init: of both weights.
+    x, y [..., width]; a, b [..., inside]. act: a name in `glax.nn.parts`. options: as of `glax.nn.parts.linear`.
     """
 
-    def __init__(
-        self,
-        width: int,
-        inside: int,
-        *,
-        act: str,
-        gated: bool = True,
-        bias: bool = False,
-        kernel_init,
-        dtype,
-        param_dtype,
-        rngs,
-    ):
+    def __init__(self, width: int, inside: int, *, act: str, gated: bool = True, **options):
         activation("act", act)
         self.act, self.gated = act, gated
-        options: dict[str, Any] = dict(
-            bias=bias, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
-        )
         self.input = linear(width, (1 + gated) * inside, (EMBED, MLP), **options)
         self.output = linear(inside, width, (MLP, EMBED), **options)
 

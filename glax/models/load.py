@@ -110,6 +110,10 @@ def from_config(
     any case.
 
     Raises UnsupportedOption, which names the key and its value, for an option that is not supported.
+
+    >>> config = dict(model_type="gla", hidden_size=64, num_hidden_layers=2, vocab_size=100)
+    >>> glax.models.from_config(config, rngs=nnx.Rngs(0)).vocabulary
+    100
     """
     usual = jnp.dtype(jnp.float32)
     precision = Precision(floating("dtype", dtype) or usual, floating("param_dtype", param_dtype) or usual, rngs)
@@ -136,6 +140,10 @@ def from_pretrained(folder: str | Path, *, dtype: DTypeLike | None = None, mesh:
     Nothing is downloaded. The folder of a snapshot of huggingface_hub works. Raises UnsupportedOption, which names the key and
     its value, for an option that is not supported. Raises ValueError, which lists the names, if weights are missing or left
     over.
+
+    >>> model = glax.models.from_pretrained(folder)
+    >>> model(jnp.array([[1, 2, 3]])).shape[:2]
+    (1, 3)
     """
     folder, cast = Path(folder), floating("dtype", dtype)
     if mesh is not None:

@@ -126,19 +126,11 @@ def sizes_of(options: Options, *, heads: int | None, groups: int, hidden: int, l
         num_heads=found,
         head_width=head_width,
         state_width=options.integer("state_size", 128),
-        groups=divisor(options, "n_groups", groups, "num_heads", found),
+        groups=options.divisor("n_groups", groups, "num_heads", found),
         conv_size=options.integer("conv_kernel", 4),
         conv_bias=options.flag("use_conv_bias", True),
         bias=options.flag("use_bias", False),
     )
-
-
-def divisor(options: Options, key: str, default: int, by: str, whole: int) -> int:
-    """Return the value of `key`. Raises UnsupportedOption unless it divides `whole`, which the config calls `by`."""
-    value = options.integer(key, default)
-    if whole % value:
-        raise options.unsupported(key, f"it must divide {by}={whole}")
-    return value
 
 
 WORDS = {"Infinity": math.inf, "-Infinity": -math.inf}
@@ -227,7 +219,7 @@ def original(config: ModelConfig, precision: Precision) -> CausalLM:
     sizes = dict(width=width, layers=layers, num_heads=inside // head_width, head_width=head_width)
     sizes |= dict(
         state_width=inner.integer("d_state", 128),
-        groups=divisor(inner, "ngroups", 1, "d_ssm / headdim", inside // head_width),
+        groups=inner.divisor("ngroups", 1, "d_ssm / headdim", inside // head_width),
         conv_size=inner.integer("d_conv", 4),
         conv_bias=inner.flag("conv_bias", True),
         bias=inner.flag("bias", False),
@@ -248,9 +240,7 @@ def attention_of(options: Options, width: int, layers: int) -> dict[str, Any] | 
         return None
     inner = options.part("attn_cfg", given)
     heads = inner.integer("num_heads")
-    kv_heads = inner.integer("num_heads_kv", None, optional=True) or heads
-    if heads % kv_heads:
-        raise inner.unsupported("num_heads_kv", f"it must divide num_heads={heads}")
+    kv_heads = inner.divisor("num_heads_kv", None, "num_heads", heads, optional=True)
     head_width = inner.integer("head_dim", None, optional=True) or width // heads
     inner.choice("causal", False, (True,))
     inner.choice("mlp_dim", 0, (0,))

@@ -19,11 +19,11 @@ from glax.models.hybrids import (
     layer_kinds,
     softmax_attention,
 )
-from glax.models.model import CausalLM, Precision, outer_options
+from glax.models.model import Block, CausalLM, Precision, outer_options
 from glax.models.names import ATTENTION, Names, mixer_names, outer_names, transposed_layouts
 from glax.models.rope import rotation
 from glax.nn import LightningAttention, RMSNorm
-from glax.nn.moe import SparseMLP
+from glax.nn.mlp import SparseMLP
 from glax.nn.parts import EMBED, HEADS, activation, by_head, linear
 from glax.nn.passes import Rows
 
@@ -56,16 +56,13 @@ class FusedLightning(LightningAttention):
         return [each[..., i * self.head_width : (i + 1) * self.head_width] for i in range(3)]
 
 
-class MiniMaxBlock(nnx.Module):
+class MiniMaxBlock(Block):
     """Compute h = norm(x), x = a h + b mixer(h), and the same with the experts. factors: (a, b) of the mixer and of the
     experts."""
 
     def __init__(self, attn_norm, attn, mlp_norm, mlp, attn_factors: tuple, mlp_factors: tuple):
-        self.attn_norm, self.attn, self.mlp_norm, self.mlp = attn_norm, attn, mlp_norm, mlp
+        super().__init__(attn_norm, attn, mlp_norm, mlp)
         self.attn_factors, self.mlp_factors = attn_factors, mlp_factors
-
-    def empty_state(self, batch: int, max_length: int | None) -> dict:
-        return self.attn.empty_state(batch, max_length)
 
     def mix(self, x: Float[Array, "*rows width"], state: dict, rows: Rows) -> tuple[Array, dict]:
         x = self.attn_norm(x)

@@ -55,6 +55,10 @@ class CausalLM(nnx.Module):
     parameters in the checkpoint. folder: the folder that the model was loaded from, or None. padding: a token whose embedding
     gets no gradient as an input, as in the models' own code, or None. Subclasses may define `embed`, `arguments`, `through` and
     `before_head`.
+
+    >>> logits = model(jnp.array([[1, 2, 3]]))
+    >>> logits.shape == (1, 3, model.vocabulary)
+    True
     """
 
     res: Any  # the mixture before the head, where `glax.models.fla` has set one

@@ -22,11 +22,11 @@ from glax.models.hybrids import (
     mamba,
     softmax_attention,
 )
-from glax.models.mamba2 import BACKBONE, divisor
+from glax.models.mamba2 import BACKBONE
 from glax.models.model import CausalLM, MixerBlock, Precision, outer_options
 from glax.models.names import ATTENTION, MAMBA, Names, mixer_names, renamed, transposed_layouts
 from glax.nn import RMSNorm
-from glax.nn.moe import Chosen, Experts
+from glax.nn.mlp import Chosen, Experts
 from glax.nn.parts import EMBED, linear, normal, parameter
 
 PATTERN = {"M": LINEAR, "*": SOFTMAX, "-": "mlp", "E": "moe"}
@@ -78,8 +78,8 @@ class NemotronExperts(nnx.Module):
 
     A group is ranked by the sum of the two greatest values of score + correction in it. Of the `best_groups` groups, the
     `top_k` experts with the greatest score + correction are chosen. Their weights are their scores, divided by the sum of these
-    if `normalised`, times `scaling`. latent: the width in which the experts work, or None for the width of x. Liu et al. 2024,
-    https://arxiv.org/abs/2412.19437.
+    if `normalised`, times `scaling`. latent: the width in which the experts work, or None for the width of x. bias: of the
+    projections into and out of it. Liu et al. 2024, https://arxiv.org/abs/2412.19437.
     """
 
     def __init__(
@@ -97,15 +97,12 @@ class NemotronExperts(nnx.Module):
         shared: DenseMLP,
         act: str,
         bias: bool,
-        kernel_init,
-        dtype,
-        param_dtype,
-        rngs: nnx.Rngs,
+        **options: Any,
     ):
         self.count, self.top_k, self.groups, self.best_groups = count, top_k, groups, best_groups
         self.normalised, self.scaling, self.shared = normalised, scaling, shared
-        options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
-        self.router = parameter(normal(0.02)(rngs.params(), (width, count), param_dtype), EMBED, None)
+        param_dtype = options["param_dtype"]
+        self.router = parameter(normal(0.02)(options["rngs"].params(), (width, count), param_dtype), EMBED, None)
         self.correction = parameter(jnp.zeros(count, param_dtype), None)
         self.experts = Experts(width if latent is None else latent, inside, count, form="plain", act=act, **options)
         self.is_latent = latent is not None
@@ -152,7 +149,7 @@ def mamba_arguments(options: Options, eps: float) -> dict[str, Any]:
         num_heads=(heads := options.integer("mamba_num_heads", 128)),
         head_width=options.integer("mamba_head_dim", 64),
         state_width=options.integer("ssm_state_size", 128),
-        groups=divisor(options, "n_groups", 8, "mamba_num_heads", heads),
+        groups=options.divisor("n_groups", 8, "mamba_num_heads", heads),
         conv_size=options.integer("conv_kernel", 4),
         conv_bias=options.flag("use_conv_bias", True),
         bias=options.flag("use_bias", False),

@@ -28,7 +28,7 @@ from glax.models.rope import rotation
 from glax.nn import RMSNorm, RMSNormGated, ShortConvolution, SwiGLU
 from glax.nn.delta import initial_A_log, log_decay
 from glax.nn.layer import Layer
-from glax.nn.moe import SparseMLP
+from glax.nn.mlp import SparseMLP
 from glax.nn.parts import EMBED, HEADS, by_head, linear, merged, parameter
 from glax.nn.passes import Rows, State
 

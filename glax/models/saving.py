@@ -37,6 +37,10 @@ def save_pretrained(model: CausalLM, folder: str | Path):
 
     Raises ValueError, which names the parameters, for a model with others than its config describes. Raises OSError if a file
     cannot be written.
+
+    >>> glax.models.save_pretrained(model, folder)
+    >>> glax.models.from_pretrained(folder).vocabulary == model.vocabulary
+    True
     """
     save(model, Path(folder), {})
 

@@ -36,7 +36,12 @@ def partition_spec(
     axes: tuple[str | None, ...] | None, shape: tuple[int, ...], mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
     """Return the PartitionSpec of a parameter with these logical axes. The mesh axes "model" or "tensor", and "fsdp", shard it
-    where they divide it."""
+    where they divide it.
+
+    >>> mesh = jax.sharding.AbstractMesh((2,), ("model",))
+    >>> tuple(glax.models.partition_spec(("embed", "heads"), (64, 128), mesh))
+    (None, 'model')
+    """
     if axes is None:
         return PartitionSpec()
     taken, chosen = set(), []
@@ -150,7 +155,13 @@ class Placement:
 
 def shard(model: nnx.Module, mesh: Mesh):
     """Move every parameter of `model` to the devices that `partition_spec` names. An axis of the mesh that does not divide the
-    heads of a layer does not shard them, and a warning of the logger "glax" names the parameters."""
+    heads of a layer does not shard them, and a warning of the logger "glax" names the parameters.
+
+    >>> mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> glax.models.shard(model, mesh)
+    >>> next(iter(model.head.kernel[...].devices())) in mesh.devices
+    True
+    """
     check_mesh(mesh)
     placement, moved = Placement(model, mesh), []
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):

@@ -211,18 +211,11 @@ class Text:
 
 def make_model(config: TrainingConfig) -> tuple[CausalLM, Tokenizer]:
     """Return the model to be trained, in float32, and its tokenizer."""
-    dtype, folder = jnp.dtype(config.dtype), None
-    if isinstance(config.model, str):
-        folder = Path(config.model)
-        if has_weights(folder):
-            model = from_pretrained(folder, dtype=jnp.float32)
-            trained = from_config(folder, dtype=dtype, rngs=nnx.Rngs(config.seed))
-            nnx.update(trained, nnx.state(model, nnx.Param))
-            model = trained
-        else:
-            model = from_config(folder, dtype=dtype, rngs=nnx.Rngs(config.seed))
-    else:
-        model = from_config(config.model, dtype=dtype, rngs=nnx.Rngs(config.seed))
+    folder = Path(config.model) if isinstance(config.model, str) else None
+    given = config.model if folder is None else folder
+    model = from_config(given, dtype=jnp.dtype(config.dtype), rngs=nnx.Rngs(config.seed))
+    if folder is not None and has_weights(folder):
+        nnx.update(model, nnx.state(from_pretrained(folder, dtype=jnp.float32), nnx.Param))
     model.set_remat(config.remat)
     if config.tokenizer is None:
         return model, find_tokenizer(folder, model.vocabulary)

@@ -17,7 +17,6 @@ from glax.models.hybrids import (
     layer_kinds,
     mamba,
 )
-from glax.models.mamba2 import divisor
 from glax.models.model import CausalLM, Precision, outer_options
 from glax.models.names import ATTENTION, MAMBA, Names, outer_names, renamed
 from glax.models.rope import rotation
@@ -175,9 +174,7 @@ def kinds_of(options: Options, layers: int) -> list[str]:
 def attention_arguments(options: Options, width: int) -> dict[str, Any]:
     """Return the arguments of SharedAttention, whose input is twice as wide as the model."""
     heads = options.integer("num_attention_heads", 32)
-    kv_heads = options.integer("num_key_value_heads", None, optional=True) or heads
-    if heads % kv_heads:
-        raise options.unsupported("num_key_value_heads", f"it must divide num_attention_heads={heads}")
+    kv_heads = options.divisor("num_key_value_heads", None, "num_attention_heads", heads, optional=True)
     rope, head_width = rotation(options, 10000.0, 4096), 2 * width // heads
     turns = options.flag("use_mem_rope", False)
     if options.flag("use_long_context", False) and turns:
@@ -203,7 +200,7 @@ def mamba_arguments(options: Options, width: int) -> dict[str, Any]:
         num_heads=heads,
         head_width=inside // heads,
         state_width=options.integer("mamba_d_state", 64),
-        groups=divisor(options, "mamba_ngroups", 1, "n_mamba_heads", heads),
+        groups=options.divisor("mamba_ngroups", 1, "n_mamba_heads", heads),
         conv_size=options.integer("mamba_d_conv", 4),
         dt_limit=(least, math.inf),
         dt_range=(least, options.number("time_step_max", 0.1, above=0)),

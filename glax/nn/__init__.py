@@ -6,8 +6,7 @@ from glax.nn.delta import DeltaNet, GatedDeltaNet, KimiDeltaAttention
 from glax.nn.gla import GatedLinearAttention, SimpleGatedLinearAttention
 from glax.nn.hgrn2 import HGRN2Attention
 from glax.nn.mamba2 import Mamba2
-from glax.nn.mlp import SwiGLU
-from glax.nn.moe import Experts, SparseMLP
+from glax.nn.mlp import Experts, SparseMLP, SwiGLU
 from glax.nn.norms import LayerNorm, RMSNorm, RMSNormGated
 from glax.nn.retention import LightningAttention, MultiScaleRetention
 from glax.nn.rwkv6 import RWKV6Attention, RWKV6FeedForward

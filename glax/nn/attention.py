@@ -36,6 +36,10 @@ class Attention(Layer):
     initial_state(batch, max_length). Raises TypeError or ValueError, which names the argument.
 
     Vaswani et al. 2017, https://arxiv.org/abs/1706.03762.
+
+    >>> layer = nn.Attention(64, num_heads=2, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((1, 16, 64)))[0].shape
+    (1, 16, 64)
     """
 
     @checked

@@ -29,6 +29,10 @@ class ShortConvolution(Layer):
 
     activation: a name in `glax.nn.parts.ACTIVATIONS`, or None. dtype: the dtype of the state; float32 if None. filter_init: a
     function (key, shape, dtype) that returns the first values of the filter; `uniform_filter` if None.
+
+    >>> layer = nn.ShortConvolution(64, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((1, 16, 64)))[0].shape
+    (1, 16, 64)
     """
 
     @checked

@@ -115,6 +115,10 @@ class DeltaNet(DeltaAttention):
     qk_norm:       how q and k are normalised: "l2", or "sum" for x / max(sum |x|, 1e-6).
 
     For the other arguments see `glax.nn.delta.DeltaOptions`. Yang et al. 2024, https://arxiv.org/abs/2406.06484.
+
+    >>> layer = nn.DeltaNet(64, num_heads=2, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((1, 16, 64)))[0].shape
+    (1, 16, 64)
     """
 
     @checked
@@ -158,6 +162,10 @@ class GatedDeltaNet(DeltaAttention):
     A_range:      the range of the uniform first values of exp(A_log). dt_range, dt_floor: as in `glax.nn.Mamba2`.
 
     For the other arguments see `glax.nn.delta.DeltaOptions`. Yang et al. 2024, https://arxiv.org/abs/2412.06464.
+
+    >>> layer = nn.GatedDeltaNet(64, num_heads=2, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((1, 16, 64)))[0].shape
+    (1, 16, 64)
     """
 
     @checked
@@ -203,6 +211,10 @@ class KimiDeltaAttention(DeltaAttention):
     A_range:      the range of the uniform first values of exp(A_log). dt_range, dt_floor: as in `glax.nn.Mamba2`.
 
     For the other arguments see `glax.nn.delta.DeltaOptions`. Kimi Team 2025, https://arxiv.org/abs/2510.26692.
+
+    >>> layer = nn.KimiDeltaAttention(64, num_heads=2, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((1, 16, 64)))[0].shape
+    (1, 16, 64)
     """
 
     @checked

@@ -32,6 +32,10 @@ class GatedLinearAttention(LinearAttention):
     gate_bias_init: the first values of b, a function (key, shape, dtype); zeros if None.
 
     For the other arguments see `glax.nn.linear_attention.Options`. Yang et al. 2024, https://arxiv.org/abs/2312.06635.
+
+    >>> layer = nn.GatedLinearAttention(64, num_heads=2, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((1, 16, 64)))[0].shape
+    (1, 16, 64)
     """
 
     @checked
@@ -77,6 +81,10 @@ class SimpleGatedLinearAttention(LinearAttention):
     It has convolutions unless use_short_conv is False. The arguments are those of GatedLinearAttention.
 
     Yang et al. 2024, https://arxiv.org/abs/2312.06635; Dao and Gu 2024, https://arxiv.org/abs/2405.21060.
+
+    >>> layer = nn.SimpleGatedLinearAttention(64, num_heads=2, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((1, 16, 64)))[0].shape
+    (1, 16, 64)
     """
 
     @checked

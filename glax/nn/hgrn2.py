@@ -28,6 +28,10 @@ class HGRN2Attention(LinearAttention):
     `glax.nn.linear_attention.Options`; the convolutions have no activation.
 
     Qin et al. 2024, https://arxiv.org/abs/2404.07904.
+
+    >>> layer = nn.HGRN2Attention(64, num_heads=2, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((1, 16, 64)))[0].shape
+    (1, 16, 64)
     """
 
     @checked

@@ -56,6 +56,10 @@ class Mamba2(Layer):
 
     dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.Options`. Dao and Gu 2024,
     https://arxiv.org/abs/2405.21060.
+
+    >>> layer = nn.Mamba2(64, num_heads=2, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((1, 16, 64)))[0].shape
+    (1, 16, 64)
     """
 
     @checked

@@ -20,6 +20,10 @@ class RMSNorm(nnx.Module):
     groups: how many equal parts of the last axis are normalised separately. elementwise_affine: whether there is a scale.
     zero_centred: whether the factor is 1 + scale, with a scale that starts as 0. Zhang and Sennrich 2019,
     https://arxiv.org/abs/1910.07467.
+
+    >>> norm = nn.RMSNorm(64)
+    >>> norm(jnp.ones((16, 64))).shape
+    (16, 64)
     """
 
     @checked
@@ -56,6 +60,10 @@ class RMSNormGated(RMSNorm):
 
     gate_fn: the name of act. If gate is None, y is the norm alone. The other arguments are as in RMSNorm. x and the gate are
     read in one pass.
+
+    >>> norm = nn.RMSNormGated(64)
+    >>> norm(jnp.ones((16, 64)), gate=jnp.ones((16, 64))).shape
+    (16, 64)
     """
 
     @checked
@@ -83,6 +91,10 @@ class LayerNorm(nnx.Module):
     """Compute y = scale (x - mean) / sqrt(variance + epsilon) + bias, over the last axis or each of `groups` equal parts of it.
 
     Ba et al. 2016, https://arxiv.org/abs/1607.06450.
+
+    >>> norm = nn.LayerNorm(64)
+    >>> norm(jnp.ones((16, 64))).shape
+    (16, 64)
     """
 
     @checked

@@ -30,6 +30,10 @@ class MultiScaleRetention(LinearAttention):
     base of the rotation. The other arguments are those of `glax.nn.linear_attention.Options`.
 
     Sun et al. 2023, https://arxiv.org/abs/2307.08621.
+
+    >>> layer = nn.MultiScaleRetention(64, num_heads=2, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((1, 16, 64)))[0].shape
+    (1, 16, 64)
     """
 
     @checked
@@ -78,6 +82,10 @@ class LightningAttention(Layer):
     dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.Options`.
 
     Qin et al. 2024, https://arxiv.org/abs/2401.04658; MiniMax 2025, https://arxiv.org/abs/2501.08313.
+
+    >>> layer = nn.LightningAttention(64, num_heads=2, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((1, 16, 64)))[0].shape
+    (1, 16, 64)
     """
 
     @checked

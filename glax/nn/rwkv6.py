@@ -62,6 +62,10 @@ class RWKV6Attention(Layer):
     start Xavier uniform with a gain of 2^(-5/2). The state is the matrix S and the last token.
 
     Peng et al. 2024, https://arxiv.org/abs/2404.05892.
+
+    >>> layer = nn.RWKV6Attention(64, num_heads=2, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((1, 16, 64)))[0].shape
+    (1, 16, 64)
     """
 
     @checked
@@ -143,6 +147,10 @@ class RWKV6FeedForward(Layer):
         y_t = sigmoid(W_r (x_t + mu_r d_t)) * W_v act(W_k (x_t + mu_k d_t))
 
     inside: the number of outputs of W_k. act: the name of a function; squared ReLU by default. The state is the last token.
+
+    >>> layer = nn.RWKV6FeedForward(64, 128, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((1, 16, 64)))[0].shape
+    (1, 16, 64)
     """
 
     @checked

@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import glax
 import glax.models
+from glax import nn
 from glax._src.core.registry import kernel_registry
 from glax._src.kernels import load_kernels
 from tests.close import assert_close
@@ -65,17 +67,21 @@ def test_every_public_name_stands_on_the_page_of_its_module(module):
     assert missing == ["__version__"] * (module == "glax") + ["configs"] * (module == "glax")
 
 
-# An instance, and what other modules define.
-WITHOUT_EXAMPLE = {"__version__", "configs", "kernel_registry", "CASES"}
+# Instances, what other modules define, and an error that nobody raises by hand.
+WITHOUT_EXAMPLE = {"__version__", "configs", "kernel_registry", "CASES", "MODEL_TYPES", "UnsupportedOption"}
 
 
 def test_every_public_docstring_has_an_example_that_runs(tmp_path, monkeypatch):
-    """In one process: the examples share shapes, and so what is compiled."""
+    """In one process: the examples share shapes, and so what is compiled. They have a `model`, and a `folder` that holds it."""
     monkeypatch.setenv("GLAX_CACHE_DIR", str(tmp_path))
-    for module in ("glax", "glax.parallel", "glax.testing", "glax.compat.easydel", "glax.compat.ejkernel"):
+    sizes = dict(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_heads=2, intermediate_size=16)
+    model, folder = glax.models.from_config(dict(model_type="gla", **sizes), rngs=nnx.Rngs(0)), tmp_path / "model"
+    glax.models.save_pretrained(model, folder)
+    modules = "glax glax.parallel glax.testing glax.compat.easydel glax.compat.ejkernel glax.nn glax.models"
+    for module in modules.split():
         public = importlib.import_module(module)
         for name in sorted(set(public.__all__) - WITHOUT_EXAMPLE):
-            names = dict(glax=glax, jax=jax, jnp=jnp)
+            names = dict(glax=glax, jax=jax, jnp=jnp, nn=nn, nnx=nnx, model=model, folder=folder)
             (example,) = doctest.DocTestFinder(recurse=False).find(
                 getattr(public, name), f"{module}.{name}", globs=names
             )

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import glax.models
-from glax.models.defaults import FILE, GenerationDefaults, generation_defaults
+from glax.models.generation import FILE, GenerationDefaults, generation_defaults
 from glax_cli import main
 
 TINY = dict(model_type="gla", vocab_size=256, hidden_size=16, num_hidden_layers=1, num_heads=2, intermediate_size=16)

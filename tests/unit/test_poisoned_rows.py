@@ -9,7 +9,7 @@ from flax import nnx
 from glax.models import from_config
 from glax.nn import Attention, LightningAttention, ShortConvolution, SimpleGatedLinearAttention
 from glax.nn.losses import next_token_loss
-from glax.nn.moe import SparseMLP
+from glax.nn.mlp import SparseMLP
 from glax.nn.rwkv6 import RWKV6FeedForward
 
 WIDTH, T = 8, 12
