@@ -25,9 +25,10 @@ gc.set_threshold(50_000, 20, 20)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]):
-    """Marks as `core` what `make test` runs: the unit tests, and the tests of other folders that are marked fast."""
+    """Marks as `core` what `make test` runs: the unit tests that are not marked rest, and others' that are marked fast."""
     for item in items:
-        if item.path.parent.name == "unit" or item.get_closest_marker("fast"):
+        in_core = item.path.parent.name == "unit" and not item.get_closest_marker("rest")
+        if in_core or item.get_closest_marker("fast"):
             item.add_marker("core")
 
 

@@ -35,13 +35,13 @@ def problem(case: AnyCase, draw) -> tuple[Recurrence, tuple[jax.Array, jax.Array
 
 
 # Formed once for all kernels: a case's tests follow one another.
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=64)
 def wanted(case: AnyCase, draw) -> tuple[Recurrence, Outputs]:
     r, _ = problem(case, draw)
     return r, case.outputs(draw) if isinstance(case, Sweep) else reference(r)
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=64)
 def wanted_gradient(case: AnyCase, draw) -> tuple[Recurrence, tuple, Recurrence]:
     r, d = problem(case, draw)
     return r, d, case.gradient(draw) if isinstance(case, Sweep) else reference_gradient(r, *d)

@@ -25,7 +25,7 @@ CASES, GROWING = list(all_cases()), list(growing_cases())
 KERNELS = [s for s in kernel_registry.kernels.values() if s.erases and s.backend in (Backend.ANY, Backend.here())]
 FORWARD = [spec for spec in KERNELS if spec.role is Role.FORWARD]
 BACKWARD = [spec for spec in KERNELS if spec.is_gradient]
-FAST = ("key", "head-packed-reverse", "bfloat16-head", "heads1-2-4")
+FAST = ("T65", "head-packed-reverse", "bfloat16-head", "heads1-2-4")
 
 
 def on_each(cases: list[DeltaCase], specs: list[KernelSpec]):
@@ -45,7 +45,7 @@ def compiled(case: DeltaCase, spec: KernelSpec):
     r = case.recurrence(case.draws[0])
     if (reason := spec.refusal(r, None)) is not None:
         pytest.skip(f"{spec.name} refuses: {reason}")
-    return compiled_for(r, spec, optimized=str(case) in FAST)
+    return compiled_for(r, spec, optimized=str(case) in (*FAST, "key"))
 
 
 def compiled_for(r: Recurrence, spec: KernelSpec, optimized: bool = False):

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.tpu import compile, estimate
 from benchmarks.tpu.problems import PROBLEMS, TARGETS, fingerprint
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.core
 LINES = compile.TABLE.read_text().splitlines()
 ROWS = [line.split() for line in LINES if not line.startswith("#")]
 

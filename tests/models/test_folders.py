@@ -24,7 +24,7 @@ from tests.models.folders import (
     write_index,
 )
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.core
 
 
 @pytest.fixture

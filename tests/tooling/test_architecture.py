@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.core
 ROOT = pathlib.Path(__file__).parents[2] / "glax"
 
 # From the ground up: a module may import those of its own line and of lines above it.
@@ -136,6 +136,7 @@ def test_optional_packages_stay_in_their_folders():
         )
 
 
+@pytest.mark.fast
 def test_import_touches_no_device_and_no_optional_package():
     code = """
 import sys, jax, numpy, jaxtyping
@@ -195,12 +196,14 @@ assert traces == ["forward", "gradient", "step", "forward"], traces
 """
 
 
+@pytest.mark.fast
 def test_a_first_call_inside_jit_is_traced_once():
     """JAX's cache key of jit has options that Pallas adds when it is imported, so no call of glax may be the first to import
     it."""
     subprocess.run([sys.executable, "-c", ONE_TRACE], check=True)
 
 
+@pytest.mark.fast
 def test_import_costs_little():
     """The best of three processes computes for less than 0.3 s beyond JAX's own import, whatever else the machine does."""
     code = "import time, jax; start = time.process_time(); import glax; print(time.process_time() - start)"

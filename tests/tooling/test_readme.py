@@ -30,7 +30,7 @@ def test_the_train_step_learns():
     assert losses[2] < losses[1] < losses[0]
 
 
-@pytest.mark.fast
+@pytest.mark.core
 def test_every_public_name_is_named_and_documented():
     pages = README + "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
     for name in set(glax.__all__) - {"__version__"}:
@@ -40,19 +40,19 @@ def test_every_public_name_is_named_and_documented():
         assert text and not text.startswith(f"{name}("), name
 
 
-@pytest.mark.fast
+@pytest.mark.core
 def test_the_readme_is_short():
     assert len(README.splitlines()) < 120
 
 
-@pytest.mark.fast
+@pytest.mark.core
 def test_every_variant_names_its_paper():
     for name in ("recurrent", "recurrent_gla", "simple_gla", "retention", "lightning_attention"):
         assert f"`{name}`" in README, name
         assert "https://arxiv.org/" in getattr(glax, name).__doc__, name
 
 
-@pytest.mark.fast
+@pytest.mark.core
 def test_what_the_package_needs_is_what_the_readme_says():
     needs = re.search(r"`pip install \.` \(needs ([^)]*)\)", README)[1]
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]

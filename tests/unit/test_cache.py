@@ -70,6 +70,7 @@ for i in range(20):
 """
 
 
+@pytest.mark.rest
 def test_eight_writers_at_once_lose_nothing(tmp_path):
     root = pathlib.Path(__file__).parents[2]
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(n)], cwd=root) for n in range(8)]

@@ -132,6 +132,7 @@ def test_the_command_ends_at_an_end_token_of_a_byte_model(folder, capsys):
     assert generated(capsys, folder)[0] == shown(cut)
 
 
+@pytest.mark.rest
 def test_the_command_draws_as_the_file_says_and_arguments_win(folder, capsys):
     (folder / FILE).write_text(json.dumps(dict(do_sample=True, temperature=0.5, top_k=5, repetition_penalty=1.5)))
     key = jax.random.key(7)

@@ -103,6 +103,7 @@ def test_a_pool_takes_prompts_and_steps():
     assert not o[1].any() and (moved[0] == pool[0]).all()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("platform", ["xla", None])
 def test_second_derivatives(platform):
     def gradients(k, g, beta):

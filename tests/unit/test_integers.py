@@ -34,6 +34,7 @@ def test_the_loss_is_that_of_the_softmax_in_every_unsigned_dtype():
         np.testing.assert_allclose(MODEL.loss(small, small), MODEL.loss(few, few), rtol=1e-6)
 
 
+@pytest.mark.rest
 def test_a_padding_id_that_the_dtype_cannot_hold_is_no_id():
     ids, same = (
         np.array([[1, 1, 0, 0], [2, 2, 2, 2]], np.uint8),
