@@ -17,6 +17,10 @@ LAYERS = [
     ["glax._version"],
     ["glax._src.core"],
     ["glax._src.kernels.common"],
+    ["glax._src.kernels.pallas_gpu.plan"],
+    ["glax._src.kernels.pallas_gpu.device"],
+    ["glax._src.kernels.pallas_gpu.chunks"],
+    ["glax._src.kernels.pallas_gpu.scan", "glax._src.kernels.pallas_gpu.gradient"],
     [
         "glax._src.kernels.xla",
         "glax._src.kernels.cpu",

@@ -6,7 +6,7 @@ agree on whether the chunk is in range.
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,10 +19,8 @@ from glax._src.kernels.pallas_gpu.device import tiles
 from glax._src.kernels.pallas_gpu.device.tiles import BY_COLUMN, BY_ROW, LOG2E, C, read, transposed, zeros
 from glax._src.kernels.pallas_gpu.plan import LOG_OF_RESET, Scan, quotient
 
-if TYPE_CHECKING:
-    from glax._src.kernels.pallas_gpu.scan.key import Program
-
 BF16 = jnp.bfloat16
+Program = Any  # that of `key.py`, which imports this file
 OUT_OF_RANGE = 2 * FAST_LIMIT  # in the place of the sum ahead of S', of a token or channel
 ROOMY = 96  # registers of a thread that hold x and y together
 SAMPLES, WEAK = 8, -0.25  # gates of a program that are sampled, and the average above which they are weak
@@ -61,7 +59,7 @@ class Scaler:
     whose product with gates [C, 64] is M. weak: whether q^ has two terms.
     """
 
-    p: "Program"
+    p: Program
     share: Any
     total: Any
     matrix: Any
@@ -69,7 +67,7 @@ class Scaler:
     weak: Any
 
 
-def scale_segment(p: "Program"):
+def scale_segment(p: Program):
     """Scale every chunk of the segment. A `two_way` scan stores the segment's log decays, [K] in float32."""
     w = p.plan
     plgpu.set_max_registers(w.registers[0], action="decrease")
@@ -94,7 +92,7 @@ def scale_segment(p: "Program"):
             p.results.log[e, h, channels] = log
 
 
-def prepare(p: "Program", total):
+def prepare(p: Program, total):
     """Load the gates of the first two chunks, and store `halves` and `weak`, which all scalers read."""
     if p.plan.resets and not p.plan.outputs:
         p.tiles.halves[...] = tiles.halves(p.plan.reverse)
@@ -217,13 +215,13 @@ def clear_cut(s: Scaler, slot):
     tile[...] = jnp.where(tiles.by_row(reach, x.shape) >= 0, x, BF16(0))
 
 
-def behind_newest(p: "Program", slot):
+def behind_newest(p: Program, slot):
     """Return the position of each token less the position of the chunk's newest reset, [C]: below 0 before the reset."""
     row = plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=BY_ROW)
     return (C - 1 - row if p.plan.reverse else row) - p.tiles.newest[slot, p.plan.last_token]
 
 
-def before_all(p: "Program", slot):
+def before_all(p: Program, slot):
     """Return 0 for each token before all resets of the chunk, and a number below 0 for the others, [C]."""
     return -1 - plgpu.load(p.tiles.newest.at[slot], layout=BY_ROW)
 
