@@ -12,6 +12,7 @@ from glax._src.kernels.pallas_gpu.gradient import head as gradient_head
 from glax._src.kernels.pallas_gpu.plan import Blocks, Scan
 from glax._src.kernels.pallas_gpu.scan import delta as delta_scan
 from glax._src.kernels.pallas_gpu.scan import delta_key as delta_key_scan
+from glax._src.kernels.pallas_gpu.scan import exact as exact_scan
 from glax._src.kernels.pallas_gpu.scan import head, segments
 from glax._src.kernels.pallas_gpu.scan import key as key_scan
 
@@ -27,6 +28,7 @@ def of_delta(module, pipeline, plan, kind, K):
 
 # The module, a pipeline of it, and the roles of its warpgroups.
 TABLES = {
+    "exact_outputs": (exact_scan, exact_scan.ExactPipeline.planned(OUTPUTS), ALONE),
     "lookback_tables": (segments, segments.LookbackPipeline.planned(OUTPUTS), ALONE),
     "key_scan": (key_scan, key_scan.KeyPipeline.planned(OUTPUTS), key_scan.roles_of(OUTPUTS)),
     "head_scan": (head, head.HeadPipeline.planned(OUTPUTS), head.roles_of(OUTPUTS)),

@@ -24,16 +24,9 @@ SomeLayout = Any  # a layout of values in registers; JAX does not export its typ
 
 WGMMA = plgpu.Layout.WGMMA
 BY_ROW, BY_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
-# Warps synchronise where the kernels say so. Pallas alone would synchronise them around every store to shared memory.
-PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
 # Registers of a thread that loads, and of one that computes, where one warpgroup loads and two compute. Together they have 3 x
 # 168 at launch. A request for more would wait forever.
 REGISTERS = 24, 240
-
-
-def with_terms(refs, place: int, terms: int) -> list:
-    """Gather the `terms` references from `place` on, the terms of the gates, in one tuple."""
-    return [*refs[:place], tuple(refs[place : place + terms]), *refs[place + terms :]]
 
 
 def in_every_warp(count: int):

@@ -9,13 +9,18 @@ Chunks and heads are distributed to groups (`place_of_item`), and each program o
 is one warpgroup, whose threads have K/16 rows of 4 columns. It reads the flags of its group and ends if none is set. It forms
 e^g, k and q of 8 tokens at a time in float32 in shared memory, and scans these tokens, reading one token ahead. Every thread
 leaves its share of their outputs in shared memory, where the shares are summed.
+
+Roles. One warpgroup does all. Memory: `Tiles`. Who waits for whom:
+
+    waits    for      until
+    compute  compute  tokens full: gates, q, k, v
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -24,7 +29,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.common.limits import LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu.device import tiles
-from glax._src.kernels.pallas_gpu.device.cache import once
+from glax._src.kernels.pallas_gpu.device.launch import ALONE, PROGRAM, launch
+from glax._src.kernels.pallas_gpu.device.pipeline import Pipeline, Ring
 from glax._src.kernels.pallas_gpu.device.tiles import LOG2E, C, read, store
 from glax._src.kernels.pallas_gpu.plan import ROWS, Scan, quotient, remainder
 
@@ -79,15 +85,7 @@ class Operands(NamedTuple):
     v: Ref  # [B, T, HV, V]
     gates: tuple[Ref, ...]  # the terms, [B, T, H, K] each
     scale: Ref  # [N + 1]
-    o: Ref  # [B, rows of chunks, H, V]
     newest: Ref = None  # [B, chunks, C], of a plan with resets: `resets.newest_resets`
-
-    @classmethod
-    def of(cls, refs) -> "Operands":
-        """Return the operands. refs: in order, but for o, which is last."""
-        *given, o = refs
-        required = len(cls._fields) - len(cls._field_defaults) - 1
-        return cls(*given[:required], o, *given[required:])
 
 
 class Tiles(NamedTuple):
@@ -102,7 +100,6 @@ class Tiles(NamedTuple):
     decay: Ref  # [TOKENS, *GROUPS, rows]
     value: Ref  # [TOKENS, COLUMNS]
     shares: Ref  # [TOKENS, *GROUPS, COLUMNS]
-    loaded: Ref  # barriers, by slot
     newest: Ref = None  # [C], of a plan with resets
 
     @classmethod
@@ -119,18 +116,32 @@ class Tiles(NamedTuple):
             decay=factors,
             value=plgpu.SMEM((TOKENS, COLUMNS), jnp.float32),
             shares=plgpu.SMEM((TOKENS, *GROUPS, COLUMNS), jnp.float32),
-            loaded=plgpu.Barrier(num_arrivals=3 + w.terms, num_barriers=SLOTS),
             newest=plgpu.SMEM((C,), jnp.int32) if w.resets else None,
         )
 
 
 @dataclasses.dataclass(frozen=True)
+class ExactPipeline(Pipeline):
+    """Hold who waits for whom: the warpgroup for its own copies."""
+
+    tokens: Ring
+
+    @classmethod
+    def planned(cls, w: Scan) -> "ExactPipeline":
+        """Return the pipeline of a plan."""
+        return cls(Ring(SLOTS, ("compute",), ("compute",), (*("gates",) * w.terms, "q", "k", "v"), released_by=()))
+
+
+@dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Hold one chunk and head, in one program's columns of the state. segment: its row of the table."""
+    """Hold one chunk and head, in one program's columns of the state. o: the outputs, [B, rows of chunks, H, V]. segment: its row
+    of the table."""
 
     plan: Scan
     operands: Operands
+    o: Ref
     tiles: Tiles
+    pipeline: "ExactPipeline"
     batch: Any
     chunk: Any
     head: Any
@@ -191,18 +202,18 @@ class Chunk:
         return jnp.where((token >= table[e, 5]) & (token < table[e, 6]), x, 0.0)
 
 
-def fetch(c: Chunk, part):
-    """Fetch the rows of TOKENS tokens, the `part`-th in scan order, into their slot of shared memory."""
+def load(c: Chunk, part):
+    """Load the rows of TOKENS tokens, the `part`-th in scan order, into their slot of shared memory."""
     slot, at = remainder(part, SLOTS), c.operands
 
     @pl.when(part < PARTS)
     def _():
         for term in range(c.plan.terms):
             source, tile = c.of_keys(at.gates[term], part), c.tiles.gates.at[slot, term]
-            plgpu.copy_gmem_to_smem(source, tile, c.tiles.loaded.at[slot])
+            c.pipeline.tokens.copy(source, tile, slot)
         for source, tile in ((at.q, c.tiles.q), (at.k, c.tiles.k)):
-            plgpu.copy_gmem_to_smem(c.of_keys(source, part), tile.at[slot], c.tiles.loaded.at[slot])
-        plgpu.copy_gmem_to_smem(c.of_values(at.v, part), c.tiles.v.at[slot], c.tiles.loaded.at[slot])
+            c.pipeline.tokens.copy(c.of_keys(source, part), tile.at[slot], slot)
+        c.pipeline.tokens.copy(c.of_values(at.v, part), c.tiles.v.at[slot], slot)
 
 
 def form_factors(c: Chunk, part, slot):
@@ -256,12 +267,12 @@ def add_outputs(c: Chunk, part):
     """Add the tokens' outputs, scale times the sums of their shares, to the outputs that `key_scan` has written."""
     row = c.chunk * C + c.first_row(part)
 
-    @pl.when(row < c.operands.o.shape[1])
+    @pl.when(row < c.o.shape[1])
     def _():
         shares = plgpu.load(c.tiles.shares, layout=SHARES, optimized=False)
         # [TOKENS, COLUMNS]
         drawn = jnp.sum(jnp.sum(shares, axis=1), axis=1)
-        target = c.operands.o.at[c.batch, pl.ds(row, TOKENS), c.head, c.columns]
+        target = c.o.at[c.batch, pl.ds(row, TOKENS), c.head, c.columns]
         before = plgpu.load(target, layout=SHARES.reduce(1).reduce(1), optimized=False)
         store(target, (before.astype(jnp.float32) + c.scale * drawn).astype(jnp.bfloat16))
 
@@ -269,28 +280,29 @@ def add_outputs(c: Chunk, part):
 def scan_chunk(c: Chunk):
     """Scan the tokens of one chunk from a state of zeros, and add their outputs."""
     for part in range(SLOTS):
-        fetch(c, part)
+        load(c, part)
     if c.plan.resets:
         newest = plgpu.load(c.operands.newest.at[c.batch, c.chunk], layout=tiles.BY_COLUMN, optimized=False)
         c.tiles.newest[...] = newest
 
     def advance(part, S):
         slot = remainder(part, SLOTS)
-        plgpu.barrier_wait(c.tiles.loaded.at[slot])
+        c.pipeline.tokens.wait(slot)
         form_factors(c, part, slot)
         S = scan_tokens(c, part, S)
         plgpu.commit_smem()  # all are done with the tiles
-        fetch(c, part + SLOTS)
+        load(c, part + SLOTS)
         add_outputs(c, part)
         return S
 
     lax.fori_loop(0, PARTS, advance, tiles.zeros(c.state_shape, state_layout(c.rows)))
 
 
-def scan_group(w: Scan, at: Operands, t: Tiles, chunks: int):
+def scan_group(w: Scan, at: Operands, o: Ref, t: Tiles, pipeline: "ExactPipeline"):
     """Scan the chunks out of range of one group of chunks and heads, in the program's columns."""
-    blocks, (B, _, H, _), groups = w.V // COLUMNS, at.o.shape, at.flags.shape[0]
-    program = lax.axis_index("program")
+    blocks, (B, T, H, _), groups = w.V // COLUMNS, o.shape, at.flags.shape[0]
+    chunks = -(-T // C)
+    program = lax.axis_index(PROGRAM)
     block, group = remainder(program, blocks), quotient(program, blocks)
     # Chunks behind the last segment's hold no tokens, and nothing has written their flags.
     last = at.table.shape[0] - 1
@@ -310,7 +322,7 @@ def scan_group(w: Scan, at: Operands, t: Tiles, chunks: int):
         row, head = quotient(item, H), remainder(item, H)
         batch, chunk = quotient(row, chunks), remainder(row, chunks)
         columns = pl.ds(block * COLUMNS, COLUMNS)
-        scan_chunk(Chunk(w, at, t, batch, chunk, head, columns, segment_of(at.table, batch, chunk)))
+        scan_chunk(Chunk(w, at, o, t, pipeline, batch, chunk, head, columns, segment_of(at.table, batch, chunk)))
 
     @pl.loop(0, at.flags.shape[1], step=FLAGS)
     def _(first):
@@ -341,28 +353,15 @@ def exact_outputs(w: Scan, table, flags, q, k, v, g, scale, o, newest=None):
 
     flags: `Results.by_group` of `key_scan`. o: its outputs, with T rows of chunks. The other operands are as in `key_scan`.
     """
-    T = o.shape[1]
-
-    def body(*refs):
-        *in_global, _, t = refs
-        operands = tiles.with_terms(in_global, Operands._fields.index("gates"), w.terms)
-        scan_group(w, Operands.of(operands), t, -(-T // C))
-
-    body.__name__ = "exact_outputs"  # in profiles
-    kernel = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((1,), jnp.int32),
-        grid=(w.V // COLUMNS * flags.shape[0],),
-        grid_names=("program",),
-        scratch_types=[Tiles.types(w)],
-        compiler_params=tiles.PARAMS,
+    return launch(
+        "exact_outputs",
+        w,
+        functools.partial(scan_group, w),
+        Operands(table, flags, q, k, v, tuple(g), scale, newest),
+        o,
+        (Tiles.types(w),),
+        ALONE,
+        ExactPipeline.planned(w),
+        programs=w.V // COLUMNS * flags.shape[0],
+        over=True,
     )
-
-    def call(*operands):
-        *given, o = operands
-        ref = jax.new_ref(o)
-        kernel(*given, ref)
-        return [ref[...]]
-
-    operands = table, flags, q, k, v, *g, scale, *[newest] * w.resets, o
-    return once(("exact_outputs", w), call, *operands, results=[jax.ShapeDtypeStruct(o.shape, o.dtype)])[0]
