@@ -13,8 +13,6 @@ CHECKED = (
     "glax._src.kernels.xla",
     "glax._src.kernels.common",
     "glax._src.parallel.boundary",
-    "glax._src.parallel.boundary_correction",
-    "glax._src.parallel.boundary_state",
     "glax._src.parallel.exchange",
 )
 # A size may be a symbol of an exported program.

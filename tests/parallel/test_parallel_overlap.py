@@ -13,8 +13,14 @@ from glax import parallel
 from glax._src.core.bind import bind
 from glax._src.core.registry import Backend, Platform, TwoPhase, kernel_registry
 from glax._src.kernels import load_kernels
-from glax._src.parallel.boundary import CONSTANT_ROWS, FIRST_ROWS, NEXT_ROWS, BoundaryRows, scan_windows
-from glax._src.parallel.boundary_state import state_and_decay
+from glax._src.parallel.boundary import (
+    CONSTANT_ROWS,
+    FIRST_ROWS,
+    NEXT_ROWS,
+    BoundaryRows,
+    scan_windows,
+    state_and_decay,
+)
 from glax._src.parallel.exchange import Edge
 from glax._src.parallel.sequence import overlap_of
 from glax._src.solve.dispatch import Choice, resolve

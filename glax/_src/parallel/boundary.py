@@ -3,6 +3,21 @@
 G_t is the sum of log decays from the edge to token t. Reading stops where every e^{G_t} underflows to 0 in float32, which is
 exact. Log-sigmoid gates reach that after about 200 tokens, however long the shard is. The cost therefore depends on the shard's
 gates alone, and needs no message from other shards.
+
+**The message** of a shard to the others is the state that leaves if none enters, and the decay through the shard's rows:
+
+    S = sum_t (k_t e^{G_t}) v_t^T + D S_0           G_t: the log decays after token t, D: the decay through all rows
+
+The message in reverse time has dS = dL/dS, with scale * q and do in place of k and v, and its G_t includes token t. S_0 is the
+state with which a sequence begins (or ends) inside the shard. S does not depend on the shard's outputs, and is sent while these
+are computed.
+
+**The correction** adds the state that arrives at an edge to outputs and gradients that were computed from zero states. A sequence
+that enters the shard with state P, or leaves it with Q = dL/dS, adds to token t
+
+    o_t += scale * (q_t e^{G_t})^T P         dk_t += e^{G_t} Q v_t       dv_t += (k_t e^{G_t})^T Q
+
+G_t is the sum of log decays from the edge through t. For Q, token t itself is excluded.
 """
 
 import dataclasses
@@ -15,12 +30,14 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
+from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Recurrence, aligned, spread_heads, sum_heads
-from glax._src.parallel.exchange import Edge, Factors
+from glax._src.parallel.exchange import Edge, Factors, apply_decay
 
 FIRST_ROWS = 256  # rows of the first window, which is always read; log-sigmoid gates underflow within it
 NEXT_ROWS = 4096  # rows of each further window
 CONSTANT_ROWS = 16384  # rows of every window if decays do not depend on the data; these seldom underflow
+einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,3 +209,141 @@ def row_major(x: Array) -> Array:
     """Return x constrained to a row-major layout. Without it, XLA transposes a loop's whole arrays to suit the products of
     windows."""
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+def state_and_decay(
+    rows: BoundaryRows,
+    spans: Bool[Array, ""],
+    begun: Float[Array, "N H K V"],
+    a: Float[Array, "B T _ K"],
+    b: Float[Array, "B T _ V"],
+    adjoint: bool,
+) -> tuple[Array, Array, Array | None]:
+    """Return S [E, H, K, V], and D as factors of its rows [E, H, K or 1] and columns [E, H, V] or None.
+
+    D is 0 unless `spans`. rows: ordered from the edge where the state leaves. begun: S_0 of every sequence. a, b: k and v, or q
+    and do if `adjoint`.
+    """
+    r, edge = rows.r, rows.edge
+    # As in the kernels, bfloat16 operands are multiplied as they are and summed in float32.
+    product = functools.partial(jnp.einsum, preferred_element_type=r.dtype, precision=lax.Precision.HIGHEST)
+    narrow = r.q.dtype if r.q.dtype == jnp.bfloat16 else r.dtype
+
+    def visit(window, _, G, logs, S):
+        row_decay, column_decay = rows.decays(logs, inclusive=adjoint)
+        # [E, C, H, K], [E, C, H, V]
+        x, y = times(window.read(a), row_decay).astype(narrow), times(window.read(b), column_decay).astype(narrow)
+        return S + apply_decay(product("bchk,bchv->bhkv", x, y), *exp_both(G))
+
+    _, passed, S = scan_windows(rows, visit, rows.aligned(jnp.zeros(rows.state_shape, r.dtype)))
+    if adjoint:
+        S = S * edge.pick(r.scale, rows.packed)[:, None, None, None]
+    S = S + apply_decay(edge.pick(begun, rows.packed), *passed)
+    return jnp.where(edge.crosses, S, 0), *decay_of(rows, spans, passed)
+
+
+def decay_of(rows: BoundaryRows, spans: Bool[Array, ""], passed: Factors) -> tuple[Array, Array | None]:
+    """Return the decay through the shard as factors of the state's rows and columns, 0 unless `spans`."""
+    row_decay, column_decay = passed
+    row_decay = jnp.ones((*rows.state_shape[:2], 1), rows.r.dtype) if row_decay is None else row_decay
+    return jnp.where(spans, row_decay, 0), column_decay
+
+
+def total_decay(rows: BoundaryRows, spans: Bool[Array, ""]) -> tuple[Array, Array | None]:
+    """Return D of `state_and_decay` from all rows together, for differentiation: a loop whose number of steps depends on data
+    has no gradient."""
+    logs = Window(rows, 0, rows.r.q.shape[1]).logs()
+    row_log, column_log = (None if x is None else x.sum(1) for x in logs)
+    return decay_of(rows, spans, exp_both((row_log, column_log)))
+
+
+def correct_output(
+    rows: BoundaryRows, P: Float[Array, "E H K V"], output: Float[Array, "B T H V"]
+) -> tuple[Array, Factors]:
+    """Return the corrected output, and the decay through all rows of the crossing sequence."""
+    r = rows.r
+    scale = rows.edge.pick(r.scale, rows.packed)[:, None, None, None]
+
+    def visit(window, _, G, logs, output):
+        row_decay, column_decay = rows.decays(logs, inclusive=True)
+        # [E, C, H, K]
+        q = times(window.read(r.q) * scale, row_decay)
+        return window.add(output, times(einsum("bchk,bhkv->bchv", q, apply_decay(P, *exp_both(G))), column_decay))
+
+    _, passed, output = scan_windows(rows, visit, rows.aligned(output))
+    return output, passed
+
+
+def correct_gradient(
+    rows: BoundaryRows, Q: Float[Array, "E H K V"], entered: Float[Array, "E H K V"], d: Recurrence
+) -> tuple[Recurrence, Factors]:
+    """Return d with the terms of Q = dL/dS at the edge, and the decay through all rows of the crossing sequence.
+
+    entered: the state before that sequence's first row in this shard. The gradient of a log decay is <entered, dL/d entered>
+    plus the sum of k_s * dk_s over the tokens s before it. The sum starts at the rows farthest from the edge, where the terms
+    are smallest.
+    """
+    r, decay = rows.r, rows.r.decay
+    visited, passed, before = sums_before_windows(rows)
+    # [E, H, K, V]
+    edge_terms = apply_decay(Q, *passed) * entered
+    totals = sums_by_gate(decay, edge_terms)
+
+    def step(window, G: Factors, carry):
+        dk, dv, d_decay, totals = carry
+        adjoint, logs = apply_decay(Q, *exp_both(G)), window.logs()
+        row_decay, column_decay = rows.decays(logs, inclusive=False)
+        # [E, C, H, K], [E, C, H, V]
+        k, v = times(window.read(r.k), row_decay), times(window.read(r.v), column_decay)
+        k_term, v_term = einsum("bchv,bhkv->bchk", v, adjoint), einsum("bchk,bhkv->bchv", k, adjoint)
+        row_side = None if decay.form == "value" else k * k_term
+        column_side = None if decay.value is None else v * v_term
+        if row_side is not None and decay.key is None:
+            row_side = row_side.sum(3, keepdims=True)
+        sides = row_side, column_side
+        # Tokens that come earlier in the recurrence are farther from the edge.
+        d_key, d_value = (
+            None if x is None else t[:, None] + rows.suffix(x) for x, t in zip(sides, totals, strict=True)
+        )
+        d_decay = Decay(
+            head=None if d_decay.head is None else window.add(d_decay.head[..., None], d_key)[..., 0],
+            key=None if d_decay.key is None else window.add(d_decay.key, d_key),
+            value=None if d_decay.value is None else window.add(d_decay.value, d_value),
+        )
+        totals = tuple(None if x is None else t + x.sum(1) for x, t in zip(sides, totals, strict=True))
+        return window.add(dk, times(k_term, row_decay)), window.add(dv, times(v_term, column_decay)), d_decay, totals
+
+    def visit_next(j, carry):
+        i = visited - 1 - j
+        G = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), before)
+        return step(rows.next_window(i), G, carry)
+
+    carry = rows.aligned((d.k, d.v, d.decay, totals))
+    carry = lax.fori_loop(0, visited, visit_next, carry) if rows.max_next_windows else carry
+    dk, dv, d_decay, _ = step(rows.first_window, (None, None), carry)
+    return d.replace(k=dk, v=dv, decay=d_decay), passed
+
+
+def sums_by_gate(decay: Decay, terms: Float[Array, "E H K V"]) -> Factors:
+    """Return the sums of terms over the elements of the state that share a gate: (for gates of its rows, for gates of its
+    columns)."""
+    of_rows = None
+    if decay.key is not None:
+        of_rows = terms.sum(3)
+    elif decay.form != "value":
+        of_rows = terms.sum((2, 3))[..., None]
+    return of_rows, None if decay.value is None else terms.sum(2)
+
+
+def sums_before_windows(rows: BoundaryRows) -> tuple[Int[Array, ""], Factors, Factors]:
+    """Return the results of `scan_windows`, and the sums of log decays up to each window after the first.
+
+    The sums are [windows, E, H, width], or None.
+    """
+
+    def visit(window, i, G, logs, saved):
+        if i is None:
+            return jax.tree.map(lambda x: jnp.zeros((rows.max_next_windows, *x.shape), x.dtype), G)
+        return jax.tree.map(lambda x, now: lax.dynamic_update_index_in_dim(x, now, i, 0), saved, G)
+
+    return scan_windows(rows, visit, None)
