@@ -201,23 +201,23 @@ class KernelLayout:
             rows=self.result_rows, **flags,
         )  # fmt: skip
 
-    def scan(self, plan: Scan, a, b, start, table=None, out_of_range=None, behind=None) -> ScanResults:
+    def scan(self, plan: Scan, k, v, start, table=None, out_of_range=None, behind=None) -> ScanResults:
         """Run the kernel for the form of the gates over every segment in `table`, by default the layout's.
 
-        a, b: k and v, or for dL/dS q and d_output, in blocks. start: [E, H, K, V] in float32, or None for zeros. out_of_range:
+        k, v: in blocks; for dL/dS q and d_output. start: [E, H, K, V] in float32, or None for zeros. out_of_range:
         the field of `Residuals`, which the scan of dL/dS reads. behind: the gradients of the caller's states, for a plan that
         adds them.
         """
         operands = (
             self.table_of(plan.adjoint) if table is None else table,
-            *(self.in_tiles(x) for x in (self.q, a, b)),
+            *(self.in_tiles(x) for x in (self.q, k, v)),
             self.gates,
             self.scales,
             jnp.zeros((1, 1, 1, 1)) if start is None else start,
         )
         if self.key:
             return key_scan(plan, self.with_tokens(operands[0]), *operands[1:], out_of_range, behind, self.newest)
-        operands = *operands, *self.edge_copies(self.q, a, b), *([behind] if plan.adds_behind else [])
+        operands = *operands, *self.edge_copies(self.q, k, v), *([behind] if plan.adds_behind else [])
         scan = pair_scan if plan.outputs and self.route.scan == "pair_scan" else head_scan
         return scan(plan, *operands)
 
@@ -242,7 +242,7 @@ class KernelLayout:
         segments."""
         return min(max(self.size // 16, LOOKBACK[0]), LOOKBACK[1]) if self.size >= LONG else 0
 
-    def own_states(self, a, b, adjoint: bool, last: bool):
+    def own_states(self, k, v, adjoint: bool, last: bool):
         """Return the state of every segment that begins from zero, [E, H, K, V], and its log decays, [E, H, K or 1].
 
         The states of a reverse scan are divided by the scale. last: compute the segments that sequences end with, too.
@@ -253,7 +253,7 @@ class KernelLayout:
             table = lookback_tables(plan, self.with_tokens(np.stack(tables)), self.gates)[adjoint]
         else:
             table = np.repeat(tables[adjoint][:, None], self.H, axis=1) if self.key else tables[adjoint]
-        scanned = self.scan(plan, a, b, None, table)
+        scanned = self.scan(plan, k, v, None, table)
         assert scanned.log is not None  # as a `two_way` scan returns
         return scanned.last, scanned.log
 
@@ -325,29 +325,29 @@ class KernelLayout:
             -1, self.H, self.K, self.V
         )
 
-    def starts(self, start, a, b, adjoint: bool):
+    def starts(self, start, k, v, adjoint: bool):
         """Return the state that enters every segment, [E, H, K, V]; None for zeros. start: the state of every sequence, [N, H,
         K, V]."""
         start = self.start(start)
         if self.parts == 1:
             return start
-        return self.entry_states(self.own_states(a, b, adjoint, last=False), start, adjoint)
+        return self.entry_states(self.own_states(k, v, adjoint, last=False), start, adjoint)
 
-    def chunkwise(self, d_output, residuals: Residuals, behind):
+    def chunkwise(self, d_output, residuals: Residuals, d_states):
         """Return the operands of the kernels that process every chunk separately. If packed, every chunk is a sequence of its
-        own."""
+        own. d_states: dL/dS at the chunks, as a scan against time stores it."""
         gates, out_of_range = self.gates, [residuals.out_of_range] if self.key else []
         q, k, v, d_output = (self.in_tiles(x) for x in self.by_blocks(self.q, self.k, self.v, d_output))
         if self.tokens is not None:
             scale = jnp.broadcast_to(self.scale, (self.chunks,))
-            return q, k, v, gates, d_output, scale, residuals.states, behind, *out_of_range, self.rows_of_chunks()
+            return q, k, v, gates, d_output, scale, residuals.states, d_states, *out_of_range, self.rows_of_chunks()
         if self.apart is None:
-            return q, k, v, gates, d_output, self.scales, residuals.states, behind, *out_of_range
+            return q, k, v, gates, d_output, self.scales, residuals.states, d_states, *out_of_range
         scale = self.scale[self.apart.sequence]
         if self.in_place:
-            return q, k, v, gates, d_output, scale, residuals.states, behind, *out_of_range, self.rows_of_chunks()
+            return q, k, v, gates, d_output, scale, residuals.states, d_states, *out_of_range, self.rows_of_chunks()
         q, k, v, d_output = (x.reshape(self.chunks, C, *x.shape[2:]) for x in (q, k, v, d_output))
-        return q, k, v, gates[0][:, None], d_output, scale, residuals.states[0][:, None], behind[0][:, None]
+        return q, k, v, gates[0][:, None], d_output, scale, residuals.states[0][:, None], d_states[0][:, None]
 
     def rows_of_chunks(self):
         """Return `Apart.rows_of_chunks`, or the same of one row of packed sequences, of whose rows any sequence may have a
@@ -564,15 +564,15 @@ class JoinedLayout(KernelLayout):
         table[:, :, 0 if descends else -1, 1:3] = self.reset_chunks(empty_first=descends).T
         return np.insert(table.reshape(-1, 4), 4, adjoint, axis=1)
 
-    def starts(self, start, a, b, adjoint: bool):
+    def starts(self, start, k, v, adjoint: bool):
         """Return the state that enters every segment, [E, H, K, V]. With one segment for a sequence it comes from one chunk."""
         assert start is None, "joined rows begin from zeros"
         if self.pieces > 1:
-            return super().starts(None, a, b, adjoint)
+            return super().starts(None, k, v, adjoint)
         table = self.in_every_row(*self.reset_chunks(empty_first=not self.descending(adjoint)))
         table = np.insert(table, 4, adjoint, axis=1)
         table = np.repeat(table[:, None], self.H, axis=1) if self.key else table
-        S = self.scan(self.plan(outputs=False, two_way=True), a, b, None, table).last
+        S = self.scan(self.plan(outputs=False, two_way=True), k, v, None, table).last
         return S * jnp.repeat(self.scale, self.parts)[:, None, None, None] if adjoint else S
 
     def final_states(self, last):

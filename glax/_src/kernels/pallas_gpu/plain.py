@@ -82,13 +82,13 @@ def finish_vjp(begun, r: Recurrence, d_output, d_final, residuals: Residuals | N
     return chunked_vjp(r, d_output, d_final, residuals, config, begun)
 
 
-def first_part(p: KernelLayout, a, b, start, adjoint: bool):
+def first_part(p: KernelLayout, k, v, start, adjoint: bool):
     """Return (the operands of the second phase, the final state of every sequence [N, H, K, V], its log decays [N, H, K or 1]).
 
     The last two are the message to other devices. It does not depend on the states that enter segments. These are computed from
     zero during the exchange, and the arriving state is then decayed and added to them.
     """
-    own = p.own_states(a, b, adjoint, last=True)
+    own = p.own_states(k, v, adjoint, last=True)
     _, S = p.along(own, p.start(start), adjoint)
     log = own[1].reshape(p.N, p.parts, *own[1].shape[1:])
     message = p.narrow(S), p.narrow_log(log.sum(1))

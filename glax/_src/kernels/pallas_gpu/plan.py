@@ -90,7 +90,7 @@ class Scan:
 
     H: the number of blocks of all heads. K, V: the widths of a block.
     reverse: the recurrence goes from the last token to the first.
-    adjoint: the scan finds dL/dS against time, from q and d_output in the places of k and v.
+    adjoint: the scan finds dL/dS against time, with q and d_output for k and v.
     two_way: one program serves both directions, and takes no scale. The fifth column of the table is `adjoint`.
     outputs: the scan forms o, from q. states: it stores the states at the chunks. start: it begins from given states.
     columns: the columns of the state in a program, 64 or 128.
@@ -107,7 +107,8 @@ class Scan:
     edges: chunks that hold rows without a token are read from copies (`rows.Edges`); only with per-head gates.
     every: the chunks from one of the caller's states to the next, of which there are num_behind; 0 without such states. A scan
         against time adds their gradients to the state, and others store them.
-    resets: tokens that reset the state are marked (`resets`); only with per-key gates, because per-head gates are -inf there.
+    resets: tokens that reset the state are marked (`rows.newest_resets`); only with per-key gates, because per-head gates are
+        -inf there.
     rows: of o, where q, k and v have fewer, because a plan with edges reads the last chunk from a copy (`LastChunk`); else 0.
     bounded: rows without a token, which may hold NaN, are cleared. The table has 7 columns, of which the last two are the row of
         the first token and the row behind the last; only with per-key gates.
