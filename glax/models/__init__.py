@@ -12,16 +12,6 @@ from glax.models.saving import save_pretrained
 from glax.models.shardings import partition_spec, shard
 
 __all__ = [
-    "MODEL_TYPES",
-    "CausalLM",
-    "ModelConfig",
-    "UnsupportedOption",
-    "end_tokens",
-    "from_config",
-    "from_pretrained",
-    "generate",
-    "partition_spec",
-    "save_pretrained",
-    "shard",
-    "stream",
-]
+    "MODEL_TYPES", "CausalLM", "ModelConfig", "UnsupportedOption", "end_tokens", "from_config", "from_pretrained",
+    "generate", "partition_spec", "save_pretrained", "shard", "stream",
+]  # fmt: skip

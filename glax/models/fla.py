@@ -320,25 +320,13 @@ class RWKV6Block(nnx.Module):
 
 
 RWKV6_NAMES = {
-    "mix_down": "x_proj.0.linear",
-    "mix_first": "x_proj.0.mu",
-    "mix_up": "x_proj.2",
-    "mix_bias": "x_bias",
-    "receptance": "r_proj.linear",
-    "decay_down": "w_proj.linear.lora.0",
-    "decay_up": "w_proj.linear.lora.2",
-    "key": "k_proj.linear",
-    "value": "v_proj.linear",
-    "output_gate": "g_proj.linear",
-    "norm": "g_norm",
-    "output": "o_proj",
-}
+    "mix_down": "x_proj.0.linear", "mix_first": "x_proj.0.mu", "mix_up": "x_proj.2", "mix_bias": "x_bias", "receptance":
+    "r_proj.linear", "decay_down": "w_proj.linear.lora.0", "decay_up": "w_proj.linear.lora.2", "key": "k_proj.linear",
+    "value": "v_proj.linear", "output_gate": "g_proj.linear", "norm": "g_norm", "output": "o_proj",
+}  # fmt: skip
 RWKV6_FFN_NAMES = {
-    "key": "key.linear",
-    "key_mix": "key.mu",
-    "receptance": "receptance.linear",
-    "receptance_mix": "receptance.mu",
-}
+    "key": "key.linear", "key_mix": "key.mu", "receptance": "receptance.linear", "receptance_mix": "receptance.mu",
+}  # fmt: skip
 
 
 def rwkv6(config: ModelConfig, precision: Precision) -> CausalLM:
@@ -387,11 +375,8 @@ def rwkv6(config: ModelConfig, precision: Precision) -> CausalLM:
 A_LOG = r"\.attn\.A_log$"
 DELTA_NAMES = CONVOLUTIONS | {"beta": "b_proj", "norm": "o_norm"}
 KDA_GATES = {
-    "gate_down": "f_proj.0",
-    "gate_up": "f_proj.1",
-    "output_gate_down": "g_proj.0",
-    "output_gate_up": "g_proj.1",
-}
+    "gate_down": "f_proj.0", "gate_up": "f_proj.1", "output_gate_down": "g_proj.0", "output_gate_up": "g_proj.1",
+}  # fmt: skip
 
 
 def delta_options(options: Options, init: Callable) -> dict[str, Any]:

@@ -34,16 +34,10 @@ WORDS = KINDS | {"mlp": "mlp", "moe": "moe"}
 PLAIN_MLP = {"input": "up_proj", "output": "down_proj"}
 # The names of some options of Mamba-2 in older configs.
 OLDER = {
-    "mamba_n_groups": "n_groups",
-    "mamba_d_conv": "conv_kernel",
-    "mamba_expand": "expand",
-    "mamba_dt_min": "time_step_min",
-    "mamba_dt_max": "time_step_max",
-    "mamba_dt_limit": "time_step_limit",
-    "mamba_dt_init_floor": "time_step_floor",
-    "mamba_conv_bias": "use_conv_bias",
-    "mamba_chunk_size": "chunk_size",
-}
+    "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_expand": "expand", "mamba_dt_min":
+    "time_step_min", "mamba_dt_max": "time_step_max", "mamba_dt_limit": "time_step_limit", "mamba_dt_init_floor":
+    "time_step_floor", "mamba_conv_bias": "use_conv_bias", "mamba_chunk_size": "chunk_size",
+}  # fmt: skip
 # Options without effect on the function that the model's own code computes, although it reads them.
 IGNORED = (
     "chunk_size", "mtp_hybrid_override_pattern", "num_hidden_layers", "rescale_prenorm_residual", "use_mamba_kernels",

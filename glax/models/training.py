@@ -59,14 +59,8 @@ HELD_OUT = 0.05  # the share of tokens at the end that is held out
 EVALUATED = 16  # the held-out windows that are evaluated
 # Dense operations a second in bfloat16, by a part of the device's name, as its maker states them.
 PEAKS = {
-    "H100": 989e12,
-    "H200": 989e12,
-    "A100": 312e12,
-    "B200": 2250e12,
-    "v5 lite": 197e12,
-    "v5p": 459e12,
-    "v6": 918e12,
-}
+    "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "v5 lite": 197e12, "v5p": 459e12, "v6": 918e12,
+}  # fmt: skip
 
 
 class NotFiniteLoss(ArithmeticError):

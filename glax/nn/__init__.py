@@ -12,23 +12,7 @@ from glax.nn.retention import LightningAttention, MultiScaleRetention
 from glax.nn.rwkv6 import RWKV6Attention, RWKV6FeedForward
 
 __all__ = [
-    "Attention",
-    "DeltaNet",
-    "Experts",
-    "GatedDeltaNet",
-    "GatedLinearAttention",
-    "HGRN2Attention",
-    "KimiDeltaAttention",
-    "LayerNorm",
-    "LightningAttention",
-    "Mamba2",
-    "MultiScaleRetention",
-    "RMSNorm",
-    "RMSNormGated",
-    "RWKV6Attention",
-    "RWKV6FeedForward",
-    "ShortConvolution",
-    "SimpleGatedLinearAttention",
-    "SparseMLP",
-    "SwiGLU",
-]
+    "Attention", "DeltaNet", "Experts", "GatedDeltaNet", "GatedLinearAttention", "HGRN2Attention", "KimiDeltaAttention",
+    "LayerNorm", "LightningAttention", "Mamba2", "MultiScaleRetention", "RMSNorm", "RMSNormGated", "RWKV6Attention",
+    "RWKV6FeedForward", "ShortConvolution", "SimpleGatedLinearAttention", "SparseMLP", "SwiGLU",
+]  # fmt: skip

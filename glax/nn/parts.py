@@ -1,5 +1,6 @@
 """Provide what layers share: parameters with shardings, projections, activations, and checks."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -95,14 +96,6 @@ def squared_relu(x: Array) -> Array:
     return jnp.square(jax.nn.relu(x))
 
 
-def gelu_tanh(x: Array) -> Array:
-    return jax.nn.gelu(x, approximate=True)
-
-
-def gelu_exact(x: Array) -> Array:
-    return jax.nn.gelu(x, approximate=False)
-
-
 def quick_gelu(x: Array) -> Array:
     return x * jax.nn.sigmoid(1.702 * x)
 
@@ -131,8 +124,8 @@ ACTIVATIONS: dict[str | None, Callable[[Array], Array]] = {
     "hardswish": jax.nn.hard_swish,
     "mish": jax.nn.mish,
     "tanh": jnp.tanh,
-    "gelu": gelu_tanh,
-    "gelu_exact": gelu_exact,
+    "gelu": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
     "quick_gelu": quick_gelu,
 }
 
