@@ -18,7 +18,7 @@ from glax._src.core.files import read_regular, replacing, unwritable
 from glax.cli import order2
 from glax.cli.errors import UsageError, reason
 from glax.cli.kernels_table import show_kernels, timed
-from glax.cli.loss_plot import save_plot
+from glax.cli.loss_plot import SMOOTHED_OVER, save_plot
 from glax.cli.train import shown
 from glax.models import CausalLM, from_pretrained, generate
 from glax.models.training import NotFiniteLoss, TrainingConfig, train
@@ -81,7 +81,7 @@ def tour(settings: Settings) -> int:
     text = prepare(settings)
     # A GPU would otherwise round float32 products to TensorFloat-32, and two ways to compute one sum would differ by that.
     with jax.default_matmul_precision("float32"):
-        headline(console, "Kernels")
+        headline(console, "Kernels that run here")
         show_kernels(console, settings.seed)
         try:
             return language_model(settings, text, console)
@@ -139,7 +139,7 @@ def language_model(settings: Settings, text: Halves, console: Console) -> int:
     headline(console, "Training")
     console.print(f"{text.name}: {len(text.train):,} bytes to train on, {text.held_out.size:,} behind them held out")
     try:
-        history, finished = shown(settings.recipe, train, console, bits=True)
+        history, finished = shown(settings.recipe, train, console, bits=True, smoothed=SMOOTHED_OVER)
     except ValueError as error:  # the folder holds a run of another model, text or recipe
         raise UsageError(reason(error)) from error
     plot = settings.out / "loss.png"

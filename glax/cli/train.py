@@ -36,10 +36,11 @@ def run(args) -> int:
     return 0 if finished else 130
 
 
-def shown(config, train, console, *, bits: bool = False):
+def shown(config, train, console, *, bits: bool = False, smoothed: int = 1):
     """Train with a progress bar. Return the history, and whether the training ran to its end.
 
-    bits: whether losses are shown in bits per byte instead of nats per token.
+    bits: whether losses are shown in bits per byte instead of nats per token. smoothed: the steps over whose losses the mean is
+    shown.
     """
     import math
 
@@ -49,7 +50,7 @@ def shown(config, train, console, *, bits: bool = False):
     from glax.models.training import utilisation
 
     devices, tokens = config.data * config.sequence, config.batch * config.length
-    every, seconds, models = math.ceil(config.steps / 20), [], []
+    every, seconds, losses, models = math.ceil(config.steps / 20), [], [], []
     scale, unit = (math.log(2), "bits/byte") if bits else (1.0, "nats/token")
     with noted_interrupt() as interrupt, bar(console, config.steps) as update:
 
@@ -64,12 +65,14 @@ def shown(config, train, console, *, bits: bool = False):
 
         def each_step(step: int, loss: float, took: float) -> bool:
             seconds.append(took)
+            losses.append(loss / scale)
+            mean = sum(losses[-smoothed:]) / len(losses[-smoothed:])
             recent = sorted(seconds[1:][-50:]) or [took]  # the first step compiles
             rate = tokens / recent[len(recent) // 2]
             share = utilisation(models[0], rate, devices)
             mfu = "" if share is None else f", MFU {share:.1%}"
             is_due = step == 1 or step % every == 0 or step == config.steps
-            update(step, f"{loss / scale:.3f} {unit}, {rate:,.0f} tokens/s{mfu}", is_due)
+            update(step, f"{mean:.3f} {unit}, {rate:,.0f} tokens/s{mfu}", is_due)
             return interrupt.requested
 
         _, history = train(config, each_step, begin)

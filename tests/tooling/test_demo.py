@@ -49,7 +49,7 @@ def test_whole_demo(text, tmp_path, monkeypatch, capsys):
 
     shown = capsys.readouterr().out
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", shown)  # plain lines, for a pipe
-    assert shown.startswith("\nKernels\n") and shown.endswith(f"\nLosses: {out / 'loss.png'}\n")
+    assert shown.startswith("\nKernels that run here\n") and shown.endswith(f"\nLosses: {out / 'loss.png'}\n")
     errors = [float(error) for error in re.findall(r"/xla/any +│ +(\S+)", shown)]
     assert len(errors) >= 3 and max(errors) < 1e-4
     assert re.findall(r"^step (\d)/6: .* bits/byte", shown, re.M) == ["1", "2", "3", "4", "5", "6"]
