@@ -18,8 +18,9 @@ persistent: one for each multiprocessor, which takes chunks of heads in turns. W
 once, and dq and dk are written once. dq, de and dk of a channel need no sums over other channels, but each program forms A and B
 again. States with more than 128 channels are stored as [K, V], and others as [V, K].
 
-Roles. *queries* computes A and dq. *keys* computes B, de and dk. *load* loads. At last *queries* forms dg from the sums of each
-token that both have left in `Tiles.sums`.
+Roles. *queries* computes A and dq (`compute_queries`, `compute_queries_wide`), and *keys* B, de and dk (`compute_keys`,
+`compute_keys_wide`). *load* loads (`load`, `load_wide`). At last *queries* forms dg from the sums of each token that both have
+left in `Tiles.sums`.
 
 Memory. `Tiles` has what both kernels share, `States` or `Columns` what has columns of V. dq and dk overwrite q and k. A tile with
 columns of V is loaded again as soon as its products are done, while products of pairs of tokens with q and k run. Who waits for
@@ -310,6 +311,7 @@ class Program(ChunkProgram):
         return lax.optimization_barrier(self.number)
 
     def channels(self):
+        # With one block nothing depends on the item, whose number would be formed behind a barrier of the compiler.
         return slice(None) if self.blocks == 1 else super().channels()
 
     def gates(self):
