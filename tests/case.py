@@ -93,21 +93,23 @@ def machine(platform: str) -> Iterator[Machine]:
 # ---- the cases -------------------------------------------------------------------------------------------------------
 
 
-def all_cases() -> dict[str, tuple[Case | DeltaCase, tuple]]:
-    """Every named case, and the strengths or draws that it has."""
+def all_cases() -> dict[str, Any]:
+    """Every named case; of the Hopper kernels a call, which has a case, a draw and a config."""
     from tests import cases, delta_cases
 
-    found = {case.name: (case, draws(case)) for case in (*cases.all_cases(), *CASES)}
-    found |= {f"delta {case.name}": (case, draws(case)) for case in delta_cases.all_cases()}
+    found = {case.name: case for case in (*cases.all_cases(), *CASES)}
+    found |= {f"delta {case.name}": case for case in delta_cases.all_cases()}
     if jax.__version_info__ >= (0, 12):
         from tests.hopper import CALLS
 
-        found |= {f"hopper: {name}": (call.case, (call.given,)) for name, call in CALLS.items()}
+        found |= {f"hopper: {name}": call for name, call in CALLS.items()}
     return found
 
 
 def with_fields(case, fields: list[str]):
     """The case with `name=value` for each of `fields`, in Python's syntax: T=72, dtype=bfloat16, gates=('g',)."""
+    if not isinstance(case, Case | DeltaCase):
+        return dataclasses.replace(case, case=with_fields(case.case, fields))
     names = {field.name for field in dataclasses.fields(case)}
     given = {}
     for text in fields:
@@ -129,9 +131,21 @@ class Problem:
     cotangents: tuple[jax.Array, jax.Array]
     extreme: bool
 
+    config: glax.Config | None = None  # of the kernel; its heuristic's if None
+
     @classmethod
-    def of(cls, case, draw) -> "Problem":
+    def of(cls, case, strength: str | None) -> "Problem":
+        if not isinstance(case, Case | DeltaCase):
+            call = case if strength is None else dataclasses.replace(case, given=with_strength(case.case, strength))
+            r, *cotangents = call.problem()
+            return cls(r, tuple(cotangents), extreme=False, config=call.config)
+        draw = draws(case)[0] if strength is None else with_strength(case, strength)
         return cls(*problem(case, draw), is_extreme(draw))
+
+
+def with_strength(case: Case | DeltaCase, strength: str):
+    """The case's first draw with gates of this strength."""
+    return dataclasses.replace(draws(case)[0], strength=strength) if isinstance(case, DeltaCase) else strength
 
 
 def tokens(r: Recurrence, keep: slice) -> Recurrence:
@@ -263,10 +277,11 @@ def run_case(p: Problem, platform: str, dumps: tuple[str, ...], say=print) -> in
         say(f"{forward.name} on {here.said}: {shapes}")
 
         def run(r):
-            return here.call(functools.partial(forward.run, config=forward.config.heuristic(r)), r)
+            return here.call(functools.partial(forward.run, config=p.config or forward.config.heuristic(r)), r)
 
         def pull(r, *given):
-            return here.call(functools.partial(backward.run, config=backward.config.heuristic(r)), r, *given)
+            config = p.config or backward.config.heuristic(r)
+            return here.call(functools.partial(backward.run, config=config), r, *given)
 
         for dump in dumps:
             for found in OF_DUMP[dump](p, run, pull):
@@ -280,6 +295,7 @@ def resources(case) -> Iterator[str]:
     """What the compilers say of a case's Hopper kernels."""
     from tests.hopper_compile import compiled
 
+    case = case if isinstance(case, Case | DeltaCase) else case.case
     gate = "key" if "gk" in case.gates else "head"
     is_delta = isinstance(case, DeltaCase) or bool(case.erasure)
     what = ["residuals", *["delta"] * is_delta, *["packed"] * (case.cuts is not None), *["reverse"] * case.reverse]
@@ -293,29 +309,28 @@ def resources(case) -> Iterator[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", nargs="?", help="a case, as --list names it")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a case, as --list names it")
     parser.add_argument("--list", action="store_true", help="name the cases")
     parser.add_argument("--platform", choices=KERNELS, default="xla")
     parser.add_argument("--dump", default="output,gradient", help=f"some of {','.join(DUMPS)}")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="change a field of the case")
-    parser.add_argument("--strength", help="of the gates; the case's first if left out")
+    parser.add_argument("--strength", action="append", help="of the gates; the case's first if left out")
     parser.add_argument("--resources", action="store_true", help="compile for an H100, and print registers and spills")
     args = parser.parse_args(arguments)
-    cases = all_cases()
+    cases, dumps = all_cases(), tuple(args.dump.split(","))
     if args.list:
         print(*cases, sep="\n")
         return 0
-    dumps = tuple(args.dump.split(","))
-    if args.name not in cases or not set(dumps) <= set(DUMPS):
-        parser.error(f"expected a name of --list and of {','.join(DUMPS)}, got {args.name!r} and {args.dump!r}")
-    case, given = cases[args.name]
-    case = with_fields(case, args.set)
-    if args.resources:
-        print(*resources(case), sep="\n")
-    strength = given[0] if args.strength is None else args.strength
-    if isinstance(case, DeltaCase) and args.strength is not None:
-        strength = dataclasses.replace(given[0], strength=args.strength)
-    return min(run_case(Problem.of(case, strength), args.platform, dumps), 1)
+    if not args.names or not set(args.names) <= set(cases) or not set(dumps) <= set(DUMPS):
+        parser.error(f"expected names of --list and of {','.join(DUMPS)}, got {args.names} and {args.dump!r}")
+    missed = 0
+    for name in args.names:
+        case = with_fields(cases[name], args.set)
+        if args.resources:
+            print(*resources(case), sep="\n")
+        for strength in args.strength or [None]:
+            missed += run_case(Problem.of(case, strength), args.platform, dumps)
+    return min(missed, 1)
 
 
 if __name__ == "__main__":

@@ -49,8 +49,8 @@ def test_the_first_wrong_number_is_found(name, field, at, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["no such case"], "expected a name of --list"),
-        (["key", "--dump", "carry"], "expected a name of --list"),
+        (["no such case"], "expected names of --list"),
+        (["key", "--dump", "carry"], "expected names of --list"),
         (["key", "--set", "size=3"], "--set takes one of"),
         (["key-packed", "--dump", "state"], "needs one sequence a row"),
         (["key", "--platform", "cpp", "--dump", "gradient", "--set", "tokens"], "--set takes one of"),
