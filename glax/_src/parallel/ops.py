@@ -163,6 +163,7 @@ def on_mesh(variant: Callable[..., Outputs]) -> Callable[..., Outputs]:
         parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
     rest = [p for p in signature.parameters.values() if p.name not in parameters]
     run.__signature__ = signature.replace(parameters=[*parameters.values(), *rest])  # pyright: ignore[reportAttributeAccessIssue]
+    vars(run).pop("__wrapped__")  # it has fewer arguments than the signature, which confuses who reads its source
     run.__module__, run.__doc__ = __name__, f"{variant.__doc__}{ON_MESH}"
     return run
 
