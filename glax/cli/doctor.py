@@ -23,8 +23,8 @@ REQUIRED = ("jax", "jaxlib", "numpy", "jaxtyping", "filelock", "platformdirs", "
 OPTIONAL = ("flax", "optax", "matplotlib", "safetensors", "triton", "jax-triton", "jax-cuda12-plugin",
             "jax-cuda13-plugin", "libtpu", "torch", "fla-core", "mamba-ssm", "jax-linear-attention", "ejkernel")  # fmt: skip
 NEEDS = {Platform.TRITON: ("triton", "jax-triton")}  # packages that all kernels of a platform need
-DEVICES = {  # device files on Linux: NVIDIA's and AMD's drivers, the driver of Windows Subsystem for Linux, Google's two drivers
-    Backend.GPU: ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg"),
+DEVICES = {  # device files on Linux: NVIDIA's driver, the driver of Windows Subsystem for Linux, Google's two drivers
+    Backend.GPU: ("/dev/nvidia[0-9]*", "/dev/dxg"),
     Backend.TPU: ("/dev/accel*", "/dev/vfio/[0-9]*"),
 }
 JAX_FOR = {Backend.GPU: 'pip install "jax[cuda13]" (or cuda12)', Backend.TPU: 'pip install "jax[tpu]"'}

@@ -116,7 +116,6 @@ class RecurrentAttentionConfig:
             )
 
 
-TILES = ("block_k", "block_v", "num_warps", "num_stages")  # the last arguments of the functions
 IGNORED = dict(block_k=64, block_d=64, block_v=64, num_warps=4, num_stages=1)  # ejkernel's defaults
 
 
@@ -198,7 +197,7 @@ def solved(
 
     tiles: block_k, block_v, num_warps and num_stages, which are ignored.
     """
-    if tiles != tuple(IGNORED[name] for name in TILES):
+    if tiles != (64, 64, 4, 1):  # ejkernel's defaults
         say_ignored()
     platform, cfg = native_choice(cfg, platform)
     states = dict(initial_state=unpacked(initial_state, cu_seqlens), cu_seqlens=cu_seqlens)
@@ -276,7 +275,10 @@ def lightning_attn(
     initial_state: Float[Array, "N H K V"] | Float[Array, "1 N H K V"] | None = None,
     reverse: bool = False,
     cu_seqlens: Int[Array, "N+1"] | None = None,
-    *tiles: int,
+    block_k: int = 64,
+    block_v: int = 64,
+    num_warps: int = 4,
+    num_stages: int = 1,
     **options,
 ) -> Outputs:
     """Compute S_t = exp(-(8 h / H) (1 - layer_idx / num_layers)) S_{t-1} + k_t v_t^T in head h, o_t = softmax_scale * S_t^T q_t.
@@ -287,17 +289,12 @@ def lightning_attn(
     >>> glax.compat.ejkernel.lightning_attn(q, q, q, layer_idx=0, num_layers=12)[0].shape
     (1, 8, 2, 4)
     """
-    states = dict(initial_state=initial_state, cu_seqlens=cu_seqlens)
-    named = tuple(options.pop(name, IGNORED[name]) for name in TILES[len(tiles) :])
     return solved(
         glax.lightning_attention,
-        (*tiles, *named),
+        (block_k, block_v, num_warps, num_stages),
         *(query, key, value, layer_idx, num_layers),
-        softmax_scale=softmax_scale,
-        reverse=reverse,
-        **states,
-        **options,
-    )
+        softmax_scale=softmax_scale, initial_state=initial_state, reverse=reverse, cu_seqlens=cu_seqlens, **options,
+    )  # fmt: skip
 
 
 def check_return_state(x):
