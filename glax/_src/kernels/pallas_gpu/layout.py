@@ -144,7 +144,7 @@ class KernelLayout:
         """Return the gradient of q, k or per-key gates of every head, [B, T, H, K]. x: [B, rows, H, K], the terms of each
         block, or their sums over blocks of V."""
         columns = self.stored.columns
-        if x.shape[2] == self.heads * self.stored.count and columns > 1:
+        if columns > 1 and x.shape[2] == self.heads * self.stored.count:
             x = x.reshape(*x.shape[:2], -1, columns, x.shape[3]).astype(jnp.float32).sum(3)
         return self.put(x.reshape(*x.shape[:2], self.heads, -1))[..., : self.r.q.shape[3]]
 
@@ -156,7 +156,7 @@ class KernelLayout:
 
     def sum_of_blocks(self, x):
         """Return the sums over the gradient's blocks of each head of x [..., H]."""
-        return x if self.stored.count == 1 else x.reshape(*x.shape[:-1], -1, self.stored.count).sum(-1)
+        return x if self.stored == WHOLE else x.reshape(*x.shape[:-1], -1, self.stored.count).sum(-1)
 
     def segments(self):
         """Return the table of segments, [E, 4]: batch row, first chunk, number of chunks and sequence of each. If packed, it is
@@ -319,7 +319,7 @@ class KernelLayout:
             return None
         (rows, columns), S = (self.blocks.rows, self.blocks.columns), start.astype(jnp.float32)
         S = widen(jnp.swapaxes(widen(jnp.swapaxes(S, 2, 3), rows * self.K), 2, 3), columns * self.V)
-        if self.blocks.count == 1:
+        if self.blocks == WHOLE:
             return S
         return jnp.swapaxes(S.reshape(*S.shape[:2], rows, self.K, columns, self.V), 3, 4).reshape(
             -1, self.H, self.K, self.V
@@ -379,7 +379,7 @@ class KernelLayout:
             out_of_range = jnp.zeros((*scanned.states.shape[:1], self.chunks, scanned.states.shape[2]), jnp.int32)
         if self.apart is not None:
             out_of_range = jnp.where(jnp.arange(self.chunks)[None, :, None] < self.apart.begins[-1], out_of_range, 0)
-        if self.stored.count == 1:
+        if self.stored == WHOLE:
             return Residuals(scanned.states, out_of_range)
         # Axis 2 holds heads, over which devices may share them: the blocks of a head stay together.
         states = scanned.states.reshape(*scanned.states.shape[:2], self.heads, -1, scanned.states.shape[4])
@@ -388,7 +388,7 @@ class KernelLayout:
 
     def of_blocks(self, residuals: Residuals) -> Residuals:
         """Return the residuals of heads, as `residuals` returned them, by block."""
-        if self.stored.count == 1:
+        if self.stored == WHOLE:
             return residuals
         (states, flags), blocks = residuals, self.heads * self.stored.count
         states = states.reshape(*states.shape[:2], blocks, -1, states.shape[4])
@@ -397,7 +397,7 @@ class KernelLayout:
 
     def narrow(self, states):
         """Return the states of heads of r, [N, H, K, V], from the states of blocks, [N, H, K, V]."""
-        if self.blocks.count > 1:
+        if self.blocks != WHOLE:
             rows, columns = self.blocks.rows, self.blocks.columns
             states = jnp.swapaxes(states.reshape(states.shape[0], -1, rows, columns, self.K, self.V), 3, 4)
             states = states.reshape(states.shape[0], -1, rows * self.K, columns * self.V)
@@ -406,7 +406,7 @@ class KernelLayout:
 
     def narrow_log(self, log):
         """Return the log decays of heads, [N, H of r, K of r or 1]. log: [N, H, K or 1] of blocks, equal for all blocks of V."""
-        if self.blocks.count > 1:
+        if self.blocks != WHOLE:
             by_block = log.reshape(log.shape[0], -1, self.blocks.rows, self.blocks.columns, log.shape[2])[:, :, :, 0]
             by_block = by_block if self.key else by_block[:, :, :1]
             log = by_block.reshape(log.shape[0], self.heads, -1)
