@@ -46,12 +46,14 @@ def launch(
     barriers = [] if pipeline is None else [list(pipeline.barriers(roles).values())]
     inputs, outputs = len(arrays), len(types)
 
+    run = acting_as(*roles)(body) if len(roles) == 1 else body
+
     def named(*refs):
         given, written, memory = refs[:inputs], refs[inputs : inputs + outputs], refs[inputs + outputs :]
         if pipeline is not None:
             *memory, own = memory
             memory = *memory, pipeline.of(roles, own)
-        body(structure.unflatten(given), of_results.unflatten(written), *memory)
+        run(structure.unflatten(given), of_results.unflatten(written), *memory)
 
     named.__name__ = name
     kernel = plgpu.kernel(

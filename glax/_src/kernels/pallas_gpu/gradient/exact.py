@@ -30,7 +30,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.device.launch import ALONE, PROGRAM, launch
-from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Pipeline, acting_as
+from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Pipeline
 from glax._src.kernels.pallas_gpu.device.tiles import (
     BY_COLUMN,
     BY_ROW,
@@ -111,7 +111,7 @@ def gradient_exact(n: Items, operands, results, out_of_range):
     operands = Operands(operands, out_of_range, by_program)
 
     def body(*refs):
-        acting_as("compute")(compute_items)(Program(n, *refs))
+        compute_items(Program(n, *refs))
 
     return launch(
         "gradient_exact", n, body, operands, results, (Tiles.types(n),), ALONE, ExactPipeline.planned(n),
