@@ -277,11 +277,10 @@ def run_case(p: Problem, platform: str, dumps: tuple[str, ...], say=print) -> in
         say(f"{forward.name} on {here.said}: {shapes}")
 
         def run(r):
-            return here.call(functools.partial(forward.run, config=p.config or forward.config.heuristic(r)), r)
+            return here.call(functools.partial(forward.run, config=config_of(forward, p, r)), r)
 
         def pull(r, *given):
-            config = p.config or backward.config.heuristic(r)
-            return here.call(functools.partial(backward.run, config=config), r, *given)
+            return here.call(functools.partial(backward.run, config=config_of(backward, p, r)), r, *given)
 
         for dump in dumps:
             for found in OF_DUMP[dump](p, run, pull):
@@ -289,6 +288,11 @@ def run_case(p: Problem, platform: str, dumps: tuple[str, ...], say=print) -> in
                 for line in found.lines():
                     say(line)
     return missed
+
+
+def config_of(spec: glax.KernelSpec, p: Problem, r: Recurrence) -> glax.Config:
+    """The problem's config where it is one of the kernel's, else what the heuristic chooses."""
+    return p.config if isinstance(p.config, spec.config) else spec.config.heuristic(r)
 
 
 def resources(case) -> Iterator[str]:

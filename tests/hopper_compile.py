@@ -140,8 +140,8 @@ def unwritten(disassembly: str) -> list[int]:
 
 
 def compiled(what: str, gate: str, width: str) -> tuple[list[int], list[dict]]:
-    """Bytes of shared memory of every kernel; and of every one spilled bytes, whether its disassembly has products of a
-    warpgroup and bulk copies, whether it waits for ever, and registers that are read too early.
+    """Bytes of shared memory of every kernel; and of every one registers at launch, spilled bytes, whether its disassembly has
+    products of a warpgroup and bulk copies, whether it waits for ever, and registers that are read too early.
 
     In a process of its own: JAX 0.12 says nothing of a kernel that it has compiled before.
     """
@@ -154,6 +154,7 @@ def compiled(what: str, gate: str, width: str) -> tuple[list[int], list[dict]]:
         )
         found.append(
             dict(
+                registers=int(registers),
                 spilled=int(spilled),
                 products="HGMMA" in kernel,
                 copies="UTMALDG" in kernel,

@@ -168,6 +168,8 @@ def seen(taken: list[bool], is_fast):
 
 @pytest.mark.few
 def test_a_case_is_reproduced_in_the_interpreter(capsys):
-    assert case.main(["hopper: delta-key, growing", "--platform", "pallas", "--dump", "output,scores"]) == 0
+    name = "hopper: delta-key, growing"
+    assert case.main([name, "--platform", "pallas", "--dump", "output,scores"]) == 0
     said = capsys.readouterr().out
+    assert case.main([name, "--platform", "xla", "--dump", "output"]) == 0
     assert "the interpreter of Pallas Mosaic GPU" in said and "scores of chunk 0" in said
