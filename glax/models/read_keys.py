@@ -5,147 +5,137 @@ tests/models/read_keys.py writes this file.
 
 # What all types of a family read.
 SHARED = {
-    "fla": (
-        "attn attn_implementation attn_mode dequantize experts_implementation fuse_cross_entropy "
-        "fuse_linear_cross_entropy fuse_norm gradient_checkpointing hidden_act hidden_ratio hidden_size "
-        "initializer_range intermediate_size load_in_8bit max_position_embeddings name_or_path norm_eps num_heads "
-        "num_hidden_layers output_attentions output_hidden_states pad_token_id per_layer_config quant_method "
-        "quantization_config return_dict rope_parameters rope_scaling tie_word_embeddings use_cache use_l2warp "
-        "vocab_size "
-    ),
-    "transformers": (
-        "attn_implementation dequantize experts_implementation gradient_checkpointing head_dim hidden_size "
-        "initializer_range layer_types load_in_8bit name_or_path output_hidden_states per_layer_config "
-        "quant_method quantization_config return_dict rope_parameters rope_scaling tie_word_embeddings vocab_size "
-    ),
+    "@fla": """
+        attn attn_implementation attn_mode dequantize experts_implementation fuse_cross_entropy
+        fuse_linear_cross_entropy fuse_norm gradient_checkpointing hidden_act hidden_ratio hidden_size
+        initializer_range intermediate_size load_in_8bit max_position_embeddings name_or_path norm_eps num_heads
+        num_hidden_layers output_attentions output_hidden_states pad_token_id per_layer_config quant_method
+        quantization_config return_dict rope_parameters rope_scaling tie_word_embeddings use_cache use_l2warp
+        vocab_size
+    """,
+    "@transformers": """
+        attn_implementation dequantize experts_implementation gradient_checkpointing head_dim hidden_size
+        initializer_range layer_types load_in_8bit name_or_path output_hidden_states per_layer_config quant_method
+        quantization_config return_dict rope_parameters rope_scaling tie_word_embeddings vocab_size
+    """,
 }
 READ_WORDS = {
-    "bamba": (
-        "attention_bias attention_dropout attn_layer_indices attribute_map default_rope_type hidden_act "
-        "ignore_keys_at_rope_validation intermediate_size is_causal kv_sharing_modes layers_block_type "
-        "mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups "
-        "mamba_n_heads mamba_proj_bias max_position_embeddings mlp_bias num_attention_heads num_hidden_layers "
-        "num_key_value_heads num_logits_to_keep number_of_conv_states original_max_position_embeddings "
-        "output_attentions pad_token_id rms_norm_eps rope_theta time_step_limit vision_aspect_ratio "
-        "vision_feature_layer vision_feature_select_strategy z_loss_coefficient "
-    )
-    + SHARED["transformers"],
-    "delta_net": (
-        "allow_neg_eigval attnres_block_size conv_size expand_k expand_v fuse_swiglu qk_activation qk_norm "
-        "use_beta use_gate use_output_norm use_short_conv "
-    )
-    + SHARED["fla"],
-    "falcon_h1": (
-        "attention_bias attention_dropout attention_in_multiplier attention_out_multiplier attribute_map "
-        "default_rope_type embedding_multiplier hidden_act ignore_keys_at_rope_validation intermediate_size "
-        "is_causal key_multiplier kv_sharing_modes lm_head_multiplier mamba_chunk_size mamba_conv_bias "
-        "mamba_d_conv mamba_d_head mamba_d_ssm mamba_d_state mamba_expand mamba_n_groups mamba_n_heads "
-        "mamba_norm_before_gate mamba_proj_bias mamba_rms_norm max_position_embeddings mlp_bias mlp_multipliers "
-        "num_attention_heads num_hidden_layers num_key_value_heads num_logits_to_keep number_of_conv_states "
-        "original_max_position_embeddings output_attentions pad_token_id partial_rotary_factor projectors_bias "
-        "rms_norm_eps rope_theta ssm_in_multiplier ssm_multipliers ssm_out_multiplier time_step_limit "
-        "vision_aspect_ratio vision_feature_layer vision_feature_select_strategy "
-    )
-    + SHARED["transformers"],
-    "gated_deltanet": (
-        "allow_neg_eigval attnres_block_size conv_size expand_v fuse_swiglu head_dim num_v_heads "
-        "output_gate_activation use_gate use_short_conv "
-    )
-    + SHARED["fla"],
-    "gla": (
-        "attnres_block_size clamp_min conv_size elementwise_affine expand_k expand_v feature_map fuse_swiglu "
-        "num_kv_heads use_output_gate use_short_conv "
-    )
-    + SHARED["fla"],
-    "granitemoehybrid": (
-        "attention_bias attention_dropout attention_multiplier attribute_map default_rope_type "
-        "embedding_multiplier hidden_act ignore_keys_at_rope_validation intermediate_size is_causal "
-        "kv_sharing_modes layers_block_type logits_scaling mamba_chunk_size mamba_conv_bias mamba_d_conv "
-        "mamba_d_head mamba_d_state mamba_expand mamba_n_groups mamba_n_heads mamba_proj_bias "
-        "max_position_embeddings num_attention_heads num_experts_per_tok num_hidden_layers num_key_value_heads "
-        "num_local_experts number_of_conv_states original_max_position_embeddings output_attentions "
-        "output_router_logits pad_token_id partial_rotary_factor position_embedding_type residual_multiplier "
-        "rms_norm_eps rope_theta router_aux_loss_coef shared_intermediate_size time_step_limit vision_aspect_ratio "
-        "vision_feature_layer vision_feature_select_strategy "
-    )
-    + SHARED["transformers"],
-    "hgrn2": (
-        "attnres_block_size conv_size elementwise_affine expand_ratio fuse_swiglu use_lower_bound use_short_conv "
-    )
-    + SHARED["fla"],
-    "kda": (
-        "allow_neg_eigval attnres_block_size conv_size expand_v fuse_swiglu head_dim lower_bound num_v_heads "
-        "safe_gate use_short_conv "
-    )
-    + SHARED["fla"],
-    "mamba2": (
-        "chunk_size conv_kernel expand hidden_act kv_sharing_modes layer_norm_epsilon n_groups num_heads "
-        "num_hidden_layers number_of_conv_states rescale_prenorm_residual residual_in_fp32 state_size "
-        "time_step_floor time_step_limit time_step_max time_step_min time_step_rank use_bias use_cache "
-        "use_conv_bias "
-    )
-    + SHARED["transformers"],
-    "mamba2_fla": (
-        "A_init_range D_has_hdim attn attn_implementation chunk_size conv_init conv_kernel dequantize "
-        "dt_init_floor dt_limit dt_max dt_min expand experts_implementation fuse_cross_entropy "
-        "fuse_linear_cross_entropy gradient_checkpointing head_dim hidden_act hidden_size initializer_range "
-        "load_in_8bit max_position_embeddings n_groups name_or_path norm_before_gate norm_eps num_heads "
-        "num_hidden_layers output_attentions output_hidden_states per_layer_config quant_method "
-        "quantization_config rescale_prenorm_residual residual_in_fp32 return_dict rmsnorm rope_parameters "
-        "rope_scaling state_size tie_word_embeddings use_bias use_cache use_conv_bias use_l2warp vocab_size "
-    ),
-    "mamba2_state_spaces": (
-        "attn_cfg attn_layer_idx d_intermediate d_model fused_add_norm n_layer pad_vocab_size_multiple "
-        "residual_in_fp32 rms_norm ssm_cfg tie_embeddings vocab_size "
-    ),
-    "minimax": (
-        "attention_dropout block_size default_rope_type full_attn_alpha_factor full_attn_beta_factor hidden_act "
-        "ignore_keys_at_rope_validation intermediate_size is_causal linear_attn_alpha_factor "
-        "linear_attn_beta_factor max_position_embeddings mlp_alpha_factor mlp_beta_factor num_attention_heads "
-        "num_experts num_experts_per_tok num_hidden_layers num_key_value_heads num_local_experts "
-        "original_max_position_embeddings output_attentions output_router_logits pad_token_id "
-        "partial_rotary_factor rms_norm_eps rope_theta router_aux_loss_coef router_jitter_noise sliding_window "
-        "vision_aspect_ratio vision_feature_layer vision_feature_select_strategy "
-    )
-    + SHARED["transformers"],
-    "nemotron_h": (
-        "attention_dropout chunk_size conv_kernel intermediate_size is_causal kv_sharing_modes layer_norm_epsilon "
-        "layers_block_type mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_dt_init_floor mamba_dt_max "
-        "mamba_dt_min mamba_head_dim mamba_hidden_act mamba_n_groups mamba_num_heads mlp_bias mlp_hidden_act "
-        "moe_intermediate_size moe_latent_size moe_shared_expert_intermediate_size mtp_hybrid_override_pattern "
-        "n_group n_groups n_routed_experts norm_topk_prob num_attention_heads num_experts_per_tok "
-        "num_hidden_layers num_key_value_heads num_local_experts num_logits_to_keep number_of_conv_states "
-        "output_attentions output_router_logits rescale_prenorm_residual routed_scaling_factor ssm_state_size "
-        "time_step_floor time_step_max time_step_min topk_group use_bias use_conv_bias use_mamba_kernels "
-        "vision_aspect_ratio vision_feature_layer vision_feature_select_strategy "
-    )
-    + SHARED["transformers"],
-    "qwen3_next": (
-        "attention_bias attention_dropout decoder_sparse_step default_rope_type hidden_act "
-        "ignore_keys_at_rope_validation intermediate_size is_causal kv_sharing_modes linear_conv_kernel_dim "
-        "linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim "
-        "max_position_embeddings mlp_only_layers moe_intermediate_size norm_topk_prob num_attention_heads "
-        "num_experts num_experts_per_tok num_hidden_layers num_key_value_heads number_of_conv_states "
-        "original_max_position_embeddings output_attentions output_router_logits pad_token_id "
-        "partial_rotary_factor rms_norm_eps rope_theta router_aux_loss_coef shared_expert_intermediate_size "
-        "vision_aspect_ratio vision_feature_layer vision_feature_select_strategy "
-    )
-    + SHARED["transformers"],
-    "retnet": (
-        "attnres_block_size elementwise_affine expand_k expand_v feature_map fuse_swiglu num_kv_heads use_output_gate "
-    )
-    + SHARED["fla"],
-    "rwkv6": ("expand_k expand_v gate_low_rank_dim norm_bias norm_first proj_low_rank_dim ") + SHARED["fla"],
-    "zamba2": (
-        "adapter_rank add_bias_linear attention_dropout attention_head_dim attention_hidden_size attribute_map "
-        "chunk_size default_rope_type hidden_act hybrid_layer_ids id2label ignore_keys_at_rope_validation "
-        "intermediate_size is_causal kv_sharing_modes layers_block_type mamba_d_conv mamba_d_state mamba_expand "
-        "mamba_headdim mamba_ngroups max_position_embeddings n_mamba_heads num_attention_heads num_key_value_heads "
-        "num_labels num_logits_to_keep num_mem_blocks number_of_conv_states original_max_position_embeddings "
-        "output_attentions pad_token_id partial_rotary_factor rms_norm_eps rope_theta time_step_floor "
-        "time_step_max time_step_min use_conv_bias use_long_context use_mamba_kernels use_mem_rope "
-        "use_shared_attention_adapter vision_aspect_ratio vision_feature_layer vision_feature_select_strategy "
-    )
-    + SHARED["transformers"],
+    "bamba": """
+        @transformers attention_bias attention_dropout attn_layer_indices attribute_map default_rope_type hidden_act
+        ignore_keys_at_rope_validation intermediate_size is_causal kv_sharing_modes layers_block_type mamba_chunk_size
+        mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups mamba_n_heads
+        mamba_proj_bias max_position_embeddings mlp_bias num_attention_heads num_hidden_layers num_key_value_heads
+        num_logits_to_keep number_of_conv_states original_max_position_embeddings output_attentions pad_token_id
+        rms_norm_eps rope_theta time_step_limit vision_aspect_ratio vision_feature_layer
+        vision_feature_select_strategy z_loss_coefficient
+    """,
+    "delta_net": """
+        @fla allow_neg_eigval attnres_block_size conv_size expand_k expand_v fuse_swiglu qk_activation qk_norm
+        use_beta use_gate use_output_norm use_short_conv
+    """,
+    "falcon_h1": """
+        @transformers attention_bias attention_dropout attention_in_multiplier attention_out_multiplier attribute_map
+        default_rope_type embedding_multiplier hidden_act ignore_keys_at_rope_validation intermediate_size is_causal
+        key_multiplier kv_sharing_modes lm_head_multiplier mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head
+        mamba_d_ssm mamba_d_state mamba_expand mamba_n_groups mamba_n_heads mamba_norm_before_gate mamba_proj_bias
+        mamba_rms_norm max_position_embeddings mlp_bias mlp_multipliers num_attention_heads num_hidden_layers
+        num_key_value_heads num_logits_to_keep number_of_conv_states original_max_position_embeddings
+        output_attentions pad_token_id partial_rotary_factor projectors_bias rms_norm_eps rope_theta ssm_in_multiplier
+        ssm_multipliers ssm_out_multiplier time_step_limit vision_aspect_ratio vision_feature_layer
+        vision_feature_select_strategy
+    """,
+    "gated_deltanet": """
+        @fla allow_neg_eigval attnres_block_size conv_size expand_v fuse_swiglu head_dim num_v_heads
+        output_gate_activation use_gate use_short_conv
+    """,
+    "gla": """
+        @fla attnres_block_size clamp_min conv_size elementwise_affine expand_k expand_v feature_map fuse_swiglu
+        num_kv_heads use_output_gate use_short_conv
+    """,
+    "granitemoehybrid": """
+        @transformers attention_bias attention_dropout attention_multiplier attribute_map default_rope_type
+        embedding_multiplier hidden_act ignore_keys_at_rope_validation intermediate_size is_causal kv_sharing_modes
+        layers_block_type logits_scaling mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state
+        mamba_expand mamba_n_groups mamba_n_heads mamba_proj_bias max_position_embeddings num_attention_heads
+        num_experts_per_tok num_hidden_layers num_key_value_heads num_local_experts number_of_conv_states
+        original_max_position_embeddings output_attentions output_router_logits pad_token_id partial_rotary_factor
+        position_embedding_type residual_multiplier rms_norm_eps rope_theta router_aux_loss_coef
+        shared_intermediate_size time_step_limit vision_aspect_ratio vision_feature_layer
+        vision_feature_select_strategy
+    """,
+    "hgrn2": """
+        @fla attnres_block_size conv_size elementwise_affine expand_ratio fuse_swiglu use_lower_bound use_short_conv
+    """,
+    "kda": """
+        @fla allow_neg_eigval attnres_block_size conv_size expand_v fuse_swiglu head_dim lower_bound num_v_heads
+        safe_gate use_short_conv
+    """,
+    "mamba2": """
+        @transformers chunk_size conv_kernel expand hidden_act kv_sharing_modes layer_norm_epsilon n_groups num_heads
+        num_hidden_layers number_of_conv_states rescale_prenorm_residual residual_in_fp32 state_size time_step_floor
+        time_step_limit time_step_max time_step_min time_step_rank use_bias use_cache use_conv_bias
+    """,
+    "mamba2_fla": """
+        A_init_range D_has_hdim attn attn_implementation chunk_size conv_init conv_kernel dequantize dt_init_floor
+        dt_limit dt_max dt_min expand experts_implementation fuse_cross_entropy fuse_linear_cross_entropy
+        gradient_checkpointing head_dim hidden_act hidden_size initializer_range load_in_8bit max_position_embeddings
+        n_groups name_or_path norm_before_gate norm_eps num_heads num_hidden_layers output_attentions
+        output_hidden_states per_layer_config quant_method quantization_config rescale_prenorm_residual
+        residual_in_fp32 return_dict rmsnorm rope_parameters rope_scaling state_size tie_word_embeddings use_bias
+        use_cache use_conv_bias use_l2warp vocab_size
+    """,
+    "mamba2_state_spaces": """
+        attn_cfg attn_layer_idx d_intermediate d_model fused_add_norm n_layer pad_vocab_size_multiple residual_in_fp32
+        rms_norm ssm_cfg tie_embeddings vocab_size
+    """,
+    "minimax": """
+        @transformers attention_dropout block_size default_rope_type full_attn_alpha_factor full_attn_beta_factor
+        hidden_act ignore_keys_at_rope_validation intermediate_size is_causal linear_attn_alpha_factor
+        linear_attn_beta_factor max_position_embeddings mlp_alpha_factor mlp_beta_factor num_attention_heads
+        num_experts num_experts_per_tok num_hidden_layers num_key_value_heads num_local_experts
+        original_max_position_embeddings output_attentions output_router_logits pad_token_id partial_rotary_factor
+        rms_norm_eps rope_theta router_aux_loss_coef router_jitter_noise sliding_window vision_aspect_ratio
+        vision_feature_layer vision_feature_select_strategy
+    """,
+    "nemotron_h": """
+        @transformers attention_dropout chunk_size conv_kernel intermediate_size is_causal kv_sharing_modes
+        layer_norm_epsilon layers_block_type mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_dt_init_floor
+        mamba_dt_max mamba_dt_min mamba_head_dim mamba_hidden_act mamba_n_groups mamba_num_heads mlp_bias
+        mlp_hidden_act moe_intermediate_size moe_latent_size moe_shared_expert_intermediate_size
+        mtp_hybrid_override_pattern n_group n_groups n_routed_experts norm_topk_prob num_attention_heads
+        num_experts_per_tok num_hidden_layers num_key_value_heads num_local_experts num_logits_to_keep
+        number_of_conv_states output_attentions output_router_logits rescale_prenorm_residual routed_scaling_factor
+        ssm_state_size time_step_floor time_step_max time_step_min topk_group use_bias use_conv_bias use_mamba_kernels
+        vision_aspect_ratio vision_feature_layer vision_feature_select_strategy
+    """,
+    "qwen3_next": """
+        @transformers attention_bias attention_dropout decoder_sparse_step default_rope_type hidden_act
+        ignore_keys_at_rope_validation intermediate_size is_causal kv_sharing_modes linear_conv_kernel_dim
+        linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim max_position_embeddings
+        mlp_only_layers moe_intermediate_size norm_topk_prob num_attention_heads num_experts num_experts_per_tok
+        num_hidden_layers num_key_value_heads number_of_conv_states original_max_position_embeddings output_attentions
+        output_router_logits pad_token_id partial_rotary_factor rms_norm_eps rope_theta router_aux_loss_coef
+        shared_expert_intermediate_size vision_aspect_ratio vision_feature_layer vision_feature_select_strategy
+    """,
+    "retnet": """
+        @fla attnres_block_size elementwise_affine expand_k expand_v feature_map fuse_swiglu num_kv_heads
+        use_output_gate
+    """,
+    "rwkv6": """
+        @fla expand_k expand_v gate_low_rank_dim norm_bias norm_first proj_low_rank_dim
+    """,
+    "zamba2": """
+        @transformers adapter_rank add_bias_linear attention_dropout attention_head_dim attention_hidden_size
+        attribute_map chunk_size default_rope_type hidden_act hybrid_layer_ids id2label ignore_keys_at_rope_validation
+        intermediate_size is_causal kv_sharing_modes layers_block_type mamba_d_conv mamba_d_state mamba_expand
+        mamba_headdim mamba_ngroups max_position_embeddings n_mamba_heads num_attention_heads num_key_value_heads
+        num_labels num_logits_to_keep num_mem_blocks number_of_conv_states original_max_position_embeddings
+        output_attentions pad_token_id partial_rotary_factor rms_norm_eps rope_theta time_step_floor time_step_max
+        time_step_min use_conv_bias use_long_context use_mamba_kernels use_mem_rope use_shared_attention_adapter
+        vision_aspect_ratio vision_feature_layer vision_feature_select_strategy
+    """,
 }
-READ_KEYS = {code: frozenset(words.split()) for code, words in READ_WORDS.items()}
+READ_KEYS = {
+    code: frozenset(" ".join(SHARED.get(word, word) for word in words.split()).split())
+    for code, words in READ_WORDS.items()
+}

@@ -23,6 +23,7 @@ import pathlib
 import sys
 import textwrap
 import warnings
+from collections.abc import Iterator
 
 import fla_on_cpu  # noqa: F401, before fla
 
@@ -242,32 +243,25 @@ def table() -> str:
 
 def text_of(keys: dict[str, set[str]], versions: str) -> str:
     """Return the text of glax/models/read_keys.py, with the keys that all types of a family read stated once."""
-    shared = {
-        name: set.intersection(*(keys[kind] for kind in kinds))
-        for name, kinds in (("fla", FLA), ("transformers", TRANSFORMERS))
-    }
-    lines = [f'"""List the keys of a config that the models\' own code reads: {versions}.', ""]
-    lines += [
-        "tests/models/read_keys.py writes this file.",
-        '"""',
-        "",
-        "# What all types of a family read.",
-        "SHARED = {",
-    ]
-    lines += [line for name, words in shared.items() for line in entry(name, words)]
-    lines += ["}", "READ_WORDS = {"]
-    families = dict.fromkeys(FLA, "fla") | dict.fromkeys(TRANSFORMERS, "transformers")
-    for kind in sorted(keys):
-        family = families.get(kind)
-        lines += entry(kind, keys[kind] - shared.get(family, set()))
-        lines[-1] = f'    )\n    + SHARED["{family}"],' if family else lines[-1]
-    lines += ["}", "READ_KEYS = {code: frozenset(words.split()) for code, words in READ_WORDS.items()}", ""]
-    return "\n".join(lines)
+    families = {"@fla": FLA, "@transformers": TRANSFORMERS}
+    shared = {name: set.intersection(*(keys[kind] for kind in kinds)) for name, kinds in families.items()}
+    own = {kind: words for kind, words in keys.items() if kind not in (*FLA, *TRANSFORMERS)}
+    own |= {kind: {name} | (keys[kind] - shared[name]) for name, kinds in families.items() for kind in kinds}
+    head = f"""List the keys of a config that the models' own code reads: {versions}.
+
+tests/models/read_keys.py writes this file.
+"""
+    lines = [f'"""{head}"""', "", "# What all types of a family read.", "SHARED = {", *entries(shared), "}"]
+    lines += ["READ_WORDS = {", *entries(own), "}", "READ_KEYS = {"]
+    lines += ['    code: frozenset(" ".join(SHARED.get(word, word) for word in words.split()).split())']
+    return "\n".join([*lines, "    for code, words in READ_WORDS.items()", "}", ""])
 
 
-def entry(name: str, words: set[str]) -> list[str]:
-    wrapped = textwrap.wrap(" ".join(sorted(words)), 105)
-    return [f'    "{name}": (', *(f'        "{line} "' for line in wrapped), "    ),"]
+def entries(words_of: dict[str, set[str]]) -> Iterator[str]:
+    for name, words in sorted(words_of.items()):
+        yield f'    "{name}": """'
+        yield from (f"        {line}" for line in textwrap.wrap(" ".join(sorted(words)), 110, break_on_hyphens=False))
+        yield '    """,'
 
 
 if __name__ == "__main__":
