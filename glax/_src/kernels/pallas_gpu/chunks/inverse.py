@@ -132,12 +132,14 @@ class InversePipeline(Pipeline):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal calls are lowered once
-def inverses_of_chunks(reverse: bool, most: int, k, gates, beta, *edges) -> Results:
-    """Compute the fields of `Results` for every chunk and head. `Operands` has the shapes. most: the largest number of programs.
-    edges: the fields of `EdgeCopies`, or none."""
+def inverses_of_chunks(reverse: bool, multiprocessors: int, k, gates, beta, *edges) -> Results:
+    """Compute the fields of `Results` for every chunk and head. `Operands` has the shapes.
+
+    multiprocessors: those of the GPU, and the largest number of programs. edges: the fields of `EdgeCopies`, or none.
+    """
     (B, rows, H), K = gates.shape, k.shape[3]
     place = B, rows // C, H
-    programs = min(most, -(-math.prod(place) // warpgroups_of(K)))
+    programs = min(multiprocessors, -(-math.prod(place) // warpgroups_of(K)))
 
     def body(operands, *refs):
         write_inverses(Program(reverse, programs, *operands, *refs))

@@ -73,7 +73,7 @@ LEVELS = C.bit_length() - 1  # of the exact form
 # The largest |M| of the fast form, as the integer with the bits of the float32 number. The factors e^M and e^-M of two tokens
 # are then between e^-60 and e^60, which leaves 1e12 on either side for q, k and sums over K (`common.limits`). The gate
 # of the chunk's first token is in no M, and may have any size. Products for j > i may be inf or NaN; none is selected.
-MOST = int(np.float32(FAST_LIMIT).view(np.int32))
+FAST_BITS = int(np.float32(FAST_LIMIT).view(np.int32))
 
 Ref = Any
 
@@ -286,7 +286,7 @@ def measure(p: Program):
     plgpu.commit_smem()
     found = plgpu.load(t.numbers.at[LARGEST], layout=tiles.in_every_warp(C))
     # As integers, which a warp compares in one instruction. They are in the order of numbers above 0.
-    return jnp.max(lax.bitcast_convert_type(found, jnp.int32)) <= MOST
+    return jnp.max(lax.bitcast_convert_type(found, jnp.int32)) <= FAST_BITS
 
 
 def block_sums(p: Program, size):

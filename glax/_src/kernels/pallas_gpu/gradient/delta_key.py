@@ -53,7 +53,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.common.limits import LOG_OF_ZERO
-from glax._src.kernels.pallas_gpu.chunks.pairs import LEVELS, MOST
+from glax._src.kernels.pallas_gpu.chunks.pairs import FAST_BITS, LEVELS
 from glax._src.kernels.pallas_gpu.device import tiles
 from glax._src.kernels.pallas_gpu.device.launch import PARAMS, PROGRAM, by_role, launch
 from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Meeting, Pipeline, Ring
@@ -430,7 +430,7 @@ def is_in_range(p: Program):
     """Return whether the item takes the fast form. Integers with the same bits are in the order of numbers above 0, and a warp
     compares them in one instruction."""
     found = plgpu.load(p.tiles.row(LARGEST), layout=tiles.in_every_warp(C))
-    return jnp.max(lax.bitcast_convert_type(found, jnp.int32)) <= MOST
+    return jnp.max(lax.bitcast_convert_type(found, jnp.int32)) <= FAST_BITS
 
 
 def reference_sums(p: Program, size, sign):

@@ -153,7 +153,7 @@ class Program:
     """Hold one program of `head_scan`, and its position.
 
     block, h, e: of `program_indices`. batch: the row of the operands. first, count: the first chunk of the scan and the number of
-    chunks. factor: the scale of the sequence. adjoint: 0 or 1; traced in a `two_way` scan. most: the log2 decay of a chunk
+    chunks. factor: the scale of the sequence. adjoint: 0 or 1; traced in a `two_way` scan. two_terms: the log2 decay of a chunk
     above which values have two terms.
     """
 
@@ -171,7 +171,7 @@ class Program:
     count: Any
     factor: Any
     adjoint: Any
-    most: Any
+    two_terms: Any
 
     @classmethod
     def of(cls, w: Scan, operands: Operands, *refs) -> "Program":
@@ -181,9 +181,11 @@ class Program:
         batch, first, whole, n = (operands.table[e, i] for i in range(4))
         factor = operands.scale[n]
         adjoint: Any = operands.table[e, 4] if w.two_way else int(w.adjoint)
-        most = jnp.where(adjoint > 0, *map(jnp.float32, reversed(TWO_TERMS))) if w.two_way else TWO_TERMS[w.adjoint]
+        two_terms = (
+            jnp.where(adjoint > 0, *map(jnp.float32, reversed(TWO_TERMS))) if w.two_way else TWO_TERMS[w.adjoint]
+        )
         place = warpgroup, block, h, e, batch
-        p = cls(w, operands, *refs, *place, first, whole, factor, adjoint, most)
+        p = cls(w, operands, *refs, *place, first, whole, factor, adjoint, two_terms)
         return p.without_what_ends() if w.lookback else p
 
     def without_what_ends(self) -> "Program":
@@ -358,7 +360,7 @@ def carry_state(p: Program, columns, of_tile, scaled, enter):
             plgpu.commit_smem()
             return tiles.added(S, (transposed(p.tiles.k.at[slot]), scaled))
 
-        S = lax.cond((last > p.most) & (last < 0.0), lost, lambda S: S, S)
+        S = lax.cond((last > p.two_terms) & (last < 0.0), lost, lambda S: S, S)
         p.pipeline.tokens.release(slot)
         if w.stores_behind:
             store_behind(p, S, step, columns)
