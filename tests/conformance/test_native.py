@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -305,15 +306,17 @@ def test_without_a_library_xla_runs(monkeypatch, tmp_path):
         load_library.cache_clear()
 
 
-def test_a_library_that_sums_no_heads_leaves_gradients_of_shared_heads_to_xla(monkeypatch):
-    built_earlier = object()  # without glax_interface
-    monkeypatch.setattr(library, "load_library", lambda: built_earlier)
-    shared, alone = jnp.ones((1, 16, 2, 8)), jnp.ones((1, 16, 4, 8))
-
-    def gradient_kernel(q):
-        return glax.explain(jax.grad(lambda q: glax.recurrent(q, alone, alone).output.sum()), q)[1]
-
-    assert gradient_kernel(alone).kernel == "recurrent.vjp/cpp/cpu"
-    explained = gradient_kernel(shared)
-    assert explained.kernel.endswith("/xla/any")
-    assert "summed gradients of shared heads: install glax again" in explained.refused["recurrent.vjp/cpp/cpu"]
+@pytest.mark.parametrize(
+    ("older", "reason"),
+    [
+        ("_native.so", "it has the handlers of version 3"),
+        ("_native.cpython-311-x86_64-linux-gnu.so", "of an earlier version"),
+    ],
+)
+def test_a_library_of_an_earlier_version_is_refused_with_the_remedy(older, reason, tmp_path, monkeypatch):
+    (tmp_path / older).write_bytes(b"")
+    earlier = types.ModuleType("a library")
+    earlier.glax_interface = lambda: 3
+    monkeypatch.setattr("glax._src.kernels.common.library.ctypes.CDLL", lambda path: earlier)
+    found = library.load_built(tmp_path, "_native", library.register)
+    assert reason in found and found.endswith("and install glax again")

@@ -2,7 +2,7 @@
 
 import jax.export
 
-from glax._src.kernels.cpu.library import DELTA_TARGETS, TARGETS
+from glax._src.kernels.cpu.library import TARGETS
 from glax._src.kernels.cuda.library import TARGET
 
 # jax-triton's call, by its two names, and Pallas Mosaic GPU's.
@@ -22,5 +22,5 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     >>> f = jax.jit(lambda q: glax.recurrent(q, q, q).output)
     >>> exported = jax.export.export(f, disabled_checks=glax.export_checks())(q)
     """
-    targets = (*TARGETS, *DELTA_TARGETS, TARGET, *OF_COMPILERS)
+    targets = (*TARGETS, TARGET, *OF_COMPILERS)
     return [jax.export.DisabledSafetyCheck.custom_call(target) for target in targets]

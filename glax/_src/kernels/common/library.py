@@ -1,7 +1,6 @@
 """Load a C++ library that was built when glax was installed, and register its handlers with XLA."""
 
 import ctypes
-import importlib.machinery
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,14 +13,16 @@ def load_built(folder: Path, stem: str, register: Callable[[ctypes.CDLL], None])
 
     setup.py writes folder/build_failure.txt where the build failed.
     """
-    suffixes = (".so", *importlib.machinery.EXTENSION_SUFFIXES)  # earlier builds have Python's version in their names
-    built = [path for suffix in suffixes if (path := folder / f"{stem}{suffix}").exists()]
-    if not built:
-        failure = folder / "build_failure.txt"
-        why = failure.read_text().strip() if failure.exists() else "glax was installed without building it"
+    built, failure = folder / f"{stem}.so", folder / "build_failure.txt"
+    if not built.exists():
+        why = "glax was installed without building it"
+        if failure.exists():
+            why = failure.read_text().strip()
+        elif any(folder.glob(f"{stem}.*.so")):  # with Python's version in its name
+            why = "the one that is here is of an earlier version of glax"
         return f"its library is missing ({why}): {REMEDY}"
     try:
-        loaded = ctypes.CDLL(str(built[0]))
+        loaded = ctypes.CDLL(str(built))
         register(loaded)
     except Exception as error:  # a damaged or foreign library may fail in any way; refusals show the reason
         return f"its library does not load ({error}): {REMEDY}"

@@ -11,8 +11,8 @@ from glax._src.kernels.common.library import load_built
 
 FOLDER = Path(__file__).parent
 INSTRUCTIONS = ("avx512", "avx2", "baseline")
-TARGETS = ("glax_forward", "glax_gradient", "glax_step")
-DELTA_TARGETS = ("glax_delta_forward", "glax_delta_gradient", "glax_delta_step")
+INTERFACE = 4  # of the handlers in native/handlers.cc
+TARGETS = ("glax_forward", "glax_gradient", "glax_step", "glax_delta_forward", "glax_delta_gradient", "glax_delta_step")
 
 
 @functools.cache
@@ -22,24 +22,11 @@ def load_library() -> ctypes.CDLL | str:
 
 
 def register(library: ctypes.CDLL):
-    for name in (*TARGETS, *(name for name in DELTA_TARGETS if hasattr(library, name))):
+    if (built := library.glax_interface()) != INTERFACE:
+        raise ValueError(f"it has the handlers of version {built}, this version of glax calls those of {INTERFACE}")
+    for name in TARGETS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     library.glax_instructions.restype = ctypes.c_char_p
-
-
-def lacks_sums_of_heads() -> str | None:
-    """Return why the loaded library cannot sum gradients over heads that share a row, or None. Builds before glax_interface 2
-    cannot."""
-    if hasattr(load_library(), "glax_interface"):
-        return None
-    return "its library was built before it summed gradients of shared heads: install glax again"
-
-
-def takes_segments(erases: bool) -> bool:
-    """Return whether the library divides rows into segments itself. Builds before glax_interface 3 do not; for recurrences that
-    erase, before 4."""
-    found, wanted = load_library(), 4 if erases else 3
-    return not isinstance(found, str) and hasattr(found, "glax_interface") and found.glax_interface() >= wanted
 
 
 def check_instructions():
@@ -56,12 +43,3 @@ def missing() -> str | None:
     check_instructions()
     found = load_library()
     return found if isinstance(found, str) else None
-
-
-def delta_missing() -> str | None:
-    """Return the reason why the kernels of the delta rule cannot run here, or None. A library of an earlier version has no such
-    kernels."""
-    found = missing()
-    if found is None and not all(hasattr(load_library(), name) for name in DELTA_TARGETS):
-        return "its library was built before it had kernels of the delta rule: install glax again"
-    return found

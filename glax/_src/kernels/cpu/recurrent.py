@@ -12,7 +12,7 @@ from glax._src.core.recurrence import Outputs, Recurrence, gradient_recurrence
 from glax._src.core.registry import Backend, Config, Platform, check_field, kernel_registry
 from glax._src.kernels.common.foreign import NONE, call
 from glax._src.kernels.cpu import delta
-from glax._src.kernels.cpu.library import delta_missing, lacks_sums_of_heads, missing, takes_segments
+from glax._src.kernels.cpu.library import missing
 from glax._src.kernels.cpu.operands import STORED, marks_of, operands_of
 
 MAX_BLOCK = 4096  # tokens: 9 MB of scratch in each thread at K = V = 128
@@ -45,13 +45,7 @@ def takes(r: Recurrence) -> str | None:
     for name in ("q", "k", "v"):
         if (dtype := getattr(r, name).dtype) not in STORED:
             return f"takes float32, bfloat16 and float16, {name} is {dtype}"
-    return missing() if r.erasure is None else delta_missing()
-
-
-def gradient_supports(r: Recurrence) -> str | None:
-    """Return why the gradient cannot run r, or None. It sums over heads that share a query, key or value."""
-    shares = r.erasure is None and min(x.shape[2] for x in (r.q, r.k, r.v)) < r.num_heads
-    return takes(r) or (lacks_sums_of_heads() if shares else None)
+    return missing()
 
 
 def priority(r: Recurrence) -> int:
@@ -69,7 +63,7 @@ def priority(r: Recurrence) -> int:
     priority=priority,
     erases=True,
     erasing_forms=ROW_FORMS,
-    takes_segments=lambda r: takes_segments(erases=r.erasure is not None),
+    takes_segments=lambda r: True,
 )
 def recurrent(r: Recurrence, *, config: NativeConfig) -> Outputs:
     """Compute the outputs and final states in blocks of tokens, within which the state is not rescaled.
@@ -91,11 +85,11 @@ def recurrent(r: Recurrence, *, config: NativeConfig) -> Outputs:
     Platform.CPP,
     Backend.CPU,
     config=NativeConfig,
-    supports=gradient_supports,
+    supports=takes,
     priority=priority,
     erases=True,
     erasing_forms=ROW_FORMS,
-    takes_segments=lambda r: takes_segments(erases=r.erasure is not None),
+    takes_segments=lambda r: True,
 )
 def recurrent_vjp(
     r: Recurrence, d_output: Float[Array, "B T H V"], d_final: Float[Array, "N H K V"], *, config: NativeConfig
