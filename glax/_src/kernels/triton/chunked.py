@@ -107,8 +107,8 @@ def carry_state(
     elif START == 2:
         S = tl.trans(load_state(start, n, h, k, v, D.V, D.H, D.K, D.V).to(tl.float32))
     else:
-        S = tl.zeros([D.BV, D.BK], tl.float32)
-    log = tl.zeros([D.BK], tl.float32)
+        S = tl.full([D.BV, D.BK], 0, tl.float32)
+    log = tl.full([D.BK], 0, tl.float32)
     factor = tl.load(scale + n).to(tl.float32)
     steps = tl.cdiv(filled, D.C)
     if not LAST:  # no kernel reads the state that leaves a sequence
@@ -178,9 +178,9 @@ def scan_segments(local, total, start, begins, out, edge, through, before, D: tl
     S = (
         load_state(start, n, h, k, v, D.V, D.H, D.K, D.V).to(tl.float32)
         if D.START
-        else tl.zeros([D.BK, D.BV], tl.float32)
+        else tl.full([D.BK, D.BV], 0, tl.float32)
     )
-    log = tl.zeros([D.BK], tl.float32)
+    log = tl.full([D.BK], 0, tl.float32)
     for step in range(0, last - first):
         e = last - 1 - step if D.ADJOINT else first + step
         store_state(out, S, e, h, k, v, D.H, D.K, D.V)
@@ -213,7 +213,7 @@ def sequence_sums(x, begins, out, D: tl.constexpr):
     """Compute out[n], the sum of x [entries, H] over entries begins[n] to begins[n + 1]. The order of summation is fixed."""
     n, h = tl.program_id(0), tl.arange(0, D.BH)
     first, last = tl.load(begins + n), tl.load(begins + n + 1)
-    total = tl.zeros([D.BH], tl.float32)
+    total = tl.full([D.BH], 0, tl.float32)
     for e in range(first, last, D.ROWS):
         rows = e + tl.arange(0, D.ROWS)
         mask = (rows < last)[:, None] & (h < D.H)[None, :]
@@ -240,7 +240,7 @@ def outputs(q, k, v, g, scores, scale, start, table, o, final, D: tl.constexpr):
     elif D.START == 2:
         S = load_state(start, n, h, ck, cv, D.V, D.H, D.K, D.V).to(tl.float32)
     else:
-        S = tl.zeros([D.BK, D.BV], tl.float32)
+        S = tl.full([D.BK, D.BV], 0, tl.float32)
     if D.FORM == "key":
         S = key_scan(q, k, v, g, scores, o, factor, cv, S, h, chunk, origin, length, filled, D)
     else:
@@ -332,9 +332,9 @@ def chunk_outputs(q, k, v, g, scores, scale, states, table, o, D: tl.constexpr):
     factor = tl.load(scale + n).to(tl.float32)
     limit = tl.where(count > 0, D.V, 0)  # padding has no state
     # [C, BV]
-    out = tl.zeros([D.C, D.BV], tl.float32)
+    out = tl.full([D.C, D.BV], 0, tl.float32)
     # [C, C]
-    A = tl.zeros([D.C, D.C], tl.float32)
+    A = tl.full([D.C, D.C], 0, tl.float32)
     for k0 in range(0, runtime_bound(D.K, count), D.BK):
         ck = k0 + tl.arange(0, D.BK)
         # [C, BK]

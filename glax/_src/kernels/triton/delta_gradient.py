@@ -104,7 +104,7 @@ def delta_gradient(
         up, down = exp(G)[:, None], exp(last - G)[:, None]
     dP = (dP * decay).to(D.DTYPE)
     dL = tl.where(i > j, dot(Y, tl.trans(U), D) * -decay, 0.0)
-    products = tl.zeros([D.C, D.C], tl.float32)
+    products = tl.full([D.C, D.C], 0, tl.float32)
     for k0 in range(0, runtime_bound(D.K, length), D.BK):
         tk = load_tile(at(k, origin, hk, D.HK, D.K), tokens, k0 + tl.arange(0, D.BK), count, D.HK, D.K, D.SIGN)
         products += dot(tk, tl.trans(tk), D)
@@ -116,9 +116,9 @@ def delta_gradient(
     dL = (dL * tbeta[:, None]).to(D.DTYPE)
     symmetric = dL + tl.trans(dL)
     dPt = tl.trans(dP)
-    through_start, through_end = tl.zeros([D.C], tl.float32), tl.zeros([D.C], tl.float32)
-    erased = tl.zeros([D.C], tl.float32)
-    state_products = tl.zeros([D.BK], tl.float32)
+    through_start, through_end = tl.full([D.C], 0, tl.float32), tl.full([D.C], 0, tl.float32)
+    erased = tl.full([D.C], 0, tl.float32)
+    state_products = tl.full([D.BK], 0, tl.float32)
     for k0 in range(0, runtime_bound(D.K, length), D.BK):
         ck = k0 + tl.arange(0, D.BK)
         # [C, BK]
@@ -200,7 +200,7 @@ def delta_key_gradient(
     own = tl.sum(tl.where(i == j, dP, 0.0), 1)
     dP = tl.where(i > j, dP, 0.0).to(D.DTYPE)
     dL = tl.where(i > j, dot(Z, tl.trans(U), D), 0.0).to(D.DTYPE)
-    d_scale = tl.zeros([D.C], tl.float32)
+    d_scale = tl.full([D.C], 0, tl.float32)
     for k0 in range(0, runtime_bound(D.K, length), D.BK):
         ck = k0 + tl.arange(0, D.BK)
         # [C, BK]
@@ -231,7 +231,7 @@ def delta_key_gradient(
         tdq = added_dot(dP, y, dot(tdo, S, D), D)
         tde = added_dot(dL, y, dot(Z, S, D), D)
         tdk = added_dot(tl.trans(dL), z, tdk, D)
-        by_queries = added_dot(tl.trans(dP), x, tl.zeros([D.C, D.BK], tl.float32), D)
+        by_queries = added_dot(tl.trans(dP), x, tl.full([D.C, D.BK], 0, tl.float32), D)
         gate_terms = x * (tdq * factor) + z * tde - y * (tdk + by_queries * factor)
         tdg = term_sums(tl.where(j >= i, 1.0, 0.0), gate_terms, tl.bfloat16 == D.DTYPE) + (edge + leaving)[None, :]
         store_tile(at(dg, origin, h, D.H, D.K), tdg, tokens, ck, length, D.H, D.K, D.SIGN)
@@ -248,7 +248,7 @@ def store_value_gradients(beta, written, d_written, dv, dbeta, h, pair, origin, 
     """Store dv and dbeta of a chunk."""
     tokens = tl.arange(0, D.C)
     tbeta = load_beta(beta, origin, h, tokens, count, D)
-    over_beta, tdbeta = 1 / tbeta, tl.zeros([D.C], tl.float32)
+    over_beta, tdbeta = 1 / tbeta, tl.full([D.C], 0, tl.float32)
     for v0 in range(0, runtime_bound(D.V, length), BLOCK):
         block = v0 + tl.arange(0, BLOCK)
         # [BLOCK, C]: U and -dV
@@ -332,7 +332,7 @@ def exact_gradient_of_pair(
     U = tl.trans(load_by_chunk(written, pair, tokens, cv, count, D))
     Z = tl.trans(load_by_chunk(d_written, pair, tokens, cv, count, D))
     # [C]
-    d_scale = tl.zeros([D.C], tl.float32)
+    d_scale = tl.full([D.C], 0, tl.float32)
     # [C, C]
     dP = dot(tdo, tl.trans(U), D)
     own = tl.sum(tl.where(i == j, dP, 0.0), 1)
@@ -348,7 +348,7 @@ def exact_gradient_of_pair(
         S = load_state(states, e, h, cv, ck, limit, D.H, D.V, D.K)
         dS = load_state(d_states, e, h, cv, ck, limit, D.H, D.V, D.K)
         # Sum over pairs of tokens: [C, BK]
-        none = tl.zeros([D.C, D.BK], tl.float32)
+        none = tl.full([D.C, D.BK], 0, tl.float32)
         dq_pairs, de_pairs, dk_pairs, pairs = none, none, none, none
         for level in range(0, runtime_bound(num_halvings(D.C), length)):
             mask, matrix = halving(tokens, (D.C // 2) >> level)

@@ -80,7 +80,7 @@ def delta_scores(q, k, beta, g, table, inverse, scores, factors, D: tl.constexpr
     # [C]
     tbeta = load_rows(beta, origin, h, tokens, count, D)
     # [C, C]
-    P, L = tl.zeros([D.C, D.C], tl.float32), tl.zeros([D.C, D.C], tl.float32)
+    P, L = tl.full([D.C, D.C], 0, tl.float32), tl.full([D.C, D.C], 0, tl.float32)
     for k0 in range(0, runtime_bound(D.K, count), D.BK):
         ck = k0 + tl.arange(0, D.BK)
         # [C, BK]
@@ -131,8 +131,8 @@ def delta_key_pairs(
     tokens = tl.arange(0, D.C)
     i = tokens[:, None]
     # [C, C]
-    L, P = tl.zeros([D.C, D.C], tl.float32), tl.zeros([D.C, D.C], tl.float32)
-    largest = tl.zeros([D.C], tl.float32)
+    L, P = tl.full([D.C, D.C], 0, tl.float32), tl.full([D.C, D.C], 0, tl.float32)
+    largest = tl.full([D.C], 0, tl.float32)
     for k0 in range(0, runtime_bound(D.K, count), D.BK):
         ck = k0 + tl.arange(0, D.BK)
         # [C, BK]
@@ -150,7 +150,7 @@ def delta_key_pairs(
         place = decays + pair * 4 * D.K + ck[None, :] + 0 * i
         if tl.bfloat16 == D.DTYPE:
             tl.store(place, down * exp(first_gate), mask=(i == 0) & (ck < D.K)[None, :])
-            tl.store(place + D.K, tl.zeros([D.C, D.BK], tl.float32) + 1.0, mask=(i == 0) & (ck < D.K)[None, :])
+            tl.store(place + D.K, tl.full([D.C, D.BK], 0, tl.float32) + 1.0, mask=(i == 0) & (ck < D.K)[None, :])
             tl.store(place + 2 * D.K, up, mask=(i == D.C - 1) & (ck < D.K)[None, :])
             tl.store(place + 3 * D.K, M, mask=(i == D.C - 1) & (ck < D.K)[None, :])
         else:
@@ -176,7 +176,7 @@ def edge_operands(tq, tk, gates, place, ck, D: tl.constexpr):
     i, j = tokens[:, None], tokens[None, :]
     G = gate_sums(tl.where(j <= i, 1.0, 0.0), gates)
     up, mask = exp(G), (i == D.C - 1) & (ck < D.K)[None, :]
-    one = tl.zeros([D.C, ck.shape[0]], tl.float32) + 1.0
+    one = tl.full([D.C, ck.shape[0]], 0, tl.float32) + 1.0
     tl.store(place, one, mask=mask)
     tl.store(place + D.K, up, mask=mask)
     tl.store(place + 2 * D.K, one, mask=mask)
@@ -247,8 +247,8 @@ def exact_pairs(q, k, g, q_read, k_read, k_written, decays, h, e, origin, count,
     """Store the scaled operands of a chunk, and return L without beta and P, [C, C], for gates of any size."""
     tokens = tl.arange(0, D.C)
     i, j = tokens[:, None], tokens[None, :]
-    L, P = tl.zeros([D.C, D.C], tl.float32), tl.zeros([D.C, D.C], tl.float32)
-    diagonal = tl.zeros([D.C], tl.float32)
+    L, P = tl.full([D.C, D.C], 0, tl.float32), tl.full([D.C, D.C], 0, tl.float32)
+    diagonal = tl.full([D.C], 0, tl.float32)
     for k0 in range(0, runtime_bound(D.K, count), D.BK):
         ck = k0 + tl.arange(0, D.BK)
         # [C, BK]
@@ -259,7 +259,7 @@ def exact_pairs(q, k, g, q_read, k_read, k_written, decays, h, e, origin, count,
         for level in range(0, runtime_bound(num_halvings(D.C), count)):
             mask, matrix = halving(tokens, (D.C // 2) >> level)
             decay = exp(fine_gate_sums(matrix, gates, D))
-            none = tl.zeros([D.C, D.C], tl.float32)
+            none = tl.full([D.C, D.C], 0, tl.float32)
             L += tl.where(mask, add_fine_dot(none, tk * decay, tk * decay, D), 0.0)
             P += tl.where(mask, add_fine_dot(none, tq * decay, tk * decay, D), 0.0)
         place = decays + (e.to(tl.int64) * D.H + h) * 4 * D.K + ck[None, :] + 0 * i

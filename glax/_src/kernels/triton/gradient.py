@@ -119,7 +119,7 @@ def head_gradient(
             q, k, v, decayed, do, states, d_states, dq, dk, dg, dscale, factor, h, e, n, origin, length, count, D,
         )  # fmt: skip
     limit = tl.where(count > 0, D.V, 0)  # padding has no state
-    tdv = tl.zeros([D.C, D.BV], tl.float32)
+    tdv = tl.full([D.C, D.BV], 0, tl.float32)
     for k0 in range(0, runtime_bound(D.K, length), D.BK):
         ck = k0 + tl.arange(0, D.BK)
         if D.FORM == "key":
@@ -155,7 +155,7 @@ def key_gate_gradient(
     # [C, C]: dP, and its transpose from a product of its own
     dP = tl.where(i > j, dot(tdo, tl.trans(tv), D), 0.0).to(D.DTYPE)
     dPt = tl.where(i < j, dot(tv, tl.trans(tdo), D), 0.0).to(D.DTYPE)
-    d_scale = tl.zeros([D.C], tl.float32)
+    d_scale = tl.full([D.C], 0, tl.float32)
     for k0 in range(0, runtime_bound(D.K, length), D.BK):
         ck = k0 + tl.arange(0, D.BK)
         # Load gates: [C, BK]
@@ -214,10 +214,10 @@ def head_gate_gradient(
         dPt *= decay
         up, down = exp(G)[:, None], exp(last - G)[:, None]
     dP, dPt = dP.to(D.DTYPE), dPt.to(D.DTYPE)
-    Pt = tl.zeros([D.C, D.C], tl.float32)
-    through_start = tl.zeros([D.C], tl.float32)
-    through_end = tl.zeros([D.C], tl.float32)
-    state_products = tl.zeros([D.BK], tl.float32)
+    Pt = tl.full([D.C, D.C], 0, tl.float32)
+    through_start = tl.full([D.C], 0, tl.float32)
+    through_end = tl.full([D.C], 0, tl.float32)
+    state_products = tl.full([D.BK], 0, tl.float32)
     for k0 in range(0, runtime_bound(D.K, length), D.BK):
         ck = k0 + tl.arange(0, D.BK)
         tq = load_tokens(q, origin, h, D.HQ, D.K, tokens, ck, count, D)
@@ -329,7 +329,7 @@ def exact_key_gate_gradient(
     tdo = load_tokens(do, origin, h, D.H, D.V, tokens, cv, count, D)
     d_diagonal = tl.sum(tdo.to(tl.float32) * tv.to(tl.float32), 1)
     dP = tl.where(i > j, dot(tdo, tl.trans(tv), D), 0.0).to(D.DTYPE)
-    d_scale = tl.zeros([D.C], tl.float32)
+    d_scale = tl.full([D.C], 0, tl.float32)
     for k0 in range(0, runtime_bound(D.K, length), D.BK):
         ck = k0 + tl.arange(0, D.BK)
         # Load operands and gates: [C, BK]
@@ -340,9 +340,9 @@ def exact_key_gate_gradient(
         S = load_state(states, e, h, ck, cv, limit, D.H, D.K, D.V)
         dS = load_state(d_states, e, h, ck, cv, limit, D.H, D.K, D.V)
         # Sum over pairs of tokens: [C, BK]
-        dq_pairs = tl.zeros([D.C, D.BK], tl.float32)
-        dk_pairs = tl.zeros([D.C, D.BK], tl.float32)
-        pairs = tl.zeros([D.C, D.BK], tl.float32)
+        dq_pairs = tl.full([D.C, D.BK], 0, tl.float32)
+        dk_pairs = tl.full([D.C, D.BK], 0, tl.float32)
+        pairs = tl.full([D.C, D.BK], 0, tl.float32)
         for level in range(0, runtime_bound(num_halvings(D.C), length)):
             mask, matrix = halving(tokens, (D.C // 2) >> level)
             decay = exp(gate_sums(matrix, gates))
@@ -423,10 +423,10 @@ def sums_over_values(v, do, states, d_states, block, h, e, origin, length, count
     """Compute dP = do v^T [C, C], do S^T and v dS^T [C, BK], and with GATED sum_v S dS [BK], for a block of channels."""
     tokens, ck = tl.arange(0, D.C), block * D.BK + tl.arange(0, D.BK)
     limit = tl.where(count > 0, D.V, 0)  # padding has no state
-    dP = tl.zeros([D.C, D.C], tl.float32)
-    tdq = tl.zeros([D.C, D.BK], tl.float32)
-    tdk = tl.zeros([D.C, D.BK], tl.float32)
-    state_products = tl.zeros([D.BK], tl.float32)
+    dP = tl.full([D.C, D.C], 0, tl.float32)
+    tdq = tl.full([D.C, D.BK], 0, tl.float32)
+    tdk = tl.full([D.C, D.BK], 0, tl.float32)
+    state_products = tl.full([D.BK], 0, tl.float32)
     for v0 in range(0, runtime_bound(D.V, length), D.BV):
         cv = v0 + tl.arange(0, D.BV)
         # [C, BV]
@@ -558,8 +558,8 @@ def wide_value_head(q, k, decayed, k_scaled, scores, do, scale, d_states, table,
     tokens, cv = tl.arange(0, D.C), block * D.BV + tl.arange(0, D.BV)
     j, i = tokens[:, None], tokens[None, :]
     limit = tl.where(count > 0, D.V, 0)  # padding has no state
-    tdv = tl.zeros([D.C, D.BV], tl.float32)
-    Pt = tl.zeros([D.C, D.C], tl.float32)
+    tdv = tl.full([D.C, D.BV], 0, tl.float32)
+    Pt = tl.full([D.C, D.C], 0, tl.float32)
     for k0 in range(0, runtime_bound(D.K, length), D.BK):
         ck = k0 + tl.arange(0, D.BK)
         # [BK, BV]

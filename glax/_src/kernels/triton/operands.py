@@ -76,9 +76,9 @@ def scale_operands(q, k, g, table, q_scaled, k_scaled, scores, last, max_abs_cum
     pair_index = e.to(tl.int64) * D.H + h
     tokens = tl.arange(0, D.C)
     i, j = tokens[:, None], tokens[None, :]
-    A = tl.zeros([D.C, D.C], tl.float32)
-    diagonal = tl.zeros([D.C], tl.float32)
-    row_max = tl.zeros([D.C], tl.float32)
+    A = tl.full([D.C, D.C], 0, tl.float32)
+    diagonal = tl.full([D.C], 0, tl.float32)
+    row_max = tl.full([D.C], 0, tl.float32)
     ends = last + pair_index * 2 * D.K + tl.where(i == D.C - 1, 0, D.K)
     for k0 in range(0, runtime_bound(D.K, count), D.BK):
         ck = k0 + tl.arange(0, D.BK)
@@ -116,8 +116,8 @@ def exact_scores(q, k, g, table, max_abs_cumsum, pairs, scores, D: tl.constexpr)
         if tl.load(max_abs_cumsum + pair, mask=pair < count_of_pairs, other=0.0) > FAST_LIMIT:
             h, e = pair % D.H, pair // D.H
             origin, count = tl.load(table + e * 6), tl.load(table + e * 6 + 2)
-            A = tl.zeros([D.C, D.C], tl.float32)
-            diagonal = tl.zeros([D.C], tl.float32)
+            A = tl.full([D.C, D.C], 0, tl.float32)
+            diagonal = tl.full([D.C], 0, tl.float32)
             for k0 in range(0, runtime_bound(D.K, count), D.BK):
                 ck = k0 + tl.arange(0, D.BK)
                 gates = load_key_gates(g, origin, h, tokens, ck, count, D)
@@ -127,7 +127,7 @@ def exact_scores(q, k, g, table, max_abs_cumsum, pairs, scores, D: tl.constexpr)
                 for level in range(0, runtime_bound(num_halvings(D.C), count)):
                     mask, matrix = halving(tokens, (D.C // 2) >> level)
                     decay = exp(whole_gate_sums(matrix, gates))
-                    pairs_of_level = add_fine_dot(tl.zeros([D.C, D.C], tl.float32), tq * decay, tk * decay, D)
+                    pairs_of_level = add_fine_dot(tl.full([D.C, D.C], 0, tl.float32), tq * decay, tk * decay, D)
                     A += tl.where(mask, pairs_of_level, 0.0)
             A = tl.where(i > j, A, tl.where(i == j, diagonal[:, None], 0.0))
             tl.store(scores + (e.to(tl.int64) * D.H + h) * D.C * D.C + i * D.C + j, A.to(scores.dtype.element_ty))

@@ -89,7 +89,7 @@ def recurrent(q, k, v, head, key, value, beta, erase, write, scale, start, table
     S = (
         load_state(start, n, h, ck, cv, D.V, D.H, D.K, D.V).to(tl.float32)
         if D.START
-        else tl.zeros([D.BK, D.BV], tl.float32)
+        else tl.full([D.BK, D.BV], 0, tl.float32)
     )
     for t in range(0, filled):
         row = origin + D.SIGN * t
@@ -101,7 +101,7 @@ def recurrent(q, k, v, head, key, value, beta, erase, write, scale, start, table
         out = tl.sum(S * vector(q, row, hq, ck, D.HQ, D.K)[:, None], 0) * factor
         tl.store(at(o, row, h, D.H, D.V) + cv, out.to(o.dtype.element_ty), mask=cv < D.V)
     for t in range(filled, length):
-        zero = tl.zeros([D.BV], o.dtype.element_ty)
+        zero = tl.full([D.BV], 0, o.dtype.element_ty)
         tl.store(at(o, origin + D.SIGN * t, h, D.H, D.V) + cv, zero, mask=cv < D.V)
     if (edges & 2) != 0:
         store_state(final, S, n, h, ck, cv, D.H, D.K, D.V)
@@ -114,7 +114,7 @@ def step(q, k, v, head, key, value, beta, erase, write, scale, slots, pool, o, D
     ck, cv = tl.arange(0, D.BK), block * D.BV + tl.arange(0, D.BV)
     slot = tl.load(slots + n)
     factor = tl.load(scale + n).to(tl.float32)
-    out = tl.zeros([D.BV], tl.float32)
+    out = tl.full([D.BV], 0, tl.float32)
     if slot >= 0:
         # A pool is larger than any cache, and each state is read and written once. The barrier stops the compiler from
         # using part of the state before all of its loads are issued, which saves registers and serialises the loads. The
