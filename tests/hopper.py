@@ -63,9 +63,9 @@ class Call:
         return gate, "joined" if case.B > 1 else "whole"
 
     def problem(self) -> tuple[Recurrence, jax.Array, jax.Array]:
-        """The recurrence, with a scale of its own, and the cotangents of its results."""
+        """The recurrence, without the delta rule with a scale of its own, and the cotangents of its results."""
         r, d = problem(self.case, "log-sigmoid" if self.given in PLACES else self.given)
-        r = r.replace(scale=0.9 * r.scale)
+        r = r if isinstance(self.case, DeltaCase) else r.replace(scale=0.9 * r.scale)
         if self.given in PLACES:
             token, channel = np.arange(self.case.T)[:, None, None], np.arange(self.case.K)
             logs = PLACES[self.given](r.decay.key, token, channel)
