@@ -125,20 +125,31 @@ def with_fields(case, fields: list[str]):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A recurrence and the cotangents of its results. extreme: whether its bars are the wider ones."""
+    """A recurrence and the cotangents of its results.
+
+    extreme: whether its bars are the wider ones. config: of the kernel; its heuristic's if None. has_d_final: whether the kernel
+    receives a cotangent of the final states; without one a packed call can run as one row. saves: whether the gradient receives
+    what a forward saved, as in training.
+    """
 
     r: Recurrence
     cotangents: tuple[jax.Array, jax.Array]
     extreme: bool
-
-    config: glax.Config | None = None  # of the kernel; its heuristic's if None
+    config: glax.Config | None = None
+    has_d_final: bool = True
+    saves: bool = False
 
     @classmethod
     def of(cls, case, strength: str | None) -> "Problem":
         if not isinstance(case, Case | DeltaCase):
             call = case if strength is None else dataclasses.replace(case, given=with_strength(case.case, strength))
             r, *cotangents = call.problem()
-            return cls(r, tuple(cotangents), extreme=False, config=call.config)
+            has_d_final = True in (call.finals or (True,))
+            if not has_d_final:
+                cotangents[1] = jnp.zeros_like(cotangents[1])
+            return cls(
+                r, tuple(cotangents), extreme=False, config=call.config, has_d_final=has_d_final, saves=call.save
+            )
         draw = draws(case)[0] if strength is None else with_strength(case, strength)
         return cls(*problem(case, draw), is_extreme(draw))
 
@@ -249,7 +260,8 @@ def scores(p: Problem, run, _) -> Iterator[Dump]:
 
 
 def gradients(p: Problem, _, pull) -> Iterator[Dump]:
-    got = pull(p.r, *p.cotangents)
+    d_output, d_final = p.cotangents
+    got = pull(p.r, d_output, d_final if p.has_d_final else None)
     want = reference_gradient(p.r, *p.cotangents)
     arrays, wanted = named(got), named(want)
     for comparison in compare_gradients(p.r, got, want, p.extreme):
@@ -276,11 +288,15 @@ def run_case(p: Problem, platform: str, dumps: tuple[str, ...], say=print) -> in
         shapes = ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in named(p.r).items())
         say(f"{forward.name} on {here.said}: {shapes}")
 
+        saving = forward.forward_with_residuals
+        saving = saving and functools.partial(saving, config=config_of(forward, p, p.r))
+
         def run(r):
             return here.call(functools.partial(forward.run, config=config_of(forward, p, r)), r)
 
         def pull(r, *given):
-            return here.call(functools.partial(backward.run, config=config_of(backward, p, r)), r, *given)
+            residuals = here.call(saving, r)[1] if p.saves and saving is not None else None
+            return here.call(functools.partial(backward.run, config=config_of(backward, p, r)), r, *given, residuals)
 
         for dump in dumps:
             for found in OF_DUMP[dump](p, run, pull):

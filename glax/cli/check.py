@@ -88,7 +88,7 @@ def kernels_that_refuse_all(results: list[Result]) -> list[str]:
 
 
 def by_backend(kernels: list[str]) -> str:
-    """Count kernels for other machines by the machine, and those for this one, which take other calls."""
+    """Return a count of kernels by the machine that they need, such as "3 for a GPU, 1 for other calls than these"."""
     found = collections.Counter(kernel_registry.kernels[name].backend for name in kernels)
     here = sum(found.pop(backend, 0) for backend in (Backend.here(), Backend.ANY))
     counts = [f"{count} for a {str(backend).upper()}" for backend, count in found.items()]

@@ -210,7 +210,10 @@ def retnet(config: ModelConfig, precision: Precision) -> CausalLM:
 
 def hgrn2(config: ModelConfig, precision: Precision) -> CausalLM:
     """Build an HGRN2 model. The norm of the mixer's output has an epsilon of 1e-5, as in fla. Qin et al. 2024,
-    https://arxiv.org/abs/2404.07904."""
+    https://arxiv.org/abs/2404.07904.
+
+    Raises ValueError for sizes that do not fit each other.
+    """
     options, width, init = opened(config)
     ratio, heads = options.take("expand_ratio", 128), options.integer("num_heads", None, optional=True)
     if ratio is None and heads is None:

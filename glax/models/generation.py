@@ -155,7 +155,10 @@ def all_tokens(graph, sampling: Sampling, count: int, params, prompts: dict, arr
 
 
 def begun(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: dict):
-    """Read the prompts, and return (the first new tokens, which sequences have ended, the pools)."""
+    """Read the prompts, and return (the first new tokens, which sequences have ended, the pools).
+
+    prompts: tokens [B, T], and of padded prompts their lengths [B]. count: the number of new tokens.
+    """
     B, T = prompts["tokens"].shape
     pools = nnx.merge(graph, params).initial_states(B, T + count)
     return on_pools(functools.partial(prompts_read, graph, sampling), pools, params, prompts, arrays)

@@ -234,7 +234,7 @@ def layered(weights: Weights, name: str, param: nnx.Param, back: Callable[[np.nd
 
 
 def check_tied(model: CausalLM, weights: Weights):
-    """Take a tied head that is stored under the head's name alone for the embedding.
+    """Use the head's tensor as the embedding, where a folder stores tied weights under the head's name alone.
 
     Raises ValueError if a folder has both and they differ: transformers does not tie them then, whatever the config says.
     """

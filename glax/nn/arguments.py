@@ -87,7 +87,10 @@ def check_float_dtype(name: str, value: DTypeLike):
 
 
 def check_range(name: str, value, least: float):
-    """Raise TypeError or ValueError unless value is two numbers in order, the first at least `least`."""
+    """Raise TypeError unless value is two numbers, and ValueError unless they are in order and the first is at least `least`.
+
+    `dt_range` may be in either order. Only `dt_limit` may end in inf.
+    """
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise TypeError(f"{name} must be two numbers, got {value!r}")
     for number in value:

@@ -32,7 +32,8 @@ class Comparison:
 
 
 def compare(name: str, got, want, bar: float, dtype=None) -> Comparison:
-    """Return whether ‖got - want‖ <= bar * ‖want‖, every value is finite, and the shape and the dtype are as expected.
+    """Compare arrays. `reason` is None if ‖got - want‖ <= bar * ‖want‖, every value is finite, and shape and dtype are as
+    expected. Norms are 2-norms over all elements.
 
     dtype: the expected dtype, or None for any. Numbers below the least normal float32 number count as equal.
     """

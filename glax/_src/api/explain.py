@@ -64,8 +64,9 @@ def distinct(found: Iterable[Decision]) -> Explanation:
 
 
 def detect_platform(fn=recurrent, *args, **kwargs) -> Platform:
-    """Return the platform that runs fn(*args, **kwargs) here. Without arguments, it is the platform of a usual call of
-    `recurrent`.
+    """Return the platform that runs the first call of glax in fn(*args, **kwargs) here.
+
+    Without arguments, it is the platform of a usual call of `recurrent`.
 
     Raises TypeError if fn is no function, ValueError if it makes no call of glax, and UnsupportedError if no kernel can run a
     call of it.

@@ -261,7 +261,8 @@ class OutputsWithStates(NamedTuple):
 class Residuals(NamedTuple):
     """Hold what a forward saves for its gradient beside its operands: states at chunks, and one flag for each chunk.
 
-    The kernel defines the chunks, which of them have a state, the padded widths K and V, and the meaning of the flags.
+    The kernel defines the chunks, which of them have a state, the padded widths K and V, and the meaning of the flags. Under
+    Hopper's delta rule the states have C more rows or columns: what each token of the chunk writes.
     """
 
     states: Float[Array, "B runs H K V"]

@@ -298,10 +298,10 @@ class UnsupportedError(NotImplementedError):
     """
 
 
-def check_usual_form(r: Recurrence, what: str):
+def check_form(r: Recurrence, what: str, forms: tuple[str, ...] = USUAL_FORMS):
     """Raise UnsupportedError unless the decay of r has one of the forms that `what`, which no kernel is, handles part by part."""
-    if r.decay.form not in USUAL_FORMS:
-        raise UnsupportedError(f"{what} {refused_form(r.decay.form, USUAL_FORMS)}")
+    if r.decay.form not in forms:
+        raise UnsupportedError(f"{what} {refused_form(r.decay.form, forms)}")
 
 
 class KernelRegistry:

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from glax._src.core.recurrence import Outputs, Recurrence, spread_heads
-from glax._src.core.registry import check_usual_form
+from glax._src.core.registry import check_form
 from glax._src.parallel.sequence import solve_sequence
 from glax._src.solve.autodiff import differentiable, solve
 from glax._src.solve.dispatch import Choice
@@ -117,7 +117,7 @@ class Spread:
 
     def check(self, r: Recurrence):
         if self.sequence_axis is not None:
-            check_usual_form(r, "sequence_axis")
+            check_form(r, "sequence_axis")
         for argument, axis, what, count in (
             ("batch_axis", self.batch_axis, "B", r.q.shape[0]),
             ("head_axis", self.head_axis, "H", r.num_heads),

@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 from jaxtyping import Array, Float
 
-from glax._src.core.decay import Decay
+from glax._src.core.decay import USUAL_FORMS, Decay
 from glax._src.core.recurrence import (
     Outputs,
     OutputsWithStates,
@@ -24,7 +24,7 @@ from glax._src.core.recurrence import (
     gradient_recurrence,
     spread_heads,
 )
-from glax._src.core.registry import check_usual_form, kernel_registry
+from glax._src.core.registry import check_form, kernel_registry
 from glax._src.kernels import load_kernels
 from glax._src.solve.dispatch import (
     Choice,
@@ -38,6 +38,8 @@ from glax._src.solve.dispatch import (
 )
 from glax._src.solve.isolation import isolating
 from glax._src.solve.pieces import solve_with_states
+
+DERIVED_FORMS = USUAL_FORMS  # whose gradient `derived_gradient` and `first_decay` form
 
 
 def differentiable(r: Recurrence) -> Recurrence:
@@ -254,7 +256,7 @@ def derived_gradient(choice: Choice, r: Recurrence, d_output, d_final) -> Recurr
     With an erasure, the transposed state obeys no recurrence of this form. The gradient is then taken token by token
     (`delta_recurrent`), in plain JAX on every platform.
     """
-    check_usual_form(r, "the derived gradient")
+    check_form(r, "the derived gradient", DERIVED_FORMS)
     if r.states_every is not None:
         return gradient_by_pieces(choice, r, d_output, d_final)
     d_final = filled(d_final, r)

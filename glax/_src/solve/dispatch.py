@@ -295,7 +295,9 @@ def run_pooled(spec: KernelSpec, choice: Choice, r: Recurrence, slots, otherwise
 def execute(spec: KernelSpec, choice: Choice, r: Recurrence, *given, again, part=None, saves_residuals: bool = False):
     """Run spec's kernel on (r, *given), or `again` where the program is lowered for another backend.
 
-    again: (choice, results, r, *given) -> the same results. results: the shapes that spec's kernel returns.
+    again: (choice, results, r, *given) -> the same results. results: the shapes that spec's kernel returns. given: the operands
+    beside r, such as cotangents. part: the phase of a two-phase kernel, or None. saves_residuals: whether the kernel returns
+    residuals, too.
     """
     from glax._src.solve.lowering import Kernel  # loads modules of JAX that are not a part of `import jax`
 

@@ -136,8 +136,11 @@ def edge_tokens(is_token: Array, down: bool) -> Array:
 
 
 def without_spoiled_tokens(run: Callable) -> Callable:
-    """Return (r) -> run(r) without the tokens of each document from the first that is not finite on. Their outputs, and the
-    states behind them, are NaN."""
+    """Return a function of r that runs r without the tokens of each document from its first that is not finite on.
+
+    The outputs of these tokens, and the states behind them, are NaN. A token whose query alone is not finite, or too large, loses
+    its own output only.
+    """
 
     def again(r: Recurrence):
         documents = Documents.of(r)

@@ -226,7 +226,8 @@ class Scan:
         pl.when(at_end)(lambda: store(quotient(segment, self.parts)))
 
     def chunk_at(self, step, count, adjoint=None):
-        """Return the chunk that the scan takes at a step of `count`. adjoint: 0 or 1, for a `two_way` scan."""
+        """Return the index of the chunk that the scan takes at a step, in a segment of `count` chunks. adjoint: 0 or 1, for a
+        `two_way` scan."""
         if not self.two_way:
             return count - 1 - step if self.reverse != self.adjoint else step
         return jnp.where(adjoint == int(self.reverse), step, count - 1 - step)

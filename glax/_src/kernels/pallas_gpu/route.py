@@ -77,7 +77,8 @@ def scan_kernel(r: Recurrence, config: HopperConfig, widths: Widths) -> str:
 def gradient_kernel(r: Recurrence, rows: Reading, widths: Widths, square: Widths) -> str:
     """Return the name of the kernel that computes the gradients of chunks.
 
-    `gradient_wide` takes the columns of a wide state in steps, of rows that hold one sequence.
+    `gradient_wide` takes states of several blocks of columns, in steps of columns; each of its rows holds one sequence. square:
+    the widths in blocks of the gradient.
     """
     if r.erasure is not None:
         if r.decay.key is not None:

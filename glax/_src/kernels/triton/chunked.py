@@ -54,7 +54,8 @@ STATE_BLOCK = 64  # rows and columns of the state in a program of the kernels th
 def segment_states(a, b, g, scale, start, table, out, edge, total, D: tl.constexpr):
     """Compute each segment's final state from zero, out [segments, H, K, V], and its log decay, total [segments, H, K or 1].
 
-    LAST: also compute these for a sequence's last segment (with ADJOINT its first). Otherwise they are 0 there.
+    The operands are those of `carry_state`. LAST: also compute these for a sequence's last segment (with ADJOINT its first).
+    Otherwise they are 0 there.
     """
     carry_state(
         tl.program_id(0), a, b, g, scale, start, table, out, edge, total, D, D.HA, D.HB, D.ADJOINT, False, D.LAST,
@@ -168,9 +169,10 @@ def load_chunk_sum(g, c, origin, chunk, h, n, k, filled, D: tl.constexpr):
 def scan_segments(local, total, start, begins, out, edge, through, before, D: tl.constexpr):
     """Scan the segments' local states and log decays for the state where each segment begins (with ADJOINT, where it ends).
 
-    out [segments, H, K, V]: those states. edge [N, H, K, V], through [N, H, K or 1]: the state after the last segment and
-    the log decay of the whole sequence, valid if `segment_states` had LAST. before [segments, H, K or 1]: the log decay of
-    the segments that the scan visits before each.
+    local [segments, H, K, V] and total [segments, H, K or 1]: of `segment_states`. start [N, H, K, V]: the initial states.
+    begins [N + 1]: the first segment of each sequence. out [segments, H, K, V]: those states. edge [N, H, K, V], through
+    [N, H, K or 1]: the state after the last segment and the log decay of the whole sequence, valid if `segment_states` had
+    LAST. before [segments, H, K or 1]: the log decay of the segments that the scan visits before each.
     """
     block, h, n = place_of(tl.program_id(0), D.NK * D.NV, D)
     k, v = block // D.NV * D.BK + tl.arange(0, D.BK), block % D.NV * D.BV + tl.arange(0, D.BV)

@@ -20,7 +20,10 @@ def runtime_bound(n, count):
 
 @triton.jit
 def place_of(program, BLOCKS: tl.constexpr, D: tl.constexpr):
-    """Return the block, the head, and the chunk, segment or sequence of a program. Those of one head are neighbours."""
+    """Return the block, the head, and the chunk, segment or sequence of a program. Blocks vary fastest, and then heads.
+
+    BLOCKS: the number of blocks of a head.
+    """
     return program % BLOCKS, program // BLOCKS % D.H, program // (BLOCKS * D.H)
 
 

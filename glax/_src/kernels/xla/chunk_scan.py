@@ -58,7 +58,7 @@ class ChunkedConfig(Config):
 
     @classmethod
     def candidates(cls, r: Recurrence) -> list[Self]:
-        """Return the powers of two up to 128 for which T exceeds half a chunk."""
+        """Return configs with chunks of 16 tokens, and those of 32, 64 and 128 tokens that are shorter than 2 T."""
         return [cls(chunk) for chunk in (16, 32, 64, 128) if chunk == 16 or chunk < 2 * r.q.shape[1]]
 
 
@@ -162,7 +162,10 @@ def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
 def chunked_vjp(
     r: Recurrence, d_output, d_final, residuals: Residuals | None = None, *, config: ChunkedConfig
 ) -> Recurrence:
-    """Compute the gradient of every input. It uses the residuals' states if these belong to the chunks of this config."""
+    """Compute the gradient of every input, from d_output [B, T, H, V] and d_final [N, H, K, V] or None.
+
+    It uses the residuals' states if these belong to the chunks of this config, and else forms them again.
+    """
     chunks, g = start(r, config.chunk)
     if residuals is not None:
         fits = count_determines_size(r, g.size) and residuals.states.shape[1] == chunks.first.shape[0]

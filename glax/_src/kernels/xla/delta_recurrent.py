@@ -146,7 +146,10 @@ def cleared(S: Float[Array, "B *rest"], row: Tokens) -> Array:
 
 
 def enter(states: Array, carried: Array, begins, sequence) -> Array:
-    """Return `carried`, or the entry of `states` where a packed sequence begins at this row."""
+    """Return `carried` [1, ...], or the entry `sequence` of `states` [N, ...] where a packed sequence begins at this row.
+
+    begins: whether one does; None if the call is not packed.
+    """
     if begins is None:
         return carried
     return jnp.where(begins, lax.dynamic_index_in_dim(states, jnp.minimum(sequence, len(states) - 1)), carried)

@@ -20,7 +20,8 @@ from glax._src.kernels.xla.isolated import isolate
 
 
 def priority(r: Recurrence) -> int:
-    """Return a priority above `chunked` for fewer than 16 tokens, and where the chunk scan would be slower (`stays_in_cache`)."""
+    """Return a priority above `chunked` for fewer than 16 tokens, and, without an erasure, where the chunk scan would be slower
+    (`stays_in_cache`)."""
     T = r.q.shape[1]
     if r.erasure is not None:
         return 2 if not is_symbol(T) and T < 16 else 0

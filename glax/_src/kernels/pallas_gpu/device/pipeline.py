@@ -71,7 +71,8 @@ class Ring:
     that copies fill, one for each copy. A copy reports itself; without any the warpgroups do. released_by: the roles that report
     when they have read a slot; those of `read` unless given. acquired_by: the roles that wait for these before the slot is
     filled again; those of `fill` unless given. Where `fill` or `released_by` is (), none needs to report, because something else
-    keeps the order. teams: into which the warpgroups of a role divide, each with slots of its own.
+    keeps the order. teams: into which the warpgroups of a role divide, each with slots of its own. full, free: the barriers,
+    which `Pipeline.of` sets.
     """
 
     slots: int

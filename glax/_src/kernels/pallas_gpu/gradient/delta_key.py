@@ -160,12 +160,12 @@ class Tiles(NamedTuple):
         return self.pair(2 + 2 * side)
 
     def left(self, side: int):
-        """Decayed rows x; at last terms of dg that are summed from a token on."""
+        """x e^M in two terms, [C, K] each, x = scale q for queries and e for keys; at last terms of dg summed from a token on."""
         return self.pair(6 + 2 * side)
 
     @property
     def right(self):
-        """Decayed rows of k; at last terms of dg that are summed before a token."""
+        """k e^-M in two terms, [C, K] each; at last terms of dg that are summed before a token."""
         return self.pair(10)
 
     @property

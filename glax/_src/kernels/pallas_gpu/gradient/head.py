@@ -217,8 +217,8 @@ def load(p: Program):
     n, x, s, pipeline = p.plan, p.operands, p.tiles, p.pipeline
 
     def load_tokens(names, program, i, t: int):
-        """Load the chunk's tokens of some arrays. Where they lie is formed at each use, because the warpgroup has few
-        registers."""
+        """Load tokens of the arrays `names`, of q, k, v and do: those of chunk i of team t. Where they lie is formed at each use,
+        because the warpgroup has few registers."""
         (b, _, c, h, _), at = n.chunk_of(program, i, t), n.slot(i, t)
         heads = n.heads_of(h)
         arrays = dict(q=(x.q, x.q_edges, s.q), k=(x.k, x.k_edges, s.k))

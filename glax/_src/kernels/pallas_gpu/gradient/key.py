@@ -409,7 +409,8 @@ def compute_chunk(p: Program, first, i):
 
 
 def clear_foreign(c: Chunk, found):
-    """Zero the rows of tiles that do not belong to the chunk's sequence. They belong to another sequence, or may hold NaN."""
+    """Zero the rows of the tiles `found` that do not belong to the chunk's sequence. They belong to another sequence, or may hold
+    NaN."""
     places = c.p.operands.places
     first, end = places[c.c, 1], places[c.c, 2]
     pl.when((first > 0) | (end < C))(lambda: clear(found, first, end))

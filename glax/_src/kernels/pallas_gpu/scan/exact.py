@@ -217,7 +217,7 @@ def load(c: Chunk, part):
 
 
 def form_factors(c: Chunk, part, slot):
-    """Store e^g, k and q of TOKENS tokens in float32."""
+    """Store e^g, k and q of TOKENS tokens in float32, and 0 for rows of another sequence. part: which TOKENS of the chunk."""
     t, flat = c.tiles, plgpu.Layout.WG_STRIDED((TOKENS, c.plan.K), vec_size=4)
 
     def by_group(x):

@@ -84,17 +84,17 @@ Ref = Any
 
 
 class Operands(NamedTuple):
-    """Hold the operands, in global memory."""
+    """Hold the operands, in global memory, of E segments and N sequences."""
 
     table: Ref  # [E, 4] or [E, H, 5]; [E, 7] or [E, H, 7] of a plan that clears rows
     q: Ref  # [B, T, HQ, K]
     k: Ref  # [B, T, HK, K]; q in an adjoint scan
     v: Ref  # [B, T, HV, V]; d_output in an adjoint scan
     gates: tuple[Ref, ...]  # the terms, [B, T, H, K] each
-    scale: Ref  # [N + 1]
+    scale: Ref  # [N + 1], the last unused
     start: Ref  # [E, H, K, V]
     known_out_of_range: Ref  # [B, chunks, H]; `scale` where it is not read
-    newest: Ref = None  # [B, chunks, C], of a plan with resets: `resets.newest_resets`
+    newest: Ref = None  # [B, chunks, C], of a plan with resets: `rows.newest_resets`
     behind: Ref = None  # [B, num_behind, H, K, V], of a plan that adds the gradients of the caller's states
 
 

@@ -285,7 +285,7 @@ def any_out_of_range(s: Scaler, slot):
     """Return whether any token or channel of the chunk is out of range in any scaler's share, so that all scalers scale it
     alike.
 
-    The scaler has arrived at `scalers_met` before.
+    The scaler has arrived at `met` before.
     """
     p = s.p
     p.pipeline.met.wait()
