@@ -129,3 +129,28 @@ def check_budgets(capability: int, found: dict, budgets: dict):
         assert all(x <= most for x, most in zip(used, budget, strict=True)), (kernel, runs, used, budget)
         if kernel in MULTIPLYING:
             assert PRODUCTS[capability] in row["matrix"], (kernel, runs, row["matrix"])
+
+
+JITTED = """
+import jax, jax.numpy as jnp
+from jax._src.pallas.triton import gpu_info
+import glax
+from tests.tooling.lowered_programs import device
+
+ask = gpu_info.get_gpu_info
+def of_the_target():  # the threads that compile ahead see no abstract device
+    with device("cuda"):
+        return ask()
+gpu_info.get_gpu_info = of_the_target
+
+x, g = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16), jax.ShapeDtypeStruct((1, 256, 2), jnp.float32)
+with device("cuda"):
+    run = jax.jit(lambda q, g: glax.simple_gla(q, q, q, g, platform="triton").output)
+    text = run.trace(x, g).lower(lowering_platforms=("cuda",)).as_text()
+assert "triton_kernel_call" in text, text[:2000]
+"""
+
+
+def test_a_jitted_call_lowers():
+    """JAX asks jax-triton which operands are live. jax-triton 0.4.1 alone does not answer JAX 0.12."""
+    subprocess.run([sys.executable, "-c", JITTED], check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})

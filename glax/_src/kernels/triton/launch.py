@@ -26,6 +26,19 @@ OUTPUTS = "out_type" if "out_type" in inspect.signature(jax_triton.triton_call).
 ALIASES_ARE_PASSED = OUTPUTS == "out_shape"
 
 
+def accept_live_operands():
+    """Let jax-triton's rule for dead code take the argument that JAX 0.12 adds. jax-triton 0.4.1 raises TypeError for it."""
+    library = jax_triton.triton_lib
+    if not hasattr(library, "pe"):
+        return  # jax-triton 0.3 has no such rule
+    rule = library.pe.dce_rules[library.triton_kernel_call_p]
+    if len(inspect.signature(rule).parameters) == 2:
+        library.pe.dce_rules[library.triton_kernel_call_p] = lambda used, *rest: rule(used, rest[-1])
+
+
+accept_live_operands()
+
+
 @dataclasses.dataclass(frozen=True)
 class Dimensions:
     """Hold the constants of a launch, the argument D of every kernel. A kernel reads those that its launch gives.
