@@ -33,7 +33,8 @@ USUAL_FORMS = (*ROW_FORMS, "value", "key+value")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Decay:
-    """Hold the log decay of the state, a sum of parts: log decay[k, v] = head + key[k] + value[v]. A missing part is zero.
+    """Hold the log decay of the state, a sum of parts: log decay[k, v] = constant + head + key[k] + value[v]. A missing
+    part is zero.
 
     There are six forms (`USUAL_FORMS`): none, `constant`, `head`, `key`, `value`, and `key` with `value`. The form is part of the
     tree's structure, so it is known while tracing.

@@ -185,8 +185,11 @@ class Columns(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DeltaPipeline(Pipeline):
-    """Hold who waits for whom. keys: q, k, gates and beta; they are read when dq and dk have left their tiles. scores: A. met:
-    both that compute, once they have read all tiles. states: of a chunk, or columns: of a step."""
+    """Hold who waits for whom.
+
+    keys: q, k, gates and beta; they count as read once dq and dk have left their tiles. scores: A, which has been read once both
+    have met. met: both that compute, once they have read all tiles. states: of a chunk, or columns: of a step.
+    """
 
     keys: Handoff
     scores: Handoff

@@ -202,8 +202,8 @@ class Tiles(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupsPipeline(Pipeline):
-    """Hold who waits for whom. keys: q and k of an item, and in runs q or k of the other chunk; they are read when dq and dk have
-    left shared memory. units: what a unit has of its own, and in runs of the other chunk. met: both that compute."""
+    """Hold who waits for whom. keys: q and k of an item, and in runs q or k of the other chunk; they count as read once dq and
+    dk have left shared memory. units: what a unit has of its own, and in runs of the other chunk. met: both that compute."""
 
     keys: Handoff
     units: Ring

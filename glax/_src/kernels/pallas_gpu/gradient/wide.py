@@ -150,9 +150,9 @@ class Tiles(NamedTuple):
 class WidePipeline(Pipeline):
     """Hold who waits for whom.
 
-    keys: q and k of an item; they are read when dq and dk have left their tiles. gates: of an item, with its resets. columns: a
-    step's columns of V; they are read when dv has left its tile. scored: dA needs the step's do no more, which dv overwrites.
-    met: both that compute.
+    keys: q and k of an item; they count as read once dq and dk have left their tiles. gates: of an item, with its resets.
+    columns: a step's columns of V; they count as read once dv has left its tile. scored: dA needs the step's do no more, which
+    dv overwrites. met: both that compute.
     """
 
     keys: Ring

@@ -35,7 +35,7 @@ uses a tile last loads the next into it.
 
 Memory: `Tiles`. q^ overwrites q, k^ overwrites k. Outputs leave through the tile of q^, and what q^ lost is in the tile of the
 gates, unless `Scan.has_output_tile` and `Scan.lost_stages` say that they have tiles of their own. Who waits for whom, in a scan
-with outputs and K = V = 128:
+with outputs, K = 128 and 128 columns:
 
     waits          for            until
     scale          output, carry  tokens full: q, k, v
