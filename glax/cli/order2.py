@@ -34,7 +34,9 @@ def probabilities(train: Bytes, text: Bytes) -> Float[np.ndarray, "n-2"]:
 
 
 def bits_per_byte(train: Bytes, windows: UInt8[np.ndarray, "windows length+1"]) -> float:
-    """Return the mean of -log2 p(c | a b) over all bytes of the windows but the first of each. The windows follow one another,
-    and the first follows the training text."""
+    """Return the mean of -log2 p(c | a b), of each byte c behind bytes a b, over all bytes of the windows but the first of each.
+
+    The windows follow one another, and the first follows the training text.
+    """
     p = probabilities(train, np.concatenate([train[-2:], windows.ravel()]))
     return float(-np.log2(p).reshape(windows.shape)[:, 1:].mean())

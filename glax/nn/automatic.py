@@ -24,7 +24,7 @@ def spec_of(x) -> PartitionSpec:
 
 
 def explicit_mesh(tree) -> AbstractMesh | None:
-    """Return the mesh with explicit axes on which the arrays of `tree`, or those of the context, lie; None if there is none."""
+    """Return the context's mesh if it has explicit axes, else the first such mesh of an array of `tree`, or None."""
     types = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
     meshes = (jax.sharding.get_abstract_mesh(), *types)
     return next((mesh for mesh in meshes if not mesh.empty and mesh.explicit_axes), None)

@@ -249,7 +249,7 @@ class KimiDeltaAttention(DeltaAttention):
         self.dt_bias = parameter(initial_dt_bias(rngs, gates, dt_range, dt_floor).astype(self.param_dtype), HEADS)
 
     def log_gate(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows H K"]:
-        """Return g [*rows, H, K] in float32."""
+        """Return the log decay g [*rows, H, K] of every key channel, in float32."""
         f = self.gate_up(self.gate_down(x)).astype(jnp.float32)
         f = by_head(f + for_rows(f, self.dt_bias[...]), self.num_heads)
         rate = jnp.exp(for_rows(f, self.A_log[...][:, None]))

@@ -189,7 +189,10 @@ def delta_by_token(r: Recurrence, resets: Bool[Array, "B T"] | None = None) -> O
 
 
 def in_segments(r: Recurrence, tokens):
-    """Return the tokens with time [T] cut into [segments, SEGMENT], and rows of zeros behind the last token."""
+    """Return the tokens with time [T] cut into [segments, SEGMENT], and rows of zeros behind the last token.
+
+    Their `sequence` is the number of sequences, which is none's.
+    """
     length = min(SEGMENT, r.q.shape[1])
     missing = -r.q.shape[1] % length
 

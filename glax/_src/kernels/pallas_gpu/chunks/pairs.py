@@ -135,7 +135,7 @@ class Tiles(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Hold the shared memory of matrices in two terms."""
+    """Hold the shared memory of matrices in two terms, each a pair of tiles: the high part and the rest."""
 
     y: tuple[Ref, Ref]  # [C, CHANNELS]: K e^-M; at last P and R
     inverse: tuple[Ref, Ref]  # [C, C]: X and M X of `merged`
@@ -264,7 +264,10 @@ def load_chunk(p: Program):
 
 
 def measure(p: Program):
-    """Return whether the chunk takes the fast form. Store q_i . k_i, and write e^{G_last}."""
+    """Return whether the chunk takes the fast form, in which every |M| is within the limit.
+
+    Store q_i . k_i and the largest |M| of each token, and write e^{G_last}. It overwrites `y[0]`.
+    """
     t, (b, c, h) = p.tiles, p.place()
     row = tiles.iota(PAIRS, 0)
     t.y[0][...] = tiles.indicator(row == 0)

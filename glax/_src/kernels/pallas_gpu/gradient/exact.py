@@ -183,7 +183,10 @@ class Block:
         return read(tile.at[row], OF_COLUMN)
 
     def gate(self, row, load: Callable):
-        """Return the log gates of a token, summed over their terms."""
+        """Return the log gates of a token, summed over their terms.
+
+        row: the token's row in the tiles. load: `of_half` or `of_all`.
+        """
         s = self.p.tiles
         g = load(s.g, row)
         return g if s.g_rest is None else g + load(s.g_rest, row)

@@ -375,7 +375,7 @@ def first_item(n: Items):
 
 
 def compute_chunks(n: Items, first, compute: Callable):
-    """Run compute(first, i) for each chunk of a team."""
+    """Run compute(first, i) for each chunk of a team. first: the team's first item. i: the chunk's number among the team's."""
 
     def step(i, _):
         compute(first, i)

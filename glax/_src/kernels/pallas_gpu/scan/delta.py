@@ -444,8 +444,8 @@ def delta_scan(w: DeltaScan, rows: int, *operands) -> Results:
 def load_chunks(p: Program):
     """Load chunks ahead, as many as shared memory holds.
 
-    A tight plan has one tile of v and one of R. v is loaded once the chunk before has been read, and R once R of the chunk before
-    has been.
+    A tight plan has one tile each for v and for the inverse R. v waits until the chunk before is released, and R until the R
+    before is read.
     """
     w, x, t, pipe = p.plan, p.operands, p.tiles, p.pipeline
     p.take_registers("load")
@@ -635,7 +635,10 @@ def onward_wide(p: Program, me, step, S):
 
 
 def back_wide(p: Program, me, step, dS):
-    """Return dS [K, STRIPE] before a chunk from dS' behind it, and store dS' and dX."""
+    """Return dS [K, STRIPE] before a chunk from dS' behind it, and store dS' and dX.
+
+    me: the stripe. The tile of dO and that of the scores are overwritten.
+    """
     t, slot, inverse = p.tiles, p.slot(step), p.pipeline.inverse
     d_output, tokens = t.d_output.at[slot], t.scores
     p.pipeline.chunks.wait(slot)
