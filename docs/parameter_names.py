@@ -1,7 +1,7 @@
 """Write the table of docs/checkpoints.md that lists glax's parameters beside those of checkpoints.
 
 python docs/parameter_names.py --write         replaces the table, of a few types
-python docs/parameter_names.py bamba zamba2    prints that of any types
+python docs/parameter_names.py bamba zamba2    prints the table of any types
 """
 
 import pathlib

@@ -209,7 +209,7 @@ def has_caches(model: CausalLM) -> bool:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("prompts", nargs="+")
-    help = "a checkpoint's folder, such as that of `glax demo` (default: untrained weights)"
+    help = "a checkpoint's folder, such as the one that `glax demo` writes (default: untrained weights)"
     parser.add_argument("--model", type=Path, help=help)
     parser.add_argument("--length", type=int, default=200, help="tokens for each prompt (default: %(default)s)")
     parser.add_argument("--capacity", type=int, default=8, help="requests at a time (default: %(default)s)")

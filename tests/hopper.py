@@ -33,7 +33,7 @@ class Call:
 
     given: the strength of the gates, or of the delta rule a draw, by which the case draws its arrays. save: the forward saves
     residuals. finals: for each gradient whether final states have a cotangent. begun: in two phases, begun from other states.
-    programs: how many each kernel has; the interpreter runs idle ones, too. bar: that of a call without the delta rule.
+    programs: how many each kernel has; the interpreter runs idle ones, too. bar: of a call without the delta rule.
     """
 
     case: Case | DeltaCase

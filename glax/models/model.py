@@ -290,8 +290,7 @@ class Block(nnx.Module):
 class MixerBlock(nnx.Module):
     """Compute x + mixer(norm(x)). The mixer is a `glax.nn` layer with a state, or a module without one.
 
-    dtype: the dtype in which norm and mixer read x; that of x if None. residual: the dtype of x between blocks; that of x if
-    None.
+    dtype: the dtype in which norm and mixer read x. residual: the dtype of x between blocks. Both are x's dtype if None.
     """
 
     def __init__(self, norm: Any, mixer: Any, dtype: jnp.dtype | None = None, residual: jnp.dtype | None = None):

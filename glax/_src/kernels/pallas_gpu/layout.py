@@ -438,11 +438,11 @@ class KernelLayout:
         return last
 
     def gradient_of_tokens(self, x):
-        """Return the gradient of an array with tokens, of the sequences of `given`, from that of its rows."""
+        """Return the gradient of an array with tokens, of the sequences of `given`, from the gradient of its rows."""
         return x
 
     def gradient_of_given(self, d: Recurrence) -> Recurrence:
-        """Return the gradient of the caller's recurrence from that of `given`."""
+        """Return the gradient of the caller's recurrence from the gradient of `given`."""
         return d
 
     def gradient_of_gates(self, dg):

@@ -93,7 +93,7 @@ class TritonChunkedConfig(Config):
 
     @classmethod
     def storing(cls, r: Recurrence) -> Self:
-        """Return the config of wide heads in bfloat16, or that of the scan where the states would fill the memory.
+        """Return the config of wide heads in bfloat16, or the scan's config where the states would fill the memory.
 
         Chunks of 128 halve the bytes of the states. They are for constant gates and none: with key gates more scores would be
         exact products, and with head gates this form was not timed. Small tiles would spill; there 8 warps share what 4 would

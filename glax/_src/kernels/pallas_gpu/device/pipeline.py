@@ -245,7 +245,7 @@ class Meeting:
 class Pipeline:
     """Hold the rings, handoffs and meetings of a kernel, each a field of a subclass. One that a plan does not need is None.
 
-    ORDER: the order of barriers in shared memory, as "field.full", where it is not that of the fields.
+    ORDER: the order of barriers in shared memory, as "field.full", where it is not the order of the fields.
     """
 
     ORDER: ClassVar[Names] = ()

@@ -371,7 +371,8 @@ def compute(p: Program):
 
 
 def compute_chunk(p: Program, first, i):
-    """Compute the gradient of one chunk, with M in log2. `exact` overwrites that of chunks whose gates are out of range."""
+    """Compute the gradient of one chunk, with M in log2. `exact` overwrites the gradient where gates are
+    out of range."""
     n, pipeline, c = p.plan, p.pipeline, Chunk.of(p, first, i)
     pipeline.tokens.wait(c.at)
     matrix, gates = c.scan.middle_matrix(), [c.g_w]

@@ -637,7 +637,7 @@ def onward_wide(p: Program, me, step, S):
 def back_wide(p: Program, me, step, dS):
     """Return dS [K, STRIPE] before a chunk from dS' behind it, and store dS' and dX.
 
-    me: the stripe. The tile of dO and that of the scores are overwritten.
+    me: the stripe. The tiles of dO and of the scores are overwritten.
     """
     t, slot, inverse = p.tiles, p.slot(step), p.pipeline.inverse
     d_output, tokens = t.d_output.at[slot], t.scores

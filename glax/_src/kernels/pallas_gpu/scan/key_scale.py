@@ -20,7 +20,7 @@ from glax._src.kernels.pallas_gpu.device.tiles import BY_COLUMN, BY_ROW, LOG2E, 
 from glax._src.kernels.pallas_gpu.plan import LOG_OF_RESET, Scan, quotient
 
 BF16 = jnp.bfloat16
-Program = Any  # that of `key.py`, which imports this file
+Program = Any  # `key.Program`; `key.py` imports this file
 OUT_OF_RANGE = 2 * FAST_LIMIT  # in the place of the sum ahead of S', of a token or channel
 ROOMY = 96  # registers of a thread that hold x and y together
 SAMPLES, WEAK = 8, -0.25  # gates of a program that are sampled, and the average above which they are weak
