@@ -4,8 +4,10 @@ import functools
 from collections.abc import Callable
 
 import jax
+import pytest
 
 from glax._src.core.recurrence import Outputs, Recurrence
+from glax._src.core.registry import Backend, KernelSpec
 from glax.testing.reference import reference, reference_gradient
 from tests.cases import EXTREME, Case, Sweep, cotangents, recurrence
 from tests.close import assert_gradients_close, assert_outputs_close
@@ -72,3 +74,11 @@ def check_gradient(case: AnyCase, run: Callable[..., Recurrence]):
         assert_gradients_close(r, run(r, *d), want, is_extreme(draw))
 
     at_each_draw(case, check)
+
+
+def check_taken(r: Recurrence, spec: KernelSpec):
+    """Fail if a kernel for every machine refuses r. Skip where a GPU's or a TPU's does, with its reason."""
+    if (reason := spec.refusal(r, None)) is None:
+        return
+    assert spec.backend not in (Backend.ANY, Backend.CPU), f"{spec.name} refuses: {reason}"
+    pytest.skip(f"{spec.name} refuses: {reason}")

@@ -26,7 +26,7 @@ from tests.close import (
     assert_reference_gradient_is_the_slope,
 )
 from tests.compiling import OPTIMIZED, UNOPTIMIZED, quick_jit
-from tests.suite import check_forward, check_gradient
+from tests.suite import check_forward, check_gradient, check_taken
 
 load_kernels()
 CASES = list(all_cases())
@@ -92,10 +92,9 @@ def jitted(spec: KernelSpec, config: Config, optimized: bool):
 
 
 def taken(case: Case, spec: KernelSpec) -> Recurrence:
-    """A recurrence that the kernel takes here; else the test is skipped with its reason."""
+    """A recurrence that the kernel takes here."""
     r = recurrence(case, case.strengths[0])
-    if (reason := spec.refusal(r, None)) is not None:
-        pytest.skip(f"{spec.name} refuses: {reason}")
+    check_taken(r, spec)
     return r
 
 

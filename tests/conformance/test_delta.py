@@ -10,6 +10,7 @@ import pytest
 from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.core.registry import Backend, KernelSpec, Role, kernel_registry
 from glax._src.kernels import load_kernels
+from glax.testing.cases import FORMS
 from glax.testing.reference import reference, reference_gradient
 from glax.testing.tolerances import ERASING_BARS, named, norm
 from tests.close import (
@@ -18,21 +19,32 @@ from tests.close import (
 )
 from tests.compiling import OPTIMIZED
 from tests.delta_cases import DeltaCase, Draw, all_cases, growing_cases
-from tests.suite import at_each_draw, check_forward, check_gradient, wanted, wanted_gradient
+from tests.suite import at_each_draw, check_forward, check_gradient, check_taken, wanted, wanted_gradient
 
 load_kernels()
 CASES, GROWING = list(all_cases()), list(growing_cases())
 KERNELS = [s for s in kernel_registry.kernels.values() if s.erases and s.backend in (Backend.ANY, Backend.here())]
 FORWARD = [spec for spec in KERNELS if spec.role is Role.FORWARD]
 BACKWARD = [spec for spec in KERNELS if spec.is_gradient]
+FORM_OF = {gates: form for form, gates in FORMS.items()}
 FAST = ("T65", "head-packed-reverse", "bfloat16-head", "heads1-2-4")
 
 
+def takes(case: DeltaCase, spec: KernelSpec) -> bool:
+    return spec.erasing_forms is None or FORM_OF[case.gates] in spec.erasing_forms
+
+
 def on_each(cases: list[DeltaCase], specs: list[KernelSpec]):
+    """Every case on every kernel that names the form of its decay: `test_kernels_name_the_forms_beside_an_erasure` has them."""
     marks = {True: [pytest.mark.fast], False: []}
     return pytest.mark.parametrize(
         ("case", "spec"),
-        [pytest.param(c, s, id=f"{c}-{s.name}", marks=marks[str(c) in FAST]) for c in cases for s in specs],
+        [
+            pytest.param(c, s, id=f"{c}-{s.name}", marks=marks[str(c) in FAST])
+            for c in cases
+            for s in specs
+            if takes(c, s)
+        ],
     )
 
 
@@ -43,13 +55,24 @@ def jitted(spec: KernelSpec, config, optimized: bool = False):
 
 def compiled(case: DeltaCase, spec: KernelSpec):
     r = case.recurrence(case.draws[0])
-    if (reason := spec.refusal(r, None)) is not None:
-        pytest.skip(f"{spec.name} refuses: {reason}")
+    check_taken(r, spec)
     return compiled_for(r, spec, optimized=str(case) in (*FAST, "key"))
 
 
 def compiled_for(r: Recurrence, spec: KernelSpec, optimized: bool = False):
     return jitted(spec, spec.config.heuristic(r), optimized)
+
+
+def test_kernels_name_the_forms_beside_an_erasure():
+    """Token by token XLA takes all; in chunks, and in the native library, gates decay the state's rows alone."""
+    here = [spec for spec in KERNELS if spec.backend in (Backend.ANY, Backend.CPU) and not spec.is_pooled]
+    left_out = {spec.name: set(FORMS) - set(spec.erasing_forms or FORMS) for spec in here}
+    none, columns = frozenset(), frozenset({"value", "key+value"})
+    wanted = dict.fromkeys(("recurrent/xla/any", "recurrent.vjp/xla/any"), none)
+    wanted |= dict.fromkeys(("chunked/xla/any", "chunked.vjp/xla/any"), columns)
+    if Backend.here() is Backend.CPU:
+        wanted |= dict.fromkeys(("recurrent/cpp/cpu", "recurrent.vjp/cpp/cpu"), columns)
+    assert left_out == wanted
 
 
 @on_each(CASES, FORWARD)

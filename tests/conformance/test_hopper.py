@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12):
-    pytest.skip("the interpreter of Pallas Mosaic GPU needs JAX 0.12", allow_module_level=True)
+    pytest.skip(
+        "the interpreter of Hopper kernels needs JAX 0.12: make hopper PYTHON=python3.13 VENV=.venv-3.13",
+        allow_module_level=True,
+    )
 
 import glax
 from glax._src.core.bind import bind

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12):
-    pytest.skip("the interpreter of Pallas Mosaic GPU needs JAX 0.12", allow_module_level=True)
+    pytest.skip(
+        "the interpreter of Hopper kernels needs JAX 0.12: make hopper PYTHON=python3.13 VENV=.venv-3.13",
+        allow_module_level=True,
+    )
 
 from glax._src.core.bind import bind
 from glax._src.kernels.common.limits import LOG_OF_NOTHING, LOG_OF_ZERO
