@@ -78,7 +78,7 @@ tpu-compiler: $(STAMP)
 tpu: tpu-compiler
 	PYTHONPATH=build/libtpu-$(LIBTPU) $(BIN)/python -m benchmarks.tpu.compile --check $(ARGS)
 
-# In two processes: Triton's interpreter, once on, compiles no more. The plugin knows NVIDIA's compiler, and needs no GPU.
+# In two processes: where Triton's interpreter is on, nothing compiles. The plugin knows NVIDIA's compiler, and needs no GPU.
 TRITON := triton==3.9.0 jax-triton==0.4.1
 JAX_VERSION := from importlib.metadata import version; print(version("jax"))
 triton-compiler: $(STAMP)

@@ -43,7 +43,7 @@ Measured, and not in a table of this page:
 - JAX 0.12 slows Hopper's kernels down: [](troubleshooting.md#jax-0-12-on-hopper-gpus). The tables are of JAX 0.11.
 - Packed sequences on Hopper pay for a check that their results are finite: 21 to 31 us a forward, 64 to 200 us with gradient.
 - `erase` and `write` of the general delta rule have no kernel for GPUs yet. XLA runs them, in 55 to 180 times the time of KDA.
-- Sharded parameters in a plain `jit` train GLA-1.3B 1.66 times as fast on four H100 as on one.
+- Sharded parameters in a plain `jit` train GLA-1.3B only 1.66 times as fast on four H100 as on one.
 """
 
 
@@ -227,7 +227,7 @@ def peers(found: list[Comparison]) -> str:
         calls = grouped(group, lambda x: x.peer.call)
         times = {call: statistics.median(x.times for x in runs) for call, runs in calls.items()}
         worst = min(times, key=lambda call: times[call])
-        title = f"{ratio(times[worst])} {calls[worst][0].peer.title}, {calls[worst][0].peer.get('gate')}"
+        title = f"{ratio(times[worst])} {', '.join(filter(None, (calls[worst][0].peer.title, calls[worst][0].peer.get('gate'))))}"
         rows.append((peer, device, mode, len(times), ratio(statistics.median(times.values())), title))
     return table(["peer", "device", "mode", "calls", "peer / glax, median", "worst"], rows)
 

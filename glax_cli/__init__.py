@@ -5,10 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from glax_cli.arguments import a_path
+from glax_cli.arguments import INTERRUPTED, a_path
 from glax_cli.parser import Parser, build_parser
-
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,8 +1,9 @@
-"""Define the types of the arguments. A refusal is one line."""
+"""Define the types and numbers of the command line. A refusal is one line."""
 
 import argparse
 from pathlib import Path
 
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 INT32 = 2**31 - 1  # the most that a dimension of an array or a counter of steps can be
 DIGITS = 1000  # digits; Python reads no integers of several thousand
 

@@ -188,11 +188,11 @@ def add_generate(commands):
     parser.add_argument("folder", type=a_path, metavar="FOLDER", help="of the checkpoint")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what to continue")
     help = "at most so many (default: %(default)s)"
-    parser.add_argument("--max-new-tokens", type=within(1, INT32), default=100, metavar="N", help=help)
+    parser.add_argument("--max-new-tokens", type=within(1), default=100, metavar="N", help=help)
     help = "0 takes the likeliest token (default: as generation_config.json says if it has do_sample, else 0)"
     parser.add_argument("--temperature", type=number(0, 1e6), metavar="X", help=help)
     help = "draw among the N likeliest tokens; needs --temperature"
-    parser.add_argument("--top-k", type=within(1, INT32), metavar="N", help=help)
+    parser.add_argument("--top-k", type=within(1), metavar="N", help=help)
     help = "draw among the likeliest tokens that together have this probability; needs --temperature"
     parser.add_argument("--top-p", type=number(1e-9, 1), metavar="X", help=help)
     parser.add_argument("--seed", type=within(0, SEEDS), default=0, metavar="N", help="of drawing (default: 0)")
@@ -210,7 +210,7 @@ def add_train(commands):
         "`model` in its output is what glax, fla and transformers load.",
     )
     parser.add_argument("config", type=a_path, metavar="CONFIG", help="a file in TOML or JSON")
-    parser.add_argument("--steps", type=within(1, INT32), metavar="N", help="instead of the config's")
+    parser.add_argument("--steps", type=within(1), metavar="N", help="instead of the config's")
     parser.add_argument("--out", type=a_path, metavar="FOLDER", help="instead of the config's")
 
 

@@ -4,9 +4,9 @@
     python -m tests.case --list
     python -m tests.case "bfloat16, key" --platform pallas --set T=72 --resources
 
-The cases are those of `glax check`, of the conformance suite and of the Hopper kernels; --set changes a field. Without a GPU or
-TPU the kernel runs in its interpreter. What --dump prints, each with its error, the first token, chunk and head that are off,
-and that row beside the reference's:
+The cases are those of `glax check`, of the conformance suite and of the Hopper kernels, which are listed from JAX 0.12 on; --set
+changes a field. Without a GPU or TPU the kernel runs in its interpreter; cuda has none, and no gradient. What --dump prints, each
+with its error, the first token, chunk and head that are off, and that row beside the reference's:
 
     output      of every token
     state       the state behind every 64 tokens, in the order of the scan: the final states of shorter and shorter calls
@@ -36,7 +36,7 @@ import glax
 from glax._src.core.recurrence import Recurrence
 from glax.testing.cases import CASES, Case
 from glax.testing.reference import reference, reference_gradient
-from glax.testing.tolerances import Comparison, compare, compare_gradients, compare_outputs, named
+from glax.testing.tolerances import Comparison, compare_gradients, compare_outputs, named
 from tests.delta_cases import DeltaCase
 from tests.suite import draws, is_extreme, problem
 
@@ -49,7 +49,6 @@ KERNELS = {
     "tpu": "chunked/pallas/tpu",
     "cuda": "recurrent/cuda/gpu",
 }
-DUMPS = ("output", "state", "scores", "gradient")
 FAR = 4  # times an array's bar: a row that is off
 
 
@@ -87,7 +86,8 @@ def machine(platform: str) -> Iterator[Machine]:
             interpreter.programs(3)
             yield Machine("the interpreter of Pallas Mosaic GPU, with races as errors", interpreter)
     else:
-        raise SystemExit(f"{platform} needs a {needed} here; --platform pallas has an interpreter from JAX 0.12 on")
+        remedy = "its interpreter needs JAX 0.12" if platform == "pallas" else "it has no interpreter"
+        raise SystemExit(f"{platform} needs a {needed} here; {remedy}")
 
 
 # ---- the cases -------------------------------------------------------------------------------------------------------
@@ -254,9 +254,9 @@ def scores(p: Problem, run, _) -> Iterator[Dump]:
         B, C, H = r.q.shape[0], r.q.shape[1], r.v.shape[2]
         units = jnp.broadcast_to(jnp.eye(C, CHUNK, dtype=r.v.dtype)[None, :, None], (B, C, H, CHUNK))
         r = r.replace(v=units, decay=dataclasses.replace(r.decay, value=None))
-        got, want = run(r).output, reference(r).output
-        bar = compare_outputs(r, run(r), reference(r), p.extreme)[0].bar
-        yield Dump(f"scores of chunk {number}", float64(got), want, compare("scores", got, want, bar), BY_TOKEN)
+        got, want = run(r), reference(r)
+        compared = compare_outputs(r, got, want, p.extreme)[0]
+        yield Dump(f"scores of chunk {number}", float64(got.output), want.output, compared, BY_TOKEN)
 
 
 def gradients(p: Problem, _, pull) -> Iterator[Dump]:
@@ -272,7 +272,7 @@ def gradients(p: Problem, _, pull) -> Iterator[Dump]:
         yield Dump(f"d {GATES.get(name, name)}", float64(x), float64(wanted[name]), comparison, axes)
 
 
-OF_DUMP = dict(output=outputs, state=states, scores=scores, gradient=gradients)
+DUMPS = dict(output=outputs, state=states, scores=scores, gradient=gradients)
 
 
 def run_case(p: Problem, platform: str, dumps: tuple[str, ...], say=print) -> int:
@@ -299,7 +299,7 @@ def run_case(p: Problem, platform: str, dumps: tuple[str, ...], say=print) -> in
             return here.call(functools.partial(backward.run, config=config_of(backward, p, r)), r, *given, residuals)
 
         for dump in dumps:
-            for found in OF_DUMP[dump](p, run, pull):
+            for found in DUMPS[dump](p, run, pull):
                 missed += found.comparison.reason is not None
                 for line in found.lines():
                     say(line)

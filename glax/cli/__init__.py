@@ -12,8 +12,9 @@ import jax
 
 from glax.cli.errors import UsageError, reason
 from glax.testing.check import one_line
+from glax_cli.arguments import INTERRUPTED
 
-INTERRUPTED, UNREAD = 130, 141  # 128 + SIGINT and 128 + SIGPIPE, the exit codes that shells use
+UNREAD = 141  # 128 + SIGPIPE, as shells have it
 
 
 def run(args) -> int:

@@ -195,13 +195,13 @@ def load_into(model: CausalLM, weights: Weights, dtype: jnp.dtype | None, place)
     named = {name for path, param in parameters(model) for name in stored_names(model.names(path), param)}
     weights.rename(model.names.aliases)
     check_tied(model, weights)
-    found, unread = weights.names(), {tied_name(model), *model.derived_tensors()}
+    derived = model.derived_tensors()
+    found, unread = weights.names(), {tied_name(model), *derived}
     missing = named - found
     left = [x for x in found - named - unread if not model.names.is_ignored(x) and not re.search(ROTARY, x)]
     if missing or left:
         parts = [f"missing are {listed(missing)}"] * bool(missing) + [f"left over are {listed(left)}"] * bool(left)
         raise ValueError(f"The weights in {weights.folder} do not fit its config: {'; '.join(parts)}")
-    derived = model.derived_tensors()
     model.check_derived_tensors({name: weights.read(name) for name in sorted(found & derived.keys())})
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     loaded = []

@@ -5,7 +5,7 @@ edges.
 
 A message consists of D and S, and its size does not depend on T. Both are computed before the shard's outputs. Every function
 here runs inside shard_map over `axis` of n shards, in the order of T. r has the rows of this shard, and the states, boundaries
-and scales of all sequences; these nevertheless count as varying over the axis.
+and scales of all sequences; `shard_map` treats these as varying over the axis.
 
 **The delta rule** has a matrix in the place of D:
 
@@ -114,18 +114,26 @@ def gradient_of_delta_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, d_
     """Return the gradient of this shard's rows. It is computed twice: once for the message, and once from the dL/dS that
     arrives."""
     (entered, residuals, (M, columns)), shard, packed = saved, shard_of(r, axis, n), r.boundaries is not None
-    started = shard.enter.add(of_sequences(shard.begins, r.start_state), entered, packed)
-    ended = of_sequences(shard.ends, d_final).astype(r.dtype)
-    own = r.replace(initial_state=started, boundaries=shard.cuts)
+    own, ended = entered_rows(r, shard, entered), of_sequences(shard.ends, d_final).astype(r.dtype)
     d_started = gradient(choice, own, d_output, ended, residuals).initial_state
     assert d_started is not None
     left = jnp.where(shard.enter.crosses, shard.enter.pick(d_started, packed), 0)
     returned = exchange_states(axis, n, not r.reverse, left, M.mT, columns)
     d = gradient(choice, own, d_output, shard.leave.add(ended, returned, packed), residuals)
-    # `own` has an initial state even if none was given.
+    return with_given_state(d, r, shard, d.initial_state)
+
+
+def entered_rows(r: Recurrence, shard: Shard, entered: Array) -> Recurrence:
+    """Return the shard's rows from the state that enters them."""
+    begun = of_sequences(shard.begins, r.start_state)
+    started = shard.enter.add(begun, entered, r.boundaries is not None)
+    return r.replace(initial_state=started, boundaries=shard.cuts)
+
+
+def with_given_state(d: Recurrence, r: Recurrence, shard: Shard, d_initial) -> Recurrence:
+    """Return d with the gradient of the initial states of all sequences, or with None if r has none."""
     given = r.initial_state
-    d_initial = None if given is None else of_sequences(shard.begins, d.initial_state).astype(given.dtype)
-    return d.replace(initial_state=d_initial)
+    return d.replace(initial_state=None if given is None else of_sequences(shard.begins, d_initial).astype(given.dtype))
 
 
 def overlap_of(resolution: Resolution, r: Recurrence, gradient: bool) -> str:
@@ -155,7 +163,7 @@ def outputs_and_residuals_of_rows(choice: Choice, axis: Axis, n: int, r: Recurre
 def solve_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, save_residuals: bool):
     """Return the outputs, and (the state that entered, the kernel's residuals if `save_residuals`, else None).
 
-    For the delta rule the pair has the shard's map as a third entry; see `delta_sequence`.
+    For the delta rule the pair has the shard's map as a third entry; see `solve_delta_rows`.
     """
     if r.erasure is not None:
         return solve_delta_rows(choice, axis, n, r, save_residuals)
@@ -193,9 +201,7 @@ def gradient_of_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output
     if r.erasure is not None:
         return gradient_of_delta_rows(choice, axis, n, r, d_output, d_final, saved)
     (entered, residuals), shard, packed = saved, shard_of(r, axis, n), r.boundaries is not None
-    started = shard.enter.add(of_sequences(shard.begins, r.start_state), entered, packed)
-    ended = of_sequences(shard.ends, d_final).astype(r.dtype)
-    own = r.replace(initial_state=started, boundaries=shard.cuts)
+    own, ended = entered_rows(r, shard, entered), of_sequences(shard.ends, d_final).astype(r.dtype)
     resolution = resolve(choice, own)
     overlap = overlap_of(resolution, r, gradient=True)
     if overlap == "two_phase":
@@ -207,8 +213,8 @@ def gradient_of_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output
     returned = exchange_states(axis, n, not r.reverse, *message)
     if overlap == "correct":
         d = gradient(choice, own, d_output, ended, residuals)
-        d_started = d.initial_state
-        assert d_started is not None  # `own` has an initial state even if none was given
+        started, d_started = own.initial_state, d.initial_state
+        assert started is not None and d_started is not None  # `own` has an initial state even if none was given
         rows = BoundaryRows(r, shard.leave, from_low=r.reverse)
         d, passed = correct_gradient(rows, returned, shard.leave.pick(started, packed), d)
         d_initial = shard.leave.add(d_started, apply_decay(returned, *passed), packed)
@@ -219,8 +225,7 @@ def gradient_of_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output
         else:
             d = gradient(choice, own, d_output, ended, residuals)
         d_initial = d.initial_state
-    given = r.initial_state
-    return d.replace(initial_state=None if given is None else of_sequences(shard.begins, d_initial).astype(given.dtype))
+    return with_given_state(d, r, shard, d_initial)
 
 
 def plain_gradient(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output, d_final) -> Recurrence:

@@ -52,7 +52,7 @@ def forward(r: Recurrence, route: Route, kind) -> tuple[Outputs, Results]:
     scanned = d.scan(kind, r.initial_state)
     p, ends = d.layout, scanned
     if route.rows.form is Form.ONE_ROW:
-        d = laid_out(r, route.apart())
+        d = laid_out(r, route.in_one_segment(Form.APART))
         ends = d.scan("ends", None)
     return Outputs(p.sum_of_values(scanned.output, p.blocks).astype(r.v.dtype), d.last(ends)), scanned
 

@@ -477,7 +477,7 @@ class OneRowLayout(KernelLayout):
     def final_states(self, last):
         """Return the final states of sequences by a scan of its own, which XLA drops where they are not used. Each sequence is
         copied to a chunk's start."""
-        p = KernelLayout(self.given, self.route.apart())
+        p = KernelLayout(self.given, self.route.in_one_segment(Form.APART))
         return p.narrow(p.scan(p.plan(outputs=False), p.k, p.v, None).last)
 
     def gradient_of_gates(self, dg):
@@ -586,7 +586,7 @@ class JoinedLayout(KernelLayout):
         table = self.in_every_row(between[:, 0], between[:, 1] - between[:, 0] + 1)
         plan = dataclasses.replace(self.plan(outputs=False), parts=1)
         entering = self.narrow(self.scan(plan, self.k, self.v, None, table).last)
-        p = KernelLayout(self.joined.last_rows(entering), self.route.whole())
+        p = KernelLayout(self.joined.last_rows(entering), self.route.in_one_segment(Form.GIVEN))
         return p.narrow(p.scan(p.plan(outputs=False, start=True), p.k, p.v, p.start(entering)).last)
 
     def join(self, x):

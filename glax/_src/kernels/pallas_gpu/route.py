@@ -49,13 +49,9 @@ class Route:
         scan, gradient = scan_kernel(r, config, widths), gradient_kernel(r, rows, widths, square)
         return cls(rows, scan, gradient, config, reasons, widths, square)
 
-    def apart(self) -> "Route":
-        """Return the route that reads each packed sequence from a chunk's start on, in one segment."""
-        return dataclasses.replace(self, rows=Reading(Form.APART), config=dataclasses.replace(self.config, parts=1))
-
-    def whole(self) -> "Route":
-        """Return the route that reads rows as they are given, in one segment."""
-        return dataclasses.replace(self, rows=Reading(Form.GIVEN), config=dataclasses.replace(self.config, parts=1))
+    def in_one_segment(self, form: Form) -> "Route":
+        """Return the route that reads rows in this form, each sequence in one segment."""
+        return dataclasses.replace(self, rows=Reading(form), config=dataclasses.replace(self.config, parts=1))
 
     def describe(self, is_gradient: bool) -> str:
         """Return the text for `glax.explain` of a gradient, or of a forward."""

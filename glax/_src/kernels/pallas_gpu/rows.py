@@ -59,7 +59,7 @@ class Reading:
         B, T = r.q.shape[:2]
         if r.boundaries is not None:
             return cls(Form.ONE_ROW if d_final is None and fits_one_row(r) else Form.APART)
-        # how many sequences a row of the residuals holds or, without residuals, a row that would be read
+        # sequences a row: in the residuals if there are any, else in the rows that would be read
         joined = joined_number(r) if residuals is None else B // residuals.states.shape[0]
         if not in_phases and (joined > 1 or T % ROWS):
             if packs_if_not_joined(r) and (joined > 1 or (residuals is None and packs(r, parts))):
@@ -434,7 +434,7 @@ class PackedRow:
 
 @dataclasses.dataclass(frozen=True)
 class JoinedRows:
-    """Represent unpacked sequences r without initial states by rows of `number` sequences each (`config.joined_number`)."""
+    """Represent unpacked sequences r without initial states by rows of `number` sequences each (`joined_number`)."""
 
     r: Recurrence
     number: int
@@ -479,7 +479,7 @@ class JoinedRows:
 
     @property
     def row(self) -> Recurrence:
-        """Return the recurrence of the rows. All sequences of a row have one scale, as `config.why_not_joined` makes sure."""
+        """Return the recurrence of the rows. All sequences of a row have one scale, as `why_not_joined` makes sure."""
         r, d = self.r, self.r.decay
         q, k, v = (self.join(x) for x in (r.q, r.k, r.v))
         joined = dict(q=q, k=k, v=v, scale=r.scale[:: self.number])

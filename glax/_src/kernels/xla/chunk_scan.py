@@ -101,7 +101,7 @@ def scan_config(r: Recurrence, config: ChunkedConfig) -> ChunkedConfig:
 
 
 def forward_by_scan(r: Recurrence, config: ChunkedConfig, save_states: bool) -> tuple[Outputs, Array | None]:
-    """Compute `solve` by a scan over chunks, without `is_blank`."""
+    """Compute `solve` by a scan over chunks."""
 
     def evaluate(r: Recurrence, w: ChunkWindow, g, key, value, masks, S):
         q, k, v = w.read_all(r.q, r.k, r.v)

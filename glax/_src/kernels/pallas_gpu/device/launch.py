@@ -35,10 +35,10 @@ def launch(
 ) -> Any:
     """Run body(operands, results, *scratch, pipeline) in every warpgroup of every program, and return the results.
 
-    name: the kernel's in profiles. plan: all that `body` depends on beside the shapes. operands: a tree of arrays, and results:
-    one of their types; `body` receives both with references in these places. over: the results are arrays, and are written in
-    place. scratch: trees of types of shared memory. pipeline: where given, its barriers are allocated, and `body` receives it
-    last. is_longest: of `once`.
+    name: the kernel's in profiles. plan: all that `body` depends on beside the shapes. operands: a tree of arrays. results: a
+    tree of types, or with `over` of arrays that are written in place. `body` receives both with references instead. scratch:
+    trees of types of shared memory. pipeline: where given, its barriers are allocated, and `body` receives it last. is_longest:
+    of `once`.
     """
     arrays, structure = jax.tree.flatten(operands)
     found, of_results = jax.tree.flatten(results)

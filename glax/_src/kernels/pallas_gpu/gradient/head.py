@@ -70,8 +70,8 @@ from glax._src.kernels.pallas_gpu.gradient.items import (
 )
 from glax._src.kernels.pallas_gpu.plan import WHOLE, Blocks, C
 
-# Rows of numbers that are summed for every token: over it and those behind it, over the chunk, over those before it. The last is
-# never all less what is behind: the last token's part is full where the other tokens' parts may be e^g of it.
+# Rows of numbers that are summed for every token: over it and those behind it, over the chunk, over those before it. BEFORE
+# is summed for itself. All less what is behind would cancel: the last token's part may be e^-g times the other tokens' parts.
 # BEFORE stays in registers: at widths of 128 shared memory has no room for it.
 BEHIND, EDGE, BEFORE = range(3)
 QUERIES, KEYS = range(2)  # the role that forms the rows
