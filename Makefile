@@ -11,7 +11,7 @@ VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 SAY_JAX := from importlib.metadata import version; print("Testing with JAX", version("jax"))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all rest fast lint sanitize tpu tpu-compiler triton triton-compiler hopper \
+.PHONY: help install demo test test-all rest fast lint sanitize tpu tpu-compiler tpu-interpret triton triton-compiler hopper \
   hopper-few hopper-compiler hopper-budgets cuda cuda-compiler docs clean
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make lint      ruff and pyright alone"
 	@echo "make sanitize  the native kernels' own tests, with the compiler's sanitizers and for arm64"
 	@echo "make tpu       the TPU kernels, by the TPU compiler     ARGS: --few, a minute instead of five"
+	@echo "make tpu-interpret   the TPU kernels in the interpreter: every case, of which make rest runs a part"
 	@echo "make triton    the GPU kernels in Triton's interpreter, and compiled; needs Python 3.12"
 	@echo "make hopper    the Hopper kernels in the interpreter, and compiled; needs Python 3.12"
 	@echo "make hopper-few   each of the Hopper kernels once, in the interpreter"
@@ -46,7 +47,7 @@ test: lint
 
 # In two runs: a process then compiles half as many programs.
 rest: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not core" tests/conformance $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not core and not thorough" tests/conformance $(ARGS)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not core" --ignore tests/conformance tests $(ARGS)
 
 test-all:
@@ -77,6 +78,9 @@ tpu-compiler: $(STAMP)
 
 tpu: tpu-compiler
 	PYTHONPATH=build/libtpu-$(LIBTPU) $(BIN)/python -m benchmarks.tpu.compile --check $(ARGS)
+
+tpu-interpret: $(STAMP)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/conformance/test_pallas_tpu*.py $(ARGS)
 
 # In two processes: where Triton's interpreter is on, nothing compiles. The plugin knows NVIDIA's compiler, and needs no GPU.
 TRITON := triton==3.9.0 jax-triton==0.4.1

@@ -1,50 +1,43 @@
-"""Measure glax on this machine's CPU beside baselines in plain JAX (peers.py).
+"""Measure on a CPU what is no time of a call: growth with T, compile times, and the overhead of glax over its kernels.
 
-    python benchmarks/cpu.py               forward and gradient against the baselines, PyTorch's too where it is installed
-    python benchmarks/cpu.py --scaling     time per token and peak memory as sequences grow
-    python benchmarks/cpu.py --dtypes      bfloat16 and float16 beside float32
-    python benchmarks/cpu.py --delta       the delta rule against lax.scan and chunks in plain JAX
-    python benchmarks/cpu.py --compile     compile time of the gradient of every public function
+    python benchmarks/cpu.py scaling             time per token and peak memory as sequences grow, and benchmarks/out/scaling.png
+    python benchmarks/cpu.py scaling --delta     the same of the gated delta rule
+    python benchmarks/cpu.py compile             compile time of the gradient of every public function
+    python benchmarks/cpu.py overhead            of an eager call and of a traced one over their kernels alone, and of the import
 
-Options: --quick, fewer repeats and, with --scaling, shorter sequences; --json FILE, everything measured.
-The exit code is 1 only if results disagree. A missed bar is only printed.
+--quick: fewer repeats, and shorter sequences; --json FILE: everything measured. `run.py cpu` measures calls.
 """
 
 import argparse
-import dataclasses
+import functools
 import json
 import os
-import platform
 import resource
+import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when jax is imported
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read by PyTorch, whose idle threads would keep cores from others
 
-import delta_rule
 import jax
 import jax.numpy as jnp
-import numpy as np
-from cpu_compile import compile_bars, compiling
-from peers import BASELINES
-from peers_torch import with_torch
-from timing import available_bytes, compiled, interleaved, table
+from calls import Call
+from meters import interleaved
+from output import table, write
+from peers import SUBJECTS
+from run import MODES, cotangent
+from suites import Bar
 
 import glax
 from glax._src.core.bind import bind
-from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import kernel_registry
 from glax._src.kernels import load_kernels
-from glax.cli.measure import Timing, copy_gbytes, matmul_gflops
+from glax._src.solve.dispatch import Choice, resolve, run_forward
+from glax.cli.measure import Way, timing
 
 OUT = Path(__file__).parent / "out"
-MODES = ("forward", "forward + backward")
-SPEED_BAR = dict(zip(MODES, (1.0, 1.8), strict=True))  # XLA's kernels: times as fast as the best baseline
-NATIVE_BAR = dict(zip(MODES, (4.0, 5.0), strict=True))  # native kernels: times as fast as the best of all else
-NATIVE, XLA = "glax", "glax on XLA"  # each as glax chooses among the kernels
-CLOSE = dict(zip(MODES, (2e-5, 1e-4), strict=True))  # both sides are float32: twice the bars against float64
 # Settings of glibc's malloc: freed memory stays with the process (docs/troubleshooting.md).
 KEEP_FREED = dict(
     MALLOC_MMAP_THRESHOLD_=str(2**32),
@@ -52,368 +45,264 @@ KEEP_FREED = dict(
     MALLOC_TOP_PAD_=str(2**28),
     MALLOC_ARENA_MAX="1",
 )
-SUM = "sum"  # no recurrence, only its traffic: q + k + v + gate
-WAYS = {  # platform, environment
-    "as glax chooses": ("auto", {}),
-    "freed memory retained": ("auto", KEEP_FREED),
+WAYS = {  # subject, environment
+    "as glax chooses": ("glax", {}),
+    "freed memory retained": ("glax", KEEP_FREED),
     "XLA": ("xla", {}),
-    "operands added up": (SUM, {}),
-    "operands added up, freed memory retained": (SUM, KEEP_FREED),
+    "operands added up": ("sum", {}),
+    "operands added up, freed memory retained": ("sum", KEEP_FREED),
 }
-SCALING_BAR, MEMORY_BAR = 1.25, 3.0  # slowest / fastest time per token, GiB
+SCALING_BAR, MEMORY_BAR, COMPILE_BAR = 1.25, 3.0, 5.0  # slowest / fastest time per token; GiB; seconds
+EAGER_BAR, TRACED_BAR, IMPORT_BAR = 60.0, 3.0, 150.0  # microseconds, milliseconds, milliseconds
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """One call: log-sigmoid gates, the same number of heads for all operands. `gate` is "gk" (per key) or "g" (per head)."""
-
-    B: int
-    T: int
-    H: int
-    width: int
-    gate: str
-    dtype: str = "float32"  # of query, key and value
-
-    def __str__(self):
-        return f"B{self.B} T{self.T} H{self.H} K=V={self.width} {self.gate}"
-
-    def operands(self) -> list[jax.Array]:
-        """query, key, value, gate, and the cotangent of the output."""
-        rng = np.random.default_rng(0)
-        wide = (self.B, self.T, self.H, self.width)
-        q, k, v, do = (jnp.asarray(rng.standard_normal(wide, np.float32)) for _ in range(4))
-        gate = rng.standard_normal(wide if self.gate == "gk" else wide[:3], np.float32)
-        q, k, v, do = (x.astype(self.dtype) for x in (q, k, v, do))
-        return [q, k, v, jax.nn.log_sigmoid(jnp.asarray(gate)), do]
-
-    def flops(self, forward_chunk: int, gradient_chunk: int | None) -> float:
-        """Operations in the matrix products of a forward in chunks of C tokens, and of a gradient in chunks of D:
-
-            forward     B T H (4 K V + 2 C (K + V))         q S, k^T v; pairs q k^T, pairs v
-            gradient    B T H (10 K V + 2 D (3 K + 2 V))    the states again; dq, dk, dv and dS from states;
-                                                            pairs, their gradient; dq, dk, dv from pairs
-
-        C = 0 stands for a token-by-token kernel, D = None for no gradient. The masked halves of the pairs
-        count, since they are computed; exponentials and elementwise work do not.
-        """
-        K = V = self.width
-        each = 4 * K * V + 2 * forward_chunk * (K + V)
-        if gradient_chunk is not None:
-            each += 10 * K * V + 2 * gradient_chunk * (3 * K + 2 * V)
-        return self.B * self.T * self.H * each
-
-    def bytes(self, mode: str) -> float:
-        """Return the bytes that move if forward and gradient each read every input once and write every output once.
-
-        forward reads q, k, v, gate and writes o; the gradient reads those four and do, and writes four gradients.
-        """
-        rows, gates = self.B * self.T * self.H, 4 * (self.width if self.gate == "gk" else 1)
-        wide = jnp.dtype(self.dtype).itemsize * self.width
-        forward, gradient = 4 * wide + gates, 7 * wide + 2 * gates
-        return rows * (forward if mode == "forward" else forward + gradient)
+# ---- growth with T ----
 
 
-SHAPES = (dict(B=1, T=2048, H=4, width=64), dict(B=2, T=4096, H=8, width=128))
-PROBLEMS = [Problem(**shape, gate=gate) for shape in SHAPES for gate in ("gk", "g")]
+def growing(args) -> list[Call]:
+    return [
+        Call(1, 1024 * 2**i, 8, 8, 64, 64, "head" if args.delta else "key", "float32", args.delta)
+        for i in range(args.lengths)
+    ]
 
 
-def by_glax(problem: Problem, **insist):
-    """f(q, k, v, gate) -> output."""
-    return lambda q, k, v, gate: glax.recurrent(q, k, v, **{problem.gate: gate}, **insist).output
-
-
-def added_up(q, k, v, gate):
-    """Move as much memory as a forward, and its gradient likewise: how the machine alone scales with T."""
-    return q + k + v + gate
-
-
-def forced(problem: Problem, r: Recurrence) -> dict:
-    """Return a function for each kernel whose forward runs here, with the kernel's heuristic config."""
-    load_kernels()
-    specs = [s for s in kernel_registry.kernels.values() if not s.is_gradient and s.refusal(r) is None]
-    return {
-        f"glax {s.algorithm} {s.platform}": by_glax(problem, platform=str(s.platform), cfg=s.config.heuristic(r))
-        for s in specs
-    }
-
-
-def chosen(r: Recurrence, gradient: bool) -> tuple[str, int]:
-    """Return the kernel that glax chooses and its chunk; 0 without chunks."""
-    spec = kernel_registry.able(r, gradient=gradient)[0][0]
-    return f"{spec.algorithm} {spec.platform}", getattr(spec.config.heuristic(r), "chunk", 0)
-
-
-def in_mode(f, mode: str):
-    """Return f without its cotangent, or <f, do> and its gradient with respect to q, k, v and the gate."""
-    if mode == "forward":
-        return lambda q, k, v, gate, do: f(q, k, v, gate)
-
-    def loss(q, k, v, gate, do):
-        return jnp.vdot(f(q, k, v, gate), do)
-
-    return jax.value_and_grad(loss, argnums=(0, 1, 2, 3))
-
-
-def relative_error(x, y) -> float:
-    """The largest relative RMS error of x's arrays against y's: of the output, or of the four gradients."""
-    x, y = (jax.tree.leaves(z[1] if isinstance(z, tuple) else z) for z in (x, y))
-    return max(float(jnp.sqrt(jnp.square(a - b).sum() / jnp.square(b).sum())) for a, b in zip(x, y, strict=True))
-
-
-def measure(problem: Problem, mode: str, args) -> dict:
-    """Compile each way to compute the problem, compare it with the first baseline that fits in memory, and time it."""
-    operands = problem.operands()
-    q, k, v, gate, _ = operands
-    r = bind(q, k, v, **{problem.gate: gate})
-    ours = {NATIVE: by_glax(problem), XLA: by_glax(problem, platform="xla")} | forced(problem, r)
-    runs, errors, notes, want = {}, {}, [], None
-    for name, f in (BASELINES | ours).items():
-        run = compiled(in_mode(f, mode), *operands)
-        needs, there = run.memory_analysis().temp_size_in_bytes, available_bytes()
-        if there is not None and needs > 0.8 * there:
-            notes.append(f"{name} left out: it needs {needs / 2**30:.1f} GiB, {there / 2**30:.1f} GiB are available")
-            continue
-        got = run(*operands)
-        want = got if want is None else want
-        runs[name], errors[name] = run, relative_error(got, want)
-    for name, run in with_torch(operands, mode != "forward").items():
-        runs[name], errors[name] = run, relative_error(run(*operands), want)
-    del got, want  # memory that the timed runs may need
-    times = interleaved(runs, *operands, repeats=args.repeats, seconds=args.seconds, warm=True)
-
-    def fastest(names):
-        return min(names, key=lambda name: times[name].median)
-
-    best = fastest([name for name in times if name not in ours and "torch" not in name])
-    rival = fastest([name for name in times if name not in ours or "xla" in name.lower()])
-    took = [chosen(r, gradient) for gradient in ((False,) if mode == "forward" else (False, True))]
-    chunks = [chunk for _, chunk in took] + [None]
-    seconds = times[NATIVE].median / 1e3
-    return dict(
-        title=f"{problem} {mode}",
-        mode=mode,
-        took=" and ".join(name for name, _ in took),
-        native=all("cpp" in name for name, _ in took),
-        best=best,
-        speedup=times[best].median / times[XLA].median,
-        rival=rival,
-        native_speedup=times[rival].median / times[NATIVE].median,
-        gflops=problem.flops(*chunks[:2]) / seconds / 1e9,
-        gbytes=problem.bytes(mode) / seconds / 1e9,
-        right=all(error <= CLOSE[mode] for error in errors.values()),
-        notes=notes,
-        ways={
-            name: dict(
-                ms=dataclasses.asdict(t),
-                error=errors[name],
-                temporary_mib=temporary_mib(runs[name]),
-            )
-            for name, t in times.items()
-        },
-    )
-
-
-def temporary_mib(run) -> int | None:
-    """Return the temporary memory of an XLA program in MiB; None for other programs, where it is unknown."""
-    return round(run.memory_analysis().temp_size_in_bytes / 2**20) if hasattr(run, "memory_analysis") else None
-
-
-def against_baselines(args) -> dict:
-    machine = dict(matmul_gflops=matmul_gflops("float32", 7), copy_gbytes=copy_gbytes(7))
-    print(f"\nThis machine: {machine['matmul_gflops']:.0f} GFLOP/s in a float32 product of 2048 x 2048,", end=" ")
-    print(f"{machine['copy_gbytes']:.1f} GB/s in a copy\n")
-    results = []
-    for problem in PROBLEMS:
-        for mode in MODES:
-            result = measure(problem, mode, args)
-            results.append(result)
-            print(f"{result['title']}: glax took {result['took']};", end=" ")
-            print(f"{result['gflops']:.1f} GFLOP/s, {result['gbytes']:.2f} GB/s")
-            base = result["ways"][result["best"]]["ms"]["median"]
-            rows = [
-                {
-                    "": name,
-                    "ms: median (p20-p80)": Timing(**way["ms"]),
-                    "of the best baseline's": way["ms"]["median"] / base,
-                    "relative error": way["error"],
-                    "temporary MiB": way["temporary_mib"],
-                }
-                for name, way in result["ways"].items()
-            ]
-            print(table(rows), *result["notes"], "", sep="\n", flush=True)
-    return dict(machine=machine, results=results)
-
-
-def baseline_bars(found: dict) -> list[tuple[str, float, str, bool]]:
-    bars = []
-    for r in found["results"]:
-        bar = SPEED_BAR[r["mode"]]
-        title = f"{r['title']}: XLA kernels, times as fast as {r['best']}"
-        bars.append((title, r["speedup"], f">= {bar}", r["speedup"] >= bar))
-    for r in found["results"]:
-        bar = NATIVE_BAR[r["mode"]]
-        title = f"{r['title']}: native kernels, times as fast as {r['rival']}"
-        if r["native"]:
-            bars.append((title, r["native_speedup"], f">= {bar}", r["native_speedup"] >= bar))
-    return bars
-
-
-def storage(args) -> dict:
-    """bfloat16 and float16 beside float32, as glax chooses, in one run."""
-    results = []
-    for problem in PROBLEMS:
-        for mode in MODES:
-            runs = {}
-            for dtype in ("float32", "bfloat16", "float16"):
-                operands = dataclasses.replace(problem, dtype=dtype).operands()
-                run = compiled(in_mode(by_glax(problem), mode), *operands)
-                runs[dtype] = lambda run=run, operands=operands: run(*operands)
-            times = interleaved(runs, repeats=args.repeats, seconds=args.seconds, warm=True)
-            results.append({"": f"{problem} {mode}"} | {f"{dtype}, ms": t.median for dtype, t in times.items()})
-    print(f"\n{table(results)}\n")
-    return dict(results=results)
-
-
-def storage_bars(found: dict) -> list[tuple[str, float, str, bool]]:
-    ratios = [(r[""], r["bfloat16, ms"] / r["float32, ms"]) for r in found["results"]]
-    return [(f"{title}: bfloat16's time over float32's", ratio, "<= 1.0", ratio <= 1) for title, ratio in ratios]
-
-
-def scaling(args) -> dict:
-    """Time per token and the memory of one gradient, at B1 H8 K=V=64 gk, for T in powers of two.
-
-    Measures each entry of WAYS in a separate process, and the memory of each length too: the peak that a process reports starts
-    at its parent's.
-    """
-    lengths, micros = lengths_of(args), {}
-    for way, (choice, environment) in WAYS.items():
-        found = json.loads(of_child(environment, "--micros", choice, *["--quick"] * args.quick))
-        micros |= {f"{way}: {mode}": found[mode] for mode in MODES}
-    peaks = [float(of_child({}, "--peak", str(T))) for T in lengths]
-    titles = ("T", *(f"{title}, us/token" for title in micros), "peak GiB")
-    rows = [dict(zip(titles, row, strict=True)) for row in zip(lengths, *micros.values(), peaks, strict=True)]
-    print(f"\n{Problem(1, lengths[0], 8, 64, 'gk')}, other T\n{table(rows)}\n")
-    found = dict(lengths=lengths, micros=micros, peaks=peaks)
+def scaling(args) -> tuple[dict, list[Bar]]:
+    """Measure each entry of WAYS in a separate process, and the memory of each length too: the peak of a process never falls."""
+    calls, ways = growing(args), {name: x for name, x in WAYS.items() if not (args.delta and x[0] == "sum")}
+    micros, spent = {}, {}
+    for name, (subject, environment) in ways.items():
+        found = json.loads(of_child(args, environment, "--micros", subject))
+        micros |= {f"{name}: {mode}": x["wall"] for mode, x in found.items()}
+        spent |= {f"{name}: {mode}": x["processor"] for mode, x in found.items()}
+    peaks = [json.loads(of_child(args, {}, "--peak", str(i))) for i in range(len(calls))]
+    columns = {"T": [call.T for call in calls]} | {f"{name}, us/token": x for name, x in micros.items()}
+    columns |= {f"{name}, processor us/token": x for name, x in spent.items() if name.startswith("as glax")}
+    columns |= {name: [x[name] for x in peaks] for name in peaks[0]}
+    print(table([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]))
     OUT.mkdir(exist_ok=True)
-    (OUT / "scaling.json").write_text(json.dumps(found, indent=2))
-    plot(found, OUT / "scaling.png")
-    for title, x in spreads(found, of_sum=True).items():
-        print(f"{title}: {x:.2f}")
-    print(f"Wrote {OUT / 'scaling.json'} and {OUT / 'scaling.png'}\n")
-    return found
+    plot(columns["T"], micros, [x["peak GiB"] for x in peaks], OUT / "scaling.png")
+    print(f"Wrote {OUT / 'scaling.png'}")
+    spreads = {name: max(x) / min(x) for name, x in micros.items()}
+    bars = [
+        Bar(f"{name}: slowest time per token over fastest", x, SCALING_BAR)
+        for name, x in spreads.items()
+        if "added up" not in name
+    ]
+    T, peak = calls[-1].T, peaks[-1]["peak GiB"]
+    return columns | dict(spreads=spreads), [*bars, Bar(f"peak memory of a gradient at T={T}, GiB", peak, MEMORY_BAR)]
 
 
-def lengths_of(args) -> list[int]:
-    return [1024 * 2**i for i in range(5 if args.quick else 7)]
-
-
-def micros_per_token(args) -> dict[str, list[float]]:
-    """Microseconds a token in each mode, for each T of `scaling`."""
-    problems = [Problem(1, T, 8, 64, "gk") for T in lengths_of(args)]
-    operands, micros = [p.operands() for p in problems], {}
-    for mode in MODES:
-        runs = [
-            compiled(in_mode(added_up if args.micros == SUM else by_glax(p, platform=args.micros), mode), *x)
-            for p, x in zip(problems, operands, strict=True)
-        ]
-        cases = {p.T: lambda run=run, x=x: run(*x) for p, run, x in zip(problems, runs, operands, strict=True)}
-        times = interleaved(cases, repeats=args.repeats, seconds=args.seconds, warm=True)
-        micros[mode] = [1e3 * times[p.T].median / p.T for p in problems]
-    return micros
-
-
-def of_child(environment: dict[str, str], *arguments: str) -> str:
+def of_child(args, environment: dict[str, str], *arguments: str) -> str:
     """Run this script in a separate process and return its output."""
-    child = [sys.executable, __file__, *arguments]
+    options = [name for name in ("--quick", "--delta") if getattr(args, name[2:])]
+    child = [sys.executable, __file__, "scaling", *arguments, *options, "--lengths", str(args.lengths)]
     return subprocess.run(child, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | environment).stdout
 
 
-def peak_gib_of_gradient(T: int) -> float:
-    """Return the peak memory of this process, inputs and compiler included, after one forward and gradient."""
-    problem = Problem(1, T, 8, 64, "gk")
-    operands = problem.operands()
-    jax.block_until_ready(compiled(in_mode(by_glax(problem), MODES[1]), *operands)(*operands))
+def ways_of(calls: list[Call], subject: str, mode: str) -> list[Way]:
+    return [SUBJECTS[subject](x, mode, (a := x.arrays()), cotangent(x, a)) for x in calls]
+
+
+def micros_per_token(args) -> dict[str, dict[str, list[float]]]:
+    """Microseconds a token by the clock and of all processors, in each mode, for each T."""
+    calls, found = growing(args), {}
+    for mode, name in MODES.items():
+        ways = ways_of(calls, args.micros, mode)
+        times = interleaved(ways, 5 if args.quick else 25, 2.0 if args.quick else 8.0)
+        wall = [1e3 * t.median / call.T for t, call in zip(times, calls, strict=True)]
+        spent = [1e6 * processor_seconds(way) / call.T for way, call in zip(ways, calls, strict=True)]
+        found[name] = dict(wall=wall, processor=spent)
+    return found
+
+
+def processor_seconds(way: Way) -> float:
+    spent = []
+    for _ in range(7):
+        began = time.process_time()
+        way.wait(way.run())
+        spent.append(time.process_time() - began)
+    return statistics.median(spent)
+
+
+def peaks_of_gradient(args) -> dict[str, float]:
+    """Return the peak of this process, inputs and compiler included, after one forward and gradient, and what these add to it."""
+    (way,) = ways_of([growing(args)[args.peak]], "glax", "train")
+    program = way.run.func.lower(*way.run.args).compile()
+    compiling, anew = peak_gib(), Path("/proc/self/clear_refs")
+    if anew.exists():
+        anew.write_text("5")  # the peak begins anew
+    before = peak_gib()
+    results = jax.block_until_ready(program(*way.run.args))
+    peak, size = peak_gib(), sum(x.nbytes for x in jax.tree.leaves(results))
+    return {
+        "peak GiB": max(peak, compiling),
+        "a call adds, MiB": 1024 * (peak - before),
+        "its results, MiB": size / 2**20,
+    }
+
+
+def peak_gib() -> float:
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def plot(found: dict, path: Path):
+def plot(lengths: list[int], micros: dict[str, list[float]], peaks: list[float], path: Path):
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    for mode, times in zip(MODES, axes[:2], strict=True):
-        for way in WAYS:
-            times.plot(found["lengths"], found["micros"][f"{way}: {mode}"], "o-", label=way)
+    for mode, times in zip(MODES.values(), axes[:2], strict=True):
+        for name in (name for name in micros if name.endswith(f": {mode}")):
+            times.plot(lengths, micros[name], "o-", label=name.removesuffix(f": {mode}"))
         times.set(title=mode, xlabel="T", ylabel="microseconds a token", yscale="log")
         times.set_yticks([1, 10], labels=["1", "10"])
     figure.legend(*times.get_legend_handles_labels(), loc="outside lower left", ncols=len(WAYS))
     memory = axes[2]
-    memory.plot(found["lengths"], found["peaks"], "o-")
+    memory.plot(lengths, peaks, "o-")
     memory.axhline(MEMORY_BAR, color="grey", linestyle="--", label="bar")
-    memory.set(title=MODES[1], xlabel="T", ylabel="peak memory of the process, GiB", ylim=(0, None))
+    memory.set(title="with gradient", xlabel="T", ylabel="peak memory of the process, GiB", ylim=(0, None))
     memory.legend()
     for part in axes:
         part.set_xscale("log", base=2)
     figure.savefig(path, dpi=120)
 
 
-def spreads(found: dict, of_sum: bool) -> dict[str, float]:
-    """The slowest time per token over the fastest, of the ways that are a sum or of the others."""
-    ways = [way for way, (choice, _) in WAYS.items() if (choice == SUM) == of_sum]
-    times = {f"{way}: {mode}": found["micros"][f"{way}: {mode}"] for way in ways for mode in MODES}
-    return {f"{title}: slowest time per token over fastest": max(x) / min(x) for title, x in times.items()}
+# ---- compile times ----
 
 
-def scaling_bars(found: dict) -> list[tuple[str, float, str, bool]]:
-    bars = [(title, x, f"<= {SCALING_BAR}", x <= SCALING_BAR) for title, x in spreads(found, of_sum=False).items()]
-    T, peak = found["lengths"][-1], found["peaks"][-1]
-    return [*bars, (f"peak memory of a gradient at T={T}, GiB", peak, f"< {MEMORY_BAR}", peak < MEMORY_BAR)]
+def variants(T: int = 2048, H: int = 4, D: int = 64) -> dict:
+    """Every public function and form of decay: (f(q, k, v, gates), gates)."""
+    per_head, per_channel = -jnp.ones((1, T, H)), -jnp.ones((1, T, H, D))
+    cuts = jnp.array([0, T // 7, T // 2, T // 2 + 1, T], jnp.int32)
+    forms = dict(
+        none={},
+        constant=dict(g_gamma=-jnp.ones(H)),
+        head=dict(g=per_head),
+        key=dict(gk=per_channel),
+        value=dict(gv=per_channel),
+        **{"key+value": dict(gk=per_channel, gv=per_channel)},
+    )
+
+    def recurrent(q, k, v, gates, **options):
+        return glax.recurrent(q, k, v, **gates, **options)
+
+    return {
+        **{f"recurrent, decay: {name}": (recurrent, gates) for name, gates in forms.items()},
+        "recurrent, packed": (lambda *x: recurrent(*x, cu_seqlens=cuts), forms["key"]),
+        "recurrent, reverse": (lambda *x: recurrent(*x, reverse=True), forms["key"]),
+        "recurrent_gla": (glax.recurrent_gla, per_channel),
+        "simple_gla": (glax.simple_gla, per_head),
+        "retention": (lambda q, k, v, _: glax.retention(q, k, v), ()),
+        "lightning_attention": (lambda q, k, v, _: glax.lightning_attention(q, k, v, 3, 12), ()),
+    }
+
+
+def compiling(args) -> tuple[dict, list[Bar]]:
+    """Seconds to trace and compile the gradient of each variant, at B1 T2048 H4 K=V=64.
+
+    The first variant is compiled twice, because the first compilation loads kernels and starts XLA.
+    """
+    x, seconds = jnp.ones((1, 2048, 4, 64)), {}
+    for i, (name, (f, gates)) in enumerate(variants().items()):
+
+        def loss(q, k, v, gates, f=f):
+            return f(q, k, v, gates).output.sum()
+
+        for _ in range(2 if i == 0 else 1):
+            jax.clear_caches()
+            begin = time.perf_counter()
+            jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).lower(x, x, x, gates).compile()
+            seconds[name] = time.perf_counter() - begin
+    print(table([{"gradient of": name, "seconds to compile": x} for name, x in seconds.items()]))
+    slowest = max(seconds, key=seconds.__getitem__)
+    return seconds, [Bar(f"slowest to compile of {len(seconds)}: {slowest}, s", seconds[slowest], COMPILE_BAR)]
+
+
+# ---- overhead over the kernels ----
+
+
+def eager() -> float:
+    """Return the overhead of a warm call in microseconds. The arrays are tiny, so that the call dominates."""
+    q = jnp.ones((1, 1, 1, 4))
+    gk = -q
+    r = bind(q, q, q, gk=gk)
+    kernel = jax.jit(functools.partial(run_forward, resolve(Choice(), r)))
+
+    def median_us(f) -> float:
+        return 1e3 * timing([batch(f) for _ in range(3)]).median
+
+    def batch(f, calls: int = 200) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            result = f()
+        jax.block_until_ready(result)
+        return 1e3 * (time.perf_counter() - start) / calls
+
+    pairs = []
+    for _ in range(15):
+        direct = median_us(lambda: kernel(r).output)
+        pairs.append(median_us(lambda: glax.recurrent_attention(q, q, q, gk=gk)) - direct)
+    return statistics.median(pairs)
+
+
+def traced() -> float:
+    """Return the overhead of tracing a call in milliseconds. Each call has its own shape, so that no trace is cached."""
+    shapes = [jax.ShapeDtypeStruct((1, 8 + i, 2, 16), jnp.float32) for i in range(8)]
+    recurrences = [jax.eval_shape(lambda q: bind(q, q, q, gk=q), shape) for shape in shapes]
+    specs = [kernel_registry.find(r) for r in recurrences]
+
+    def kernels_alone(*rs):
+        return [spec.run(r, config=spec.config.heuristic(r)).output for spec, r in zip(specs, rs, strict=True)]
+
+    def calls(*qs):
+        return [glax.recurrent_attention(q, q, q, gk=q) for q in qs]
+
+    def once(f, operands) -> float:
+        jax.clear_caches()
+        start = time.perf_counter()
+        jax.make_jaxpr(f)(*operands)
+        return 1e3 * (time.perf_counter() - start)
+
+    pairs = [once(calls, shapes) - once(kernels_alone, recurrences) for _ in range(10)][1:]
+    return statistics.median(pairs) / len(shapes)
+
+
+def imported() -> float:
+    code = "import time, jax, jax.numpy, numpy; s = time.perf_counter(); import glax; print(time.perf_counter() - s)"
+    command = [sys.executable, "-c", code]
+    return 1e3 * statistics.median(float(subprocess.check_output(command)) for _ in range(5))
+
+
+def overhead(args) -> tuple[dict, list[Bar]]:
+    load_kernels()
+    bars = [
+        Bar("eager call, us", eager(), EAGER_BAR),
+        Bar("traced call, ms", traced(), TRACED_BAR),
+        Bar("import glax, ms", imported(), IMPORT_BAR),
+    ]
+    return {bar.what: bar.value for bar in bars}, bars
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scaling", action="store_true")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--dtypes", action="store_true")
-    parser.add_argument("--delta", action="store_true")
+    parser.add_argument("what", choices=("scaling", "compile", "overhead"))
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--delta", action="store_true", help="with scaling")
+    parser.add_argument("--lengths", type=int, metavar="N", help="with scaling: 1024, 2048, ..., N of them")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--micros", metavar="PLATFORM", help="print, as JSON, what --scaling measures in one process")
-    parser.add_argument("--peak", type=int, metavar="T", help="print this process's peak GiB after a gradient at T")
+    parser.add_argument("--micros", metavar="SUBJECT", help=argparse.SUPPRESS)
+    parser.add_argument("--peak", type=int, metavar="I", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.peak:
-        print(peak_gib_of_gradient(args.peak))
+    args.lengths = args.lengths or (5 if args.quick else 7)
+    if args.micros or args.peak is not None:
+        print(json.dumps(micros_per_token(args) if args.micros else peaks_of_gradient(args)))
         return
-    args.repeats, args.seconds = (5, 2.0) if args.quick else (25, 8.0)
-    if args.micros:
-        print(json.dumps(micros_per_token(args)))
-        return
-    print(f"JAX {jax.__version__}, Python {platform.python_version()}, {os.cpu_count()} CPUs, {platform.machine()}")
-    parts = dict(
-        baselines=(not (args.scaling or args.compile or args.dtypes or args.delta), against_baselines, baseline_bars),
-        dtypes=(args.dtypes, storage, storage_bars),
-        delta=(args.delta, delta_rule.measure, delta_rule.bars),
-        scaling=(args.scaling, scaling, scaling_bars),
-        compile=(args.compile, compiling, compile_bars),
-    )
-    measured, bars = dict(jax=jax.__version__, python=platform.python_version(), cpus=os.cpu_count()), []
-    for part, (selected, run, judge) in parts.items():
-        if selected:
-            measured[part] = run(args)
-            bars += judge(measured[part])
-    measured["bars"] = [dict(bar=what, measured=x, wanted=wanted, met=met) for what, x, wanted, met in bars]
-    print(table([{**bar, "met": "pass" if bar["met"] else "MISS"} for bar in measured["bars"]]))
-    print(f"{sum(met for *_, met in bars)} of {len(bars)} bars met")
+    measured, bars = dict(scaling=scaling, compile=compiling, overhead=overhead)[args.what](args)
+    print(table([bar.row() for bar in bars]))
     if args.json:
-        args.json.write_text(json.dumps(measured, indent=2))
-    compared = [measured.get(part, {}).get("results", []) for part in ("baselines", "delta")]
-    wrong = [r for results in compared for r in results if not r["right"]]
-    for r in wrong:
-        print(f"WRONG: {r['title']}: results differ by more than {CLOSE[r['mode']]}")
-    sys.exit(bool(wrong))
+        write(args.json, [dict(what=name, value=value) for name, value in measured.items()])
 
 
 if __name__ == "__main__":

@@ -1,120 +1,332 @@
-"""Time decoding: a step with and without a pool, and the demo's model by steps against recomputing the prefix.
+"""Time decoding: steps of many layers in one program, with or without a pool, by each platform, beside fla-core and mamba-ssm.
 
-python benchmarks/decode.py                     # both, and benchmarks/out/decode.png
-python benchmarks/decode.py --only pool         # 256 of 1024 slots, 16 heads of 128 x 128, float32
-python benchmarks/decode.py --only loop         # one sequence, 4 heads of 64 x 64, in a loop within one program
+python benchmarks/decode.py                            # a GPU: the shapes of models; a CPU: a pool, and one sequence in a loop
+python benchmarks/decode.py --platform cuda --alone
+python benchmarks/decode.py --profile                  # also the time of one kernel by JAX's profiler
+python benchmarks/decode.py --draft 4 16 --platform cuda       # verify and commit drafts of so many tokens
+python benchmarks/decode.py --draft 16 --platform cuda --gathered     # the same by kernels of whole sequences
+python benchmarks/decode.py --prefix                   # the demo's model by steps against recomputing the prefix, and a picture
+
+A program advances the layers of one model by several tokens or drafts, each layer in a pool of its own that is donated.
+The calls of a peer for one token are captured in one CUDA graph. Times are those of one layer's step, verification or commit.
+`copy_share`: the bytes of its states over the time, as a share of the rate of a copy. A step and a commit read and write a state
+once, a verification reads it once.
 """
 
 import argparse
-import statistics
-import time
+import dataclasses
+import importlib.util
+import json
+import os
+import sys
 from pathlib import Path
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory too
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from meters import interleaved, kernels
+from output import table, write
 
 import glax
-from glax.cli.measure import copy_gbytes
+from glax._src.core.registry import Backend, kernel_registry
+from glax._src.kernels import load_kernels
+from glax.cli.measure import Way, copy_gbytes
 
+NAMED = dict(gk="per key", g="per head", g_gamma="constant")
 PREFIXES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
-def median(call, repeats: int) -> float:
-    """Return the median seconds of call(), which passes its result to its next call because the argument is donated."""
-    call()
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """B sequences in P slots; G heads of query and key serve H heads. gate: "gk", "g" or "g_gamma". delta: the delta rule.
+
+    tokens: of one program, so that calling it from Python is a small part. draft: the tokens that are verified and committed
+    together, 0 for steps of one token. dtype: of the arrays; state: of the states.
+    """
+
+    name: str
+    B: int
+    G: int
+    H: int
+    K: int
+    V: int
+    gate: str
+    layers: int = 32
+    P: int | None = None
+    state: str = "float32"
+    delta: bool = False
+    draft: int = 0
+    tokens: int = 8
+    dtype: str = "bfloat16"
+
+    @property
+    def moved(self) -> int:
+        """The bytes of the states that one pass moves."""
+        return self.B * self.H * self.K * self.V * jnp.dtype(self.state).itemsize
+
+    def arrays(self) -> dict[str, jax.Array]:
+        keys = jax.random.split(jax.random.key(0), 5)
+        rows = (self.B, self.draft) if self.draft else (self.B,)
+        shapes = dict(query=(self.G, self.K), key=(self.G, self.K), value=(self.H, self.V))
+        arrays = {x: jax.random.normal(key, (*rows, *shapes[x])) for key, x in zip(keys, shapes, strict=False)}
+        if self.delta:
+            arrays["key"] /= jnp.linalg.norm(arrays["key"], axis=-1, keepdims=True)
+            arrays["beta"] = jax.nn.sigmoid(jax.random.normal(keys[4], (*rows, self.H)))
+        gates = dict(gk=(*rows, self.H, self.K), g=(*rows, self.H), g_gamma=(self.H,))[self.gate]
+        logs = jax.nn.log_sigmoid(jax.random.normal(keys[3], gates))
+        return {name: x.astype(self.dtype) for name, x in arrays.items()} | {self.gate: logs}
 
 
-def pool(P: int = 1024, B: int = 256, H: int = 16, D: int = 128, repeats: int = 9):
-    keys = jax.random.split(jax.random.key(0), 4)
-    q, k, v, x = (jax.random.normal(key, (B, H, D)) for key in keys)
-    gk = jax.nn.log_sigmoid(x)
-    slots = jnp.asarray(np.random.default_rng(0).permutation(P)[:B], jnp.int32)
-    seconds = {}
-    for name, rows, where in (("without a pool", B, None), ("pool", P, slots)):
-        step = jax.jit(lambda state, slots: glax.recurrent_step(q, k, v, state, gk=gk, slots=slots), donate_argnums=0)
-        held = [jnp.zeros((rows, H, D, D))]
-
-        def call(step=step, held=held, where=where):
-            _, held[0] = jax.block_until_ready(step(held[0], where))
-
-        seconds[name] = median(call, repeats)
-        print(f"{name:16} {1e3 * seconds[name]:8.2f} ms", flush=True)
-    print(f"the pool takes {100 * (seconds['pool'] / seconds['without a pool'] - 1):+.0f}%")
-    moved, copy = 2 * B * H * D * D * 4 / seconds["pool"] / 1e9, copy_gbytes(7)
-    print(f"states read and written at {moved:.1f} GB/s, a copy at {copy:.1f} GB/s: {100 * moved / copy:.0f}%")
-
-
-def loop(H: int = 4, D: int = 64, steps: int = 2000, repeats: int = 9):
-    keys = jax.random.split(jax.random.key(0), 4)
-    q, k, v, x = (jax.random.normal(key, (1, H, D)) for key in keys)
-    gk = jax.nn.log_sigmoid(x)
-
-    def step(_, carry):
-        state, total = carry
-        output, state = glax.recurrent_step(q, k, v, state, gk=gk)
-        return state, total + output
-
-    run = jax.jit(lambda state: jax.lax.fori_loop(0, steps, step, (state, jnp.zeros((1, H, D)))))
-    state = jnp.zeros((1, H, D, D))
-    seconds = median(lambda: jax.block_until_ready(run(state)), repeats) / steps
-    print(f"one sequence, {H} heads of {D} x {D}: {1e6 * seconds:.2f} microseconds a step")
+SHAPES = (
+    Decode("GLA-1.3B", 64, 4, 4, 256, 512, "gk", layers=16),
+    Decode("Mamba2-1.3B", 64, 1, 64, 128, 64, "g", layers=16),
+    Decode("Lightning", 64, 32, 32, 128, 128, "g_gamma", layers=16),
+    Decode("HGRN2-1.3B", 64, 16, 16, 128, 128, "gk"),
+    Decode("pool", 256, 16, 16, 128, 128, "gk", layers=4, P=1024),
+    Decode("pool, bfloat16 states", 256, 16, 16, 128, 128, "gk", layers=4, P=1024, state="bfloat16"),
+    Decode("one sequence", 1, 64, 64, 128, 128, "g_gamma"),
+    Decode("one sequence, GLA-1.3B", 1, 4, 4, 256, 512, "gk"),
+    Decode("Gated DeltaNet", 64, 16, 32, 128, 128, "g", layers=16, delta=True),
+    Decode("one sequence, Gated DeltaNet", 1, 16, 32, 128, 128, "g", delta=True),
+)
+CPU = dict(layers=1, dtype="float32")
+CPU_SHAPES = (
+    Decode("without a pool", 256, 16, 16, 128, 128, "gk", tokens=1, **CPU),
+    Decode("pool", 256, 16, 16, 128, 128, "gk", P=1024, tokens=1, **CPU),
+    Decode("one sequence", 1, 4, 4, 64, 64, "gk", tokens=2000, **CPU),
+)
+DRAFTS = tuple(
+    dataclasses.replace(
+        shape, name=shape.name if B > 1 else f"one sequence, {shape.name}", B=B, layers=4 if B > 1 else 16
+    )
+    for shape in SHAPES
+    if shape.name in ("HGRN2-1.3B", "Gated DeltaNet", "GLA-1.3B")
+    for B in (64, 1)
+)
 
 
-def model(repeats: int = 20):
-    """Return the seconds of one step, and the seconds of recomputing a prefix by its length."""
+class Steps:
+    """`layers` steps of glax in one program."""
+
+    passes = 2  # of a state: it is read once and written once
+
+    def __init__(self, shape: Decode, platform: str | None):
+        self.shape, self.platform, self.arrays = shape, platform, shape.arrays()
+        rows = shape.P or shape.B
+        slots = np.random.default_rng(0).permutation(rows)[: shape.B].astype(np.int32)
+        self.slots = None if shape.P is None else jnp.asarray(slots)
+
+        def advanced(_, carry):
+            pools, query = list(carry[0]), carry[1]
+            outputs = []
+            for i, pool in enumerate(pools):
+                output, pools[i] = self.layer(pool, query)
+                outputs.append(output)
+            # Every number of every output counts, or XLA would leave out what forms it.
+            seen = 1e-3 * sum(x.mean((-2, -1), keepdims=True) for x in outputs)
+            return tuple(pools), query + seen.astype(query.dtype)
+
+        def steps(pools):
+            return jax.lax.fori_loop(0, shape.tokens, advanced, (pools, self.arrays["query"]))
+
+        self.run_steps = jax.jit(steps, donate_argnums=0)
+        self.pools = tuple(jnp.zeros((rows, shape.H, shape.K, shape.V), shape.state) for _ in range(shape.layers))
+        jax.block_until_ready(self())
+
+    def layer(self, pool, query):
+        arrays = self.arrays | dict(query=query)
+        return glax.recurrent_step(**arrays, state=pool, slots=self.slots, platform=self.platform)
+
+    def __call__(self):
+        self.pools, query = self.run_steps(self.pools)
+        return query
+
+
+class Verifications(Steps):
+    """`layers` verifications of a draft in one program."""
+
+    passes = 1
+
+    def layer(self, pool, query):
+        arrays = self.arrays | dict(query=query)
+        return glax.recurrent_verify(**arrays, state=pool, slots=self.slots, platform=self.platform)[0], pool
+
+
+class Commits(Steps):
+    """`layers` commits of a draft in one program. All but one of its tokens are accepted."""
+
+    def layer(self, pool, query):
+        _, draft = glax.recurrent_verify(**self.arrays, state=pool, slots=self.slots, platform=self.platform)
+        pool = glax.commit(pool, draft, jnp.full(self.shape.B, self.shape.draft - 1, jnp.int32))
+        return jnp.zeros((1, 1, 1)), pool
+
+
+def leave_out_pools():
+    """Leave out the kernels that verify or advance several tokens in a pool, as on a machine that has none."""
+    load_kernels()
+    for name in ("recurrent.verify/cuda/gpu", "recurrent.step/cuda/gpu"):
+        del kernel_registry.kernels[name]
+
+
+def graph_of(call, layers: int):
+    """Capture `layers` calls in a CUDA graph."""
+    import torch
+
+    for _ in range(3):
+        call(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for layer in range(layers):
+            call(layer)
+    return graph.replay
+
+
+def peer(shape: Decode):
+    """Return the peer's name and its `layers` steps: mamba-ssm for gates a head of grouped keys, else fla-core."""
+    import torch
+
+    t = {name: torch.from_dlpack(x).clone() for name, x in shape.arrays().items()}
+    q, k, v, g = t["query"], t["key"], t["value"], t[shape.gate]
+    if shape.gate == "g" and not shape.delta:
+        from mamba_ssm.ops.triton.selective_state_update import selective_state_update
+
+        states = [torch.zeros(shape.B, shape.H, shape.V, shape.K, device="cuda") for _ in range(shape.layers)]
+        dt = (-g)[..., None].expand(-1, -1, shape.V)
+        A = -torch.ones(shape.H, device="cuda")[:, None, None].expand(-1, shape.V, shape.K)
+        zeros = torch.zeros(shape.H, device="cuda")[:, None].expand(-1, shape.V)  # it raises where D or dt_bias is None
+
+        def call(layer):
+            return selective_state_update(states[layer], v, dt, A, k, q, D=zeros, dt_bias=zeros)
+
+        return "mamba-ssm", graph_of(call, shape.layers)
+    from fla import ops
+
+    states = [torch.zeros(shape.B, shape.H, shape.K, shape.V, device="cuda") for _ in range(shape.layers)]
+    q, k, v = (x[:, None] for x in (q, k, v))
+
+    def call(layer):
+        options = dict(initial_state=states[layer], output_final_state=True)
+        with torch.no_grad():
+            if shape.delta:
+                beta = t["beta"][:, None]
+                return ops.fused_recurrent_gated_delta_rule(q, k, v, g=g[:, None], beta=beta, **options)
+            if shape.gate == "gk":
+                return ops.fused_recurrent_gla(q, k, v, gk=g[:, None], **options)
+            return ops.fused_recurrent_simple_gla(q, k, v, g_gamma=g, **options)
+
+    return "fla-core", graph_of(call, shape.layers)
+
+
+def measured(shape: Decode, args, gbytes: float) -> list[dict]:
+    """Return a line of results for each platform and peer, in microseconds a layer's step."""
+    ways, passes = [], {}
+    modes = dict(verify=Verifications, commit=Commits) if shape.draft else dict(decode=Steps)
+    for platform in args.platform:
+        for mode, make in modes.items():
+            try:
+                ways.append(Way(platform, make(shape, None if platform == "auto" else platform), calls=shape.tokens))
+                passes[len(ways) - 1] = mode, make.passes
+            except glax.UnsupportedError as refused:
+                print(f"{shape.name}: {platform}: {refused}", file=sys.stderr)
+    if not args.alone and importlib.util.find_spec("fla") and shape.P is None and not shape.draft:
+        import torch
+
+        try:
+            name, run = peer(shape)
+            ways.append(Way(name, run, lambda _: torch.cuda.synchronize()))
+        except Exception as error:  # a peer's own: it may refuse a shape in any way
+            print(f"{shape.name}: peer: {error!r:.300}", file=sys.stderr)
+    problem = f"{shape.B},{shape.draft or 1},{shape.H},{shape.K},{shape.V}"
+    lines = []
+    for i, (way, t) in enumerate(zip(ways, interleaved(ways, args.iters, 8.0), strict=True)):
+        us, (mode, count) = 1e3 * t.median / shape.layers, passes.get(i, ("decode", Steps.passes))
+        rule = "delta rule, " if shape.delta else ""
+        line = dict(model=shape.name, problem=problem, gate=f"{rule}{NAMED[shape.gate]}", mode=mode)
+        line["implementation"] = f"glax, {way.name}" if i in passes else way.name
+        lines.append(line | dict(us=round(us, 2), copy_share=round(count * shape.moved / us / 1e3 / gbytes, 3)))
+        print(json.dumps(lines[-1]), flush=True)
+    return lines
+
+
+def kernel_us(shape: Decode, name: str = "scan") -> float | None:
+    """Return the median microseconds of the CUDA kernels whose names begin so, by JAX's profiler."""
+    way = Way("cuda", Steps(shape, "cuda"))
+    spent = [1e3 * ms for kernel, times in kernels(way, 1).items() if kernel.startswith(name) for ms in times]
+    return float(np.median(spent)) if spent else None
+
+
+# ---- the demo's model ----
+
+
+def prefix(args) -> list[dict]:
+    """Return the time of one step, and of recomputing a prefix by its length, with a picture of both."""
+    import matplotlib
     from flax import nnx
 
     from glax.cli.demo_run import MODEL
     from glax.models import from_config
 
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
     lm = from_config(MODEL, rngs=nnx.Rngs(0))
     graph, params = nnx.split(lm)
     whole = jax.jit(lambda params, tokens: nnx.merge(graph, params)(tokens)[:, -1])
     one = jax.jit(lambda params, token, states: nnx.merge(graph, params).step(token, states))
-    token, states = jnp.zeros(1, jnp.int32), lm.initial_states(1)
-    step = median(lambda: jax.block_until_ready(one(params, token, states)), repeats)
-    again = {}
+    states = lm.initial_states(1)
+    ways = [Way("one step", lambda: one(params, jnp.zeros(1, jnp.int32), states))]
     for T in PREFIXES:
         tokens = jnp.zeros((1, T), jnp.int32)
-        again[T] = median(lambda tokens=tokens: jax.block_until_ready(whole(params, tokens)), repeats)
-        print(f"prefix {T:5}  read again {1e3 * again[T]:8.2f} ms   one step {1e3 * step:6.2f} ms", flush=True)
-    return step, again
-
-
-def plot(step: float, again: dict[int, float], path: Path):
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
+        ways.append(Way(f"prefix {T}", lambda tokens=tokens: whole(params, tokens)))
+    ms = [t.median for t in interleaved(ways, args.iters, 8.0)]
     figure, axes = plt.subplots(figsize=(6, 4))
-    axes.loglog(list(again), [1e3 * x for x in again.values()], "o-", label="reading the prefix again")
-    axes.axhline(1e3 * step, color="C1", label="one step from its state")
+    axes.loglog(PREFIXES, ms[1:], "o-", label="reading the prefix again")
+    axes.axhline(ms[0], color="C1", label="one step from its state")
     axes.set(xlabel="bytes before", ylabel="ms for the next byte", title="The demo's model, batch 1")
     axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, bbox_inches="tight")
-    print(f"Written: {path}")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(args.out, bbox_inches="tight")
+    print(f"Written: {args.out}")
+    return [dict(what=way.name, value=round(x, 4), unit="ms") for way, x in zip(ways, ms, strict=True)]
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=["pool", "loop", "model"])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/out/decode.png"))
-    arguments = parser.parse_args()
-    if arguments.only in (None, "pool"):
-        pool()
-    if arguments.only in (None, "loop"):
-        loop()
-    if arguments.only in (None, "model"):
-        plot(*model(), arguments.out)
+    on_cpu = Backend.here() is Backend.CPU
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--platform", nargs="+", choices=("cuda", "triton", "xla", "cpp", "auto"),
+        default=["auto"] if on_cpu else ["cuda", "triton", "xla"])  # fmt: skip
+    add("--only", nargs="+", metavar="NAME", help="of a shape")
+    add("--alone", action="store_true", help="without peers")
+    add("--draft", nargs="+", type=int, default=[], metavar="TOKENS", help="instead of steps")
+    add("--gathered", action="store_true", help="without the kernels that take several tokens in a pool")
+    add("--profile", action="store_true")
+    add("--prefix", action="store_true")
+    add("--iters", type=int, default=9)
+    add("--out", type=Path, default=Path("benchmarks/out/decode.png"), help="the picture of --prefix")
+    add("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    if args.draft and args.profile:
+        parser.error("--profile is for steps: leave out --draft")
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, glax {glax.__version__}", flush=True)
+    if args.gathered:
+        leave_out_pools()
+    shapes = [dataclasses.replace(shape, draft=tokens) for shape in DRAFTS for tokens in args.draft]
+    shapes = [x for x in shapes or (CPU_SHAPES if on_cpu else SHAPES) if not args.only or x.name in args.only]
+    if args.prefix:
+        lines = prefix(args)
+    else:
+        gbytes = copy_gbytes(7)
+        lines = [line for shape in shapes for line in measured(shape, args, gbytes)]
+    if args.profile:  # behind all timings, which it cannot disturb there
+        for shape in shapes:
+            lines.append(dict(model=shape.name, what="CUDA kernel", value=kernel_us(shape), unit="us"))
+    print(table(lines))
+    if args.json is not None:
+        write(args.json, lines)
 
 
 if __name__ == "__main__":

@@ -1,243 +1,451 @@
-"""Measure the layers of published models on one NVIDIA GPU: glax beside fla-core, mamba-ssm and jax-linear-attention.
+"""Train or decode with a whole model on one NVIDIA GPU: tokens per second, peak memory and device time, by glax or a peer.
 
-python benchmarks/models.py                         # every layer, with the peers that are installed
-python benchmarks/models.py --only RetNet-1.3B --alone
-python benchmarks/models.py --triton                # glax's Triton kernels too, which run where Hopper kernels do not
-python benchmarks/models.py --compile 16            # the candidates of fla-core and mamba-ssm compiled first, by 16 processes
-python benchmarks/models.py --packed                # one row of 32,768 tokens: documents, and gates of -inf at their places
-python benchmarks/models.py --shape B,T,GROUPS,H,K,V --gate head    # a shape of your own
-python benchmarks/models.py --alone --jobs 8        # glax's programs compiled side by side: first calls are not timed
-python benchmarks/models.py --between               # shapes beside the published ones, as multiples of these
-python benchmarks/models.py --errors                # relative errors against float64, in thousandths; nothing is timed
-python benchmarks/models.py --errors --triton       # those of Triton's kernels
+python benchmarks/models.py                     # GLA-340M: glax's layer in plain NNX, bfloat16, AdamW by optax
+python benchmarks/models.py --model gated_deltanet                 # Gated DeltaNet-340M, by glax, models, fla or jla
+python benchmarks/models.py --model mamba2 --by models             # Mamba2-370M, by models, fla or transformers
+python benchmarks/models.py --by models         # the model of glax.models with its own loss
+python benchmarks/models.py --by fla            # fla's model under autocast, PyTorch's fused AdamW
+python benchmarks/models.py --model gated_deltanet --by jla        # the model of jax-linear-attention with its own loss
+python benchmarks/models.py --model mamba2 --by transformers       # transformers' model with mamba-ssm's Triton kernels
+python benchmarks/models.py --decode --by models                   # glax.models.generate, 64 sequences behind 2048 tokens
+python benchmarks/models.py --decode --by fla   # fla's model with its cache, one call a token
+python benchmarks/models.py --by fla --part 0/16    # compiles a sixteenth of the candidates of its kernels, and times nothing
+python benchmarks/models.py --profile           # the kernels that take longest, and the time of glax's own
 
-All implementations of a layer are timed in turns in one process, with many calls in flight; medians. "of floor": the time over
-the time of a copy that moves `least_bytes`. Each line of JSON is a result in the form of benchmarks/results/README.md.
+GLA and Gated DeltaNet have width 1024, heads of K = 128 and V = 256, SwiGLU of 2816 and a vocabulary of 32000; GLA has 24 layers
+of 4 heads, and Gated DeltaNet 21 layers of 6 heads, the proportions of fla's own config. Mamba2-370M has the published sizes: 48
+layers of width 1024, 32 heads of 64 with 128 states, and a tied vocabulary of 50288. Training takes batches of 8 x 2048 tokens.
+The time of a decoded token is the difference of two calls that go on by different numbers of tokens, without the prompt.
+The last line is a result in the form of results/README.md.
 """
 
 import argparse
-import concurrent.futures
+import collections
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
-import sys
+import re
+import statistics
 import time
+from collections.abc import Callable
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory too
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from layers import GATES, MODES, NAMED, PUBLISHED, Layer, documents, least_bytes, neighbours, with_gradient
-from peers_fla import compile_a_part, compile_in_parts, short_tuning
-from peers_layers import JaxImplementation, TorchPeer, jla_output
-from timing import table
+import triton_tuning
 
-import glax
-from glax._src.core.bind import bind
-from glax.cli.measure import copy_gbytes, interleaved
-from glax.testing.reference import reference, reference_gradient
-
-PACKED = (1, 32768, 16, 16, 128, 128)
-COUNTS = (16, 128)  # of documents
-LIBRARIES = dict(fla="fla-core", mamba="mamba-ssm")
-TRITON = "glax, Triton"
-TRITON_CACHE = os.environ.get("TRITON_CACHE_DIR")
+WIDTH, KEY_WIDTH, VALUE_WIDTH, VOCABULARY, HIDDEN = 1024, 128, 256, 32000, 2816
+STEPS = 10
+PEAK_FLOPS = 989e12  # of an H100 SXM, bfloat16
+FEW, MANY, REPEATS = 8, 72, 3  # tokens decoded behind the prompt
+BY = ("glax", "models", "fla", "jla", "transformers")
 
 
-def peers(layer: Layer, operands) -> dict:
-    """Return the peers that can run the layer here. One that fails is named on stderr."""
-    made, wanted = {}, {}
-    if layer.gate != "constant" and importlib.util.find_spec("jla"):
-        wanted["jax-linear-attention"] = lambda: JaxImplementation(jla_output(layer), operands)
-    if layer.peer is not None and importlib.util.find_spec("torch"):
-        wanted[LIBRARIES[layer.peer]] = lambda: TorchPeer(layer, operands)
-    for name, make in wanted.items():
-        try:
-            made[name] = make()
-            made[name].ways()["both"].run()
-        except Exception as error:  # a peer's own: it may refuse a shape in any way
-            print(f"{layer.name}: {name}: {error!r:.300}", file=sys.stderr)
-            made.pop(name, None)
-    return made
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """layers, heads: of the model. config: its further options in fla's config. by: what trains it.
+
+    layer: the name in glax.nn, of models that --by glax trains.
+    """
+
+    name: str
+    layers: int
+    heads: int
+    config: dict
+    by: tuple[str, ...]
+    layer: str = ""
+    vocabulary: int = VOCABULARY
 
 
-def results(layer: Layer, made: dict, iters: int, gbytes: float, **note) -> list[dict]:
-    """Measure the implementations of a layer in turns, and return a line for each and each mode."""
-    least, lines = least_bytes(layer.operands()), []
-    common = dict(model=layer.name, problem=layer.problem, gate=NAMED[layer.gate]) | note
-    memory = {name: x.mib() for name, x in made.items()}
-    for mode, named in MODES.items():
-        times = interleaved([x.ways()[mode] for x in made.values()], iters)
-        for name, t in zip(made, times, strict=True):
-            line = common | dict(mode=named, implementation=name, ms=round(t.median, 4))
-            line["times_floor"] = round(t.median / (least[mode] / gbytes / 1e6), 2)
-            if mode == "both":
-                line["mib"] = round(memory[name])
-            lines.append(line)
-    return lines
+WITH_MLP = dict(intermediate_size=HIDDEN, tie_word_embeddings=False)
+MODELS = {
+    "gla": Choice("GLA-340M", 24, 4, WITH_MLP | dict(expand_k=0.5, expand_v=1.0), BY[:3], layer="GatedLinearAttention"),
+    "gated_deltanet": Choice(
+        "Gated DeltaNet-340M",
+        21,
+        6,
+        WITH_MLP | dict(head_dim=KEY_WIDTH, expand_v=2.0),
+        BY[:4],
+        layer="GatedDeltaNet",
+    ),
+    "mamba2": Choice(
+        "Mamba2-370M",
+        48,
+        32,
+        dict(head_dim=64, state_size=128, expand=2, n_groups=1, norm_eps=1e-5, tie_word_embeddings=True),
+        ("models", "fla", "transformers"),
+        vocabulary=50288,
+    ),
+}
 
 
-def repeats(made: JaxImplementation) -> bool:
-    """Return whether a second call agrees with the first in every bit."""
-    first, second = made.both(*made.operands), made.both(*made.operands)
-    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in zip(first, second, strict=True))
+def config_of(args) -> dict:
+    """The options of fla's config."""
+    choice = MODELS[args.model]
+    sizes = dict(hidden_size=WIDTH, num_hidden_layers=args.layers, num_heads=choice.heads)
+    return dict(model_type=args.model, vocab_size=choice.vocabulary, **sizes, **choice.config)
 
 
-def compiled(layer: Layer) -> tuple[JaxImplementation, float]:
-    """Return glax's programs of a layer, which have run, and the seconds that this took."""
-    operands, began = layer.operands(), time.perf_counter()
-    return JaxImplementation(layer.output, operands), time.perf_counter() - began
+# ---- models and losses of JAX ----
 
 
-def measure_layers(layers, args) -> list[dict]:
-    rows, gbytes = [], copy_gbytes(7)
-    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        ready = pool.map(compiled, layers) if args.jobs > 1 else map(compiled, layers)
-        for layer, (own, first_call) in zip(layers, list(ready) if args.jobs > 1 else ready, strict=True):
-            made = dict(glax=own)
-            if args.triton:
-                made[TRITON] = JaxImplementation(dataclasses.replace(layer, platform="triton").output, own.operands)
-                if TRITON_CACHE:  # jax-triton removes it, and peers would compile all of their candidates again
-                    os.environ["TRITON_CACHE_DIR"] = TRITON_CACHE
-            made |= {} if args.alone else peers(layer, own.operands)
-            lines = results(layer, made, args.iters, gbytes)
-            print("\n".join(map(json.dumps, lines)), flush=True)
-            row = summary(layer.name, lines) | dict(repeats=repeats(own))
-            rows.append(row if args.jobs > 1 else row | dict(first_s=first_call))
-    return rows
+def language_model(args):
+    """Return the model as a user writes it: glax's layer, and everything else by NNX."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    import glax.nn
+
+    choice = MODELS[args.model]
+    sizes = dict(num_heads=choice.heads, key_width=KEY_WIDTH, value_width=VALUE_WIDTH)
+
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            def linear(width, out):
+                return nnx.Linear(width, out, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+
+            self.before_mixing, self.before_mlp = (nnx.RMSNorm(WIDTH, dtype=jnp.bfloat16, rngs=rngs) for _ in range(2))
+            self.mixing = getattr(glax.nn, choice.layer)(WIDTH, **sizes, dtype=jnp.bfloat16, rngs=rngs)
+            self.gate, self.up, self.down = linear(WIDTH, HIDDEN), linear(WIDTH, HIDDEN), linear(HIDDEN, WIDTH)
+
+        def __call__(self, x):
+            x = x + self.mixing(self.before_mixing(x))[0]
+            y = self.before_mlp(x)
+            return x + self.down(jax.nn.silu(self.gate(y)) * self.up(y))
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.embedding = nnx.Embed(VOCABULARY, WIDTH, dtype=jnp.bfloat16, rngs=rngs)
+            self.blocks = nnx.List([Block(rngs) for _ in range(args.layers)])
+            self.norm = nnx.RMSNorm(WIDTH, dtype=jnp.bfloat16, rngs=rngs)
+            self.head = nnx.Linear(WIDTH, VOCABULARY, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+
+        def __call__(self, tokens):
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(self.norm(x))
+
+    return Model(nnx.Rngs(0))
 
 
-def measure_packed(args) -> list[dict]:
-    """Compare one document with several, which begin at the same rows for all implementations, and with gates of -inf there."""
-    rows, gbytes = [], copy_gbytes(7)
-    for gate in args.gate or ("key", "head"):
-        one = Layer("one document", *PACKED, gate)
-        operands = one.operands(strength=0.25)
-        made, packing = {"one document": JaxImplementation(one.output, operands)}, {}
-        for count in COUNTS:
-            layer = dataclasses.replace(one, name=f"{count} documents", cuts=documents(one.T, count))
-            made[layer.name] = JaxImplementation(layer.output, operands)
-            g = operands[3].at[:, jnp.asarray(layer.cuts)].set(-jnp.inf)
-            made[f"{count} documents, -inf"] = JaxImplementation(one.output, [*operands[:3], g, operands[4]])
-            if importlib.util.find_spec("jla") and not args.alone:
-                made[f"{count} documents, jax-linear-attention"] = JaxImplementation(jla_output(layer), operands)
-            packing[count] = layer
-        lines = results(one, made, args.iters, gbytes)
-        for line in lines:
-            line["packing"] = line.pop("implementation")
-            line["implementation"] = "jax-linear-attention" if "jax-linear" in line["packing"] else "glax"
-        print("\n".join(map(json.dumps, lines)), flush=True)
-        alone = {line["mode"]: line["ms"] for line in lines if line["packing"] == "one document"}
-        for name in made:
-            own = {line["mode"]: line for line in lines if line["packing"] == name}
-            row = dict(gate=NAMED[gate], packing=name)
-            for mode, line in own.items():
-                row |= {f"{mode} ms": f"{line['ms']:.3f}", f"{mode} of one": round(line["ms"] / alone[mode], 2)}
-            rows.append(row)
-    return rows
+def published_model(args, **dtypes):
+    """The same model as `glax.models` builds it from a config of fla."""
+    import jax.numpy as jnp
+    from flax import nnx
+
+    import glax.models
+
+    return glax.models.from_config(config_of(args), dtype=jnp.bfloat16, **dtypes, rngs=nnx.Rngs(0))
 
 
-def measure_between(layers, args) -> list[dict]:
-    """Compare every layer with its neighbours, by glax alone, timed in turns."""
-    rows, gbytes = [], copy_gbytes(7)
-    for layer in layers:
-        near = {layer.name: layer} | neighbours(layer)
-        made = {name: JaxImplementation(x.output, x.operands()) for name, x in near.items()}
-        times = {mode: interleaved([x.ways()[mode] for x in made.values()], args.iters) for mode in MODES}
-        for i, (name, x) in enumerate(near.items()):
-            row, least = dict(model=layer.name, shape=name, problem=x.problem), least_bytes(x.operands())
-            for mode, named in MODES.items():
-                ms = times[mode][i].median
-                row |= {f"{named} ms": f"{ms:.4f}", f"{named} of the layer": round(ms / times[mode][0].median, 3)}
-                row |= {f"{named} of floor": round(ms / (least[mode] / gbytes / 1e6), 2)}
-            print(json.dumps(row), flush=True)
-            rows.append(row)
-    return rows
+def glax_loss(args) -> tuple:
+    """Return the parameters and loss(params, tokens) of a model of glax."""
+    import jax.numpy as jnp
+    import optax
+    from flax import nnx
+
+    build = functools.partial(published_model if args.by == "models" else language_model, args)
+    graph, params = nnx.split(nnx.eval_shape(build) if args.compile else build())
+
+    def loss(params, tokens):
+        if args.by == "models":
+            return nnx.merge(graph, params).loss(tokens[:, :-1], tokens[:, 1:])
+        logits = nnx.merge(graph, params)(tokens[:, :-1]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    return params, loss
 
 
-def summary(name: str, lines: list[dict]) -> dict:
-    """The columns of a table: times and multiples of the floor for glax, and what peers take as multiples of glax."""
-    row = dict(model=name)
-    for mode in MODES.values():
-        own = {line["implementation"]: line for line in lines if line["mode"] == mode}
-        row |= {f"{mode} ms": f"{own['glax']['ms']:.3f}", f"{mode} of floor": own["glax"]["times_floor"]}
-        for library in (*LIBRARIES.values(), "jax-linear-attention"):
-            for ours in own.keys() & {"glax", TRITON} if library in own else ():
-                beside = library if ours == "glax" else f"{library} by Triton"
-                row[f"{mode}, {beside}"] = f"{own[library]['ms'] / own[ours]['ms']:.2f}x"
-    memory = {line["implementation"]: line["mib"] for line in lines if "mib" in line}
-    return row | dict(MiB="; ".join(f"{name} {mib}" for name, mib in memory.items()))
+def jla_config(args):
+    """Return jla's config with the sizes of `config_of`.
+
+    The other settings are those of jla's own benchmark of Gated DeltaNet at 16,384 tokens per step on one GPU: nothing
+    recomputed, layers unrolled unless --scan, and norms, SwiGLU and gates that store their inputs alone.
+    """
+    from jla.models import AttentionConfig, LinearAttentionConfig, ModelConfig
+
+    sizes = config_of(args)
+    heads, width, layers = sizes["num_heads"], sizes["head_dim"], sizes["num_hidden_layers"]
+    value_width = int(width * sizes["expand_v"])
+    return ModelConfig(
+        vocab_size=sizes["vocab_size"],
+        d_model=sizes["hidden_size"],
+        n_layers=layers,
+        d_ff=sizes["intermediate_size"],
+        tie_embeddings=sizes["tie_word_embeddings"],
+        layer_types=(args.model,) * layers,
+        linear_attention=LinearAttentionConfig(heads, heads, head_k_dim=width, head_v_dim=value_width),
+        attention=AttentionConfig(heads, heads, width),  # of no layer here, but a required field
+        remat="none",
+        lean_vjp=True,
+        scan_layers=args.scan,
+    )
 
 
-def errors(layer: Layer) -> dict:
-    """Return ||got - want|| / ||want|| in thousandths of the output and every gradient, for a row of 512 tokens."""
-    layer = dataclasses.replace(layer, B=1, T=512)
-    *inputs, do = layer.operands()
-    q, k, v, g = map(np.asarray, inputs)
-    r = bind(*map(jnp.asarray, (q, k, v)), **{GATES[layer.gate]: jnp.asarray(g)})
-    d = reference_gradient(r, np.asarray(do), np.zeros(r.state_shape))
-    gates = dict(key=d.decay.key, head=d.decay.head, constant=d.decay.constant)[layer.gate]
-    want = [reference(r).output, d.q, d.k, d.v, np.asarray(gates).reshape(g.shape)]
-    got = with_gradient(layer.output)(*inputs, do)
-    names = ("o", "dq", "dk", "dv", "dg")
-    distance = (1e3 * np.linalg.norm(np.asarray(x, np.float64) - y) / np.linalg.norm(y) for x, y in zip(got, want))  # noqa: B905
-    return dict(model=layer.name) | dict(zip(names, map(float, distance), strict=True))
+def jla_loss(args) -> tuple:
+    """Return the parameters and the loss of jla's model, with the kernels that it chooses.
+
+    Its benchmarks set these XLA flags, and this loss, which forms the gradient of the head in the forward pass.
+    """
+    import equinox
+    import jax
+    from jla.config import RuntimeConfig
+    from jla.launch_env import launch
+    from jla.models import build_model
+    from jla.training.step import LossConfig, lm_loss
+
+    launch(RuntimeConfig(xla_tuning_level=1))
+    config, sum_of_losses = jla_config(args), lm_loss(LossConfig(impl="auto", grad_in_forward=True))
+
+    def build():
+        return equinox.partition(build_model(config, key=jax.random.key(0)), equinox.is_inexact_array)
+
+    params, rest = equinox.filter_eval_shape(build) if args.compile else build()
+
+    def loss(params, tokens):
+        batch = dict(input_ids=tokens[:, :-1], labels=tokens[:, 1:])
+        value, measured = sum_of_losses(equinox.combine(params, rest), batch, None)  # no dropout, so no key
+        return value / measured["tokens"]
+
+    return params, loss
+
+
+# ---- training ----
+
+
+def timed_training(steps: Callable, compilation: float = 0.0, warm: Callable = lambda: None) -> dict:
+    """Return the seconds of the first step and of each of STEPS later ones. steps: count -> (loss, seconds). warm: runs before
+    these."""
+    _, first = steps(1)
+    steps(3)
+    warm()
+    value, seconds = steps(STEPS)
+    return dict(first_s=compilation + first, loss=value, seconds=seconds / STEPS)
+
+
+def train_in_jax(args) -> dict | None:
+    """Time training steps by AdamW of (params, loss): a tree of arrays, and (params, tokens [batch, tokens + 1]) -> mean
+    cross-entropy. With --compile, which has the parameters' shapes, compile one step and return None."""
+    import jax
+    import optax
+
+    params, loss = (jla_loss if args.by == "jla" else glax_loss)(args)
+    optimizer = optax.adamw(3e-4)
+    state = jax.eval_shape(optimizer.init, params) if args.compile else jax.jit(optimizer.init)(params)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, tokens):
+        value, gradient = jax.value_and_grad(loss)(params, tokens)
+        updates, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    vocabulary = MODELS[args.model].vocabulary
+    tokens = jax.random.randint(jax.random.key(1), (args.batch, args.tokens + 1), 0, vocabulary)
+    began = time.perf_counter()
+    compiled = step.lower(params, state, tokens).compile()
+    compilation = time.perf_counter() - began
+    if args.compile:
+        return None
+
+    def steps(count):
+        nonlocal params, state
+        began = time.perf_counter()
+        for _ in range(count):
+            params, state, value = compiled(params, state, tokens)
+        return float(value), time.perf_counter() - began
+
+    row = timed_training(steps, compilation)
+    if args.profile:
+        print_profile(lambda: steps(1), compiled.as_text() or "")
+    return row | dict(gib=peak_gib(), parameters=sum(x.size for x in jax.tree.leaves(params)))
+
+
+def peak_gib() -> float | None:
+    import jax
+
+    found = jax.local_devices()[0].memory_stats()  # None on a CPU
+    return found and found["peak_bytes_in_use"] / 2**30
+
+
+def print_profile(run, program: str, most: int = 24):
+    """Print the kernels that take longest, in ms of device time, and the operations of the model that take longest.
+
+    program: the text of the compiled program, which names the operation behind each instruction.
+    """
+    from meters import device_events
+
+    source = {}
+    for name, operation in re.findall(r"^ *(?:ROOT )?%?([\w.-]+) = .*op_name=\"([^\"]*)\"", program, re.MULTILINE):
+        operation = re.sub(r"\b(jit|jvp|transpose|checkpoint|remat)\(([^()]*)\)", r"\1 \2", operation)
+        source[name] = source[name.replace(".", "_")] = operation[-70:]
+    kernels, operations, count = collections.Counter(), collections.Counter(), collections.Counter()
+    for event in device_events(run):
+        name = event.name[:60]
+        operation = source.get(event.instruction) or source.get(event.name) or "?"
+        kernels[name] += event.milliseconds
+        operations[operation] += event.milliseconds
+        count.update((name, operation))
+    print(f"on the device: {kernels.total():.1f} ms")
+    for table in (kernels, operations):
+        for name, ms in table.most_common(most):
+            print(f"  {ms:8.2f} ms  {count[name]:5} x  {name}")
+
+
+def torch_model(args, **more):
+    """fla's or transformers' model, on the GPU, with further options of its config."""
+    options = {name: x for name, x in config_of(args).items() if name != "model_type"} | more
+    if args.by == "transformers":
+        from peers_mamba import stand_in_for_causal_conv1d
+
+        print(f"causal convolutions by {stand_in_for_causal_conv1d()}", flush=True)
+        from transformers import Mamba2Config, Mamba2ForCausalLM
+
+        return Mamba2ForCausalLM(Mamba2Config(layer_norm_epsilon=options.pop("norm_eps"), **options)).cuda()
+    from fla import models
+
+    name = dict(gla="GLA", gated_deltanet="GatedDeltaNet", mamba2="Mamba2")[args.model]
+    return vars(models)[f"{name}ForCausalLM"](vars(models)[f"{name}Config"](**options)).cuda()
+
+
+def train_in_torch(args) -> dict | None:
+    import torch
+
+    if args.by == "transformers":
+        model = torch_model(args).train()
+    else:
+        model = torch_model(args, use_cache=False, fuse_cross_entropy=True)
+        if args.model == "mamba2" and not importlib.util.find_spec("causal_conv1d"):
+            model.eval()  # no dropout, and gradients all the same: in training its layer needs the package causal-conv1d
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    tokens = torch.randint(0, MODELS[args.model].vocabulary, (args.batch, args.tokens), device="cuda")
+
+    def steps(count):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(count):
+            with torch.autocast("cuda", torch.bfloat16):
+                value = model(input_ids=tokens, labels=tokens).loss
+            value.backward()
+            if not args.part:  # its gradients are undefined, and its memory is shared with the other parts
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        return value.item(), time.perf_counter() - began
+
+    if args.part:
+        steps(1)
+        return None
+    row = timed_training(steps, warm=torch.cuda.reset_peak_memory_stats)
+    return row | dict(
+        gib=torch.cuda.max_memory_allocated() / 2**30, parameters=sum(p.numel() for p in model.parameters())
+    )
+
+
+# ---- decoding ----
+
+
+def decode_in_jax(args) -> dict:
+    import jax
+    import jax.numpy as jnp
+
+    import glax.models
+
+    model = published_model(args, param_dtype=jnp.bfloat16)
+    prompts = jax.random.randint(jax.random.key(1), (args.batch, args.tokens), 0, model.vocabulary)
+    row = timed_decoding(lambda count: jax.block_until_ready(glax.models.generate(model, prompts, count)))
+    return row | dict(gib=peak_gib())
+
+
+def decode_in_torch(args) -> dict | None:
+    import torch
+
+    model = torch_model(args).to(torch.bfloat16).eval()
+    prompts = torch.randint(0, MODELS[args.model].vocabulary, (args.batch, args.tokens), device="cuda")
+
+    @torch.no_grad()
+    def run(count):
+        tokens, cache = prompts, None
+        for _ in range(count):
+            out = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            tokens, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+        torch.cuda.synchronize()
+
+    if args.part:
+        return run(2)
+    return timed_decoding(run) | dict(gib=torch.cuda.max_memory_allocated() / 2**30)
+
+
+def timed_decoding(run) -> dict:
+    """Return the seconds of the first calls, of a prompt with its first tokens, and of one further token."""
+    began = time.perf_counter()
+    for count in (FEW, MANY):
+        run(count)
+    first, seconds = time.perf_counter() - began, {}
+    for count in (FEW, MANY):
+        each = []
+        for _ in range(REPEATS):
+            began = time.perf_counter()
+            run(count)
+            each.append(time.perf_counter() - began)
+        seconds[count] = statistics.median(each)
+    return dict(first_s=first, prompt_s=seconds[FEW], seconds=(seconds[MANY] - seconds[FEW]) / (MANY - FEW))
 
 
 def parsed():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", choices=[layer.name for layer in PUBLISHED])
-    parser.add_argument("--shape", action="append", type=lambda text: tuple(map(int, text.split(","))))
-    parser.add_argument("--gate", action="append", choices=GATES, help="of --shape and --packed")
-    parser.add_argument("--alone", action="store_true", help="without peers")
-    parser.add_argument("--triton", action="store_true", help="Triton's kernels too; with --errors, alone")
-    parser.add_argument("--iters", type=int, default=9)
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="threads that compile glax's programs")
-    parser.add_argument(
-        "--compile", type=int, default=0, metavar="N", help="processes that compile the peers' candidates"
-    )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--packed", action="store_true")
-    what.add_argument("--errors", action="store_true")
-    what.add_argument("--between", action="store_true")
-    what.add_argument("--part", type=lambda text: tuple(map(int, text.split("/"))), help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--model", choices=tuple(MODELS), default="gla")
+    add("--by", choices=BY, help="glax, or models where glax has no layer of the model and with --decode")
+    add("--decode", action="store_true")
+    add("--batch", type=int, help="8, or 64 with --decode")
+    add("--tokens", type=int, default=2048, help="of a row, or of each prompt")
+    add("--layers", type=int, help="of the model, for a shorter look")
+    add("--profile", action="store_true")
+    add("--compile", action="store_true", help="a step of JAX into its cache, and train nothing")
+    add("--scan", action="store_true", help="with --by jla: its layers in one loop, which compiles sooner")
+    add("--part", type=triton_tuning.a_part, help="i/n; with --by fla or transformers")
     args = parser.parse_args()
-    if args.packed and "constant" in (args.gate or ()):
-        parser.error("--packed takes --gate key and head, got constant: gates of -inf have no place in it")
-    if args.triton and (args.packed or args.between):
-        parser.error("--triton goes with whole layers and with --errors, not with --packed or --between")
-    if args.only and args.shape:
-        parser.error("--only and --shape both choose layers: give one of them")
+    choice = MODELS[args.model]
+    args.layers, args.batch = args.layers or choice.layers, args.batch or (64 if args.decode else 8)
+    runs = ("models", "fla") if args.decode else choice.by
+    args.by = args.by or runs[0]
+    if args.by not in runs:
+        parser.error(f"--by {args.by} does not run {choice.name} here: choose one of {', '.join(runs)}")
+    if args.scan and args.by != "jla":
+        parser.error(f"--scan is an option of --by jla, got --by {args.by}: leave out --scan")
+    if args.part and args.by not in ("fla", "transformers"):
+        parser.error(f"--part is an option of --by fla and transformers, got --by {args.by}: leave out --part")
+    if args.decode and (args.profile or args.compile):
+        parser.error("--profile and --compile are of training: leave out --decode")
     return args
 
 
 def main():
     args = parsed()
-    layers = [layer for layer in PUBLISHED if not args.only or layer.name in args.only]
-    if args.shape:
-        layers = [Layer(str(shape), *shape, gate) for shape in args.shape for gate in args.gate or ("key",)]
-    if args.part:
-        compile_a_part(*args.part)
-        for layer in layers:
-            if layer.peer is not None:
-                TorchPeer(layer, layer.operands()).both()
+    choice, in_torch = MODELS[args.model], args.by in ("fla", "transformers")
+    if in_torch:
+        import torch
+
+        if args.part:
+            triton_tuning.compile_a_part(*args.part)
+        else:
+            triton_tuning.short_tuning()
+        torch.manual_seed(0)
+    ways = (train_in_jax, train_in_torch, decode_in_jax, decode_in_torch)
+    row = ways[2 * args.decode + in_torch](args)
+    if row is None:
         return
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, glax {glax.__version__}", flush=True)
-    if args.errors:
-        platform = "triton" if args.triton else None
-        print(table([errors(dataclasses.replace(layer, platform=platform)) for layer in layers]))
-        return
-    if args.between:
-        print(table(measure_between(layers, args)))
-        return
-    if importlib.util.find_spec("torch") and importlib.util.find_spec("fla") and not args.alone:
-        if args.compile:
-            chosen = [x for name in args.only or () for x in ("--only", name)]
-            compile_in_parts([__file__, *chosen, "--part"], args.compile)
-        short_tuning()
-    print(table(measure_packed(args) if args.packed else measure_layers(layers, args)), flush=True)
+    seconds, tokens = row.pop("seconds"), args.batch * (1 if args.decode else args.tokens)
+    row |= dict(ms=1e3 * seconds, tokens_per_second=round(tokens / seconds))
+    if not args.decode:
+        row["mfu"] = 6 * row.pop("parameters") * tokens / seconds / PEAK_FLOPS
+    name = choice.name if args.layers == choice.layers else f"{choice.name}, {args.layers} layers"
+    mode = "decode" if args.decode else "training step"
+    named = dict(model=name, problem=f"{args.batch} x {args.tokens}", mode=mode, implementation=args.by)
+    print(json.dumps(named | {name: x and round(x, 3) for name, x in row.items()}), flush=True)
 
 
 if __name__ == "__main__":

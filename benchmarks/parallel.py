@@ -5,10 +5,10 @@
     python benchmarks/parallel.py --ways correct wait   # two choices of `overlap_of` in glax/_src/parallel/sequence.py
 
 gates: log-sigmoid and mild (a sixteenth of log-sigmoid) are per key, head is mild per head, retention is constant per head, and
-none has no decay. Each line has the gates and a number of devices. It states the time and the speed-up over one device with the
-same kernels, for consecutive calls and for calls waited for one by one, to which the host adds its own time. It also states the
-errors of output and gradients against one device. Stages and their seconds go to stderr. Gates of one form are compiled once for
-each number of devices. --json FILE appends a record of versions, device and times. Arrays stay on devices.
+none has no decay. Each line states a number of devices, the time and the speed-up over one device with the same kernels, for
+consecutive calls and for calls waited for one by one, to which the host adds its own time, and the errors of output and gradients
+against one device. Stages and their seconds go to stderr. Gates of one form are compiled once for each number of devices.
+--json FILE writes the lines in the form of results/README.md.
 """
 
 import argparse
@@ -18,18 +18,26 @@ import json
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from output import table, write
 
 import glax
 from glax import parallel
 from glax._src.parallel import sequence
 
 ROW = 20
-GATES = ("log-sigmoid", "mild", "head", "retention", "none")
+NAMED = {
+    "log-sigmoid": "per key, log-sigmoid",
+    "mild": "per key, mild",
+    "head": "per head, mild",
+    "retention": "constant",
+    "none": "none",
+}
 
 
 @contextlib.contextmanager
@@ -137,25 +145,24 @@ def main():
     for flag, default in (("--T", 131072), ("--heads", 16), ("--width", 128), ("--repeats", 10)):
         parser.add_argument(flag, type=int, default=default, help="default: %(default)s")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--gates", nargs="+", default=GATES[:2], choices=GATES, help="default: the first two")
+    parser.add_argument("--gates", nargs="+", default=[*NAMED][:2], choices=NAMED, help="default: the first two")
     parser.add_argument("--ways", nargs="+", default=["rule"], choices=["rule", "correct", "wait"])
     parser.add_argument("--platform", help="of the kernels, on one device and on several alike; default: glax's choice")
-    parser.add_argument("--json", help="where to add a line for each of the gates with what was measured")
+    parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
 
     began = time.perf_counter()
     with stage("devices"):
-        device = jax.devices()[0].device_kind
+        jax.devices()
     ways = [(1, "alone"), *((n, way) for n in (2, 4, 8) if n <= jax.device_count() for way in arguments.ways)]
     shape = arguments.T, arguments.heads, arguments.width, arguments.dtype
     with stage("query, key, value and the cotangent"):
         qkv, weight = jax.block_until_ready(tensors(*shape))
-    runs = {}  # gates of one form share what is compiled
+    problem = f"1,{arguments.T},{arguments.heads},{arguments.width},{arguments.width}"
+    runs, lines = {}, []  # gates of one form share what is compiled
     for gates in arguments.gates:
         with stage(f"{gates}: gates"):
             given = qkv | jax.block_until_ready(gate(gates, *shape)), weight
-        record = dict(jax=jax.__version__, glax=glax.__version__, device=device)
-        record |= vars(arguments) | dict(gates=gates, measured=[])
         reference = alone = alone_waited = None
         for n, way in ways:
             if way == "correct" and gates in ("retention", "none"):
@@ -172,19 +179,16 @@ def main():
                 output_off, gradient_off = float(off[0]), max(map(float, jax.tree.leaves(off[1])))
             del result
             alone_waited = alone_waited or waited
-            row = dict(
-                devices=n, way=way, seconds=seconds, waited=waited, output_error=output_off, gradient_error=gradient_off
+            line = dict(
+                problem=problem, gate=NAMED[gates], mode="with gradient", devices=n, implementation="glax", note=way
             )
-            record["measured"].append(row)
-            print(
-                f"{gates:12} {n} devices, {way:8} {1e3 * seconds:9.2f} ms  {alone / seconds:5.2f} x"
-                f"  waited for {1e3 * waited:9.2f} ms  {alone_waited / waited:5.2f} x"
-                f"  output off by {output_off:.1e}, gradients by {gradient_off:.1e}",
-                flush=True,
-            )
-        if arguments.json:
-            with open(arguments.json, "a") as file:
-                file.write(json.dumps(record) + "\n")
+            line |= dict(ms=round(1e3 * seconds, 4), speedup=round(alone / seconds, 3))
+            line |= dict(ms_waited=round(1e3 * waited, 4), speedup_waited=round(alone_waited / waited, 3))
+            lines.append(line | dict(output_error=output_off, gradient_error=gradient_off))
+            print(json.dumps(lines[-1]), flush=True)
+    print(table(lines))
+    if arguments.json:
+        write(arguments.json, lines)
     print(f"all in {time.perf_counter() - began:.0f} s, compiling included")
 
 

@@ -19,15 +19,38 @@ SIZES = dict(vocab_size=32, hidden_size=16, num_hidden_layers=1)
 FLA = SIZES | dict(num_heads=2, intermediate_size=24)
 ATTENTION = dict(num_attention_heads=4, num_key_value_heads=2, intermediate_size=24)
 HYBRID = SIZES | ATTENTION | dict(mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8)
+LATENT = ATTENTION | dict(
+    num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], num_key_value_heads=4, kv_lora_rank=6,
+    qk_rope_head_dim=4, v_head_dim=5, qk_nope_head_dim=8, num_experts=4, num_experts_per_token=2, moe_intermediate_size=12,
+    pad_token_id=None,
+)  # fmt: skip
+QWEN = ATTENTION | dict(
+    num_hidden_layers=2, full_attention_interval=2, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_key_head_dim=8, linear_value_head_dim=8,
+)  # fmt: skip
+QWEN_MOE = QWEN | dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, shared_expert_intermediate_size=12
+)
 MODELS = {
     "gla": FLA | dict(use_short_conv=True),
     "retnet": FLA,
+    "gsa": FLA | dict(num_slots=8),
+    "hgrn": SIZES,
     "hgrn2": FLA | dict(expand_ratio=8),
     "rwkv6": FLA,
+    "rwkv7": FLA | dict(head_dim=8),
     "delta_net": FLA,
     "gated_deltanet": FLA | dict(head_dim=8),
+    "gated_deltaproduct": FLA | dict(head_dim=8),
+    "comba": FLA | dict(head_dim=8),
     "kda": FLA | dict(head_dim=8),
     "mamba2": SIZES | dict(state_size=8, head_dim=8, num_heads=4, n_groups=1),
+    "mamba": SIZES | dict(state_size=4),
+    "falcon_mamba": SIZES | dict(state_size=4),
+    "jamba": SIZES | ATTENTION | dict(
+        num_hidden_layers=2, attn_layer_period=2, attn_layer_offset=1, num_experts=4, mamba_d_state=4, pad_token_id=None
+    ),
+    "mamba3": SIZES | dict(state_size=8, head_dim=8),
     "bamba": HYBRID | dict(num_hidden_layers=2, attn_layer_indices=[1]),
     "granitemoehybrid": HYBRID | dict(num_local_experts=4, shared_intermediate_size=20),
     "falcon_h1": HYBRID | dict(mamba_d_ssm=32),
@@ -41,11 +64,32 @@ MODELS = {
         num_hidden_layers=2, layers_block_type=["linear_attention", "hybrid"], num_key_value_heads=4, n_mamba_heads=4,
         mamba_d_state=8, adapter_rank=4, use_shared_attention_adapter=True,
     ),
-    "qwen3_next": SIZES | ATTENTION | dict(
-        num_hidden_layers=2, full_attention_interval=2, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
-        linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12,
-        shared_expert_intermediate_size=12,
+    "kimi_linear": SIZES | LATENT | dict(linear_head_dim=8, linear_num_heads=2),
+    "bailing_hybrid": SIZES | LATENT | dict(head_dim=8, n_group=1, topk_group=1, first_k_dense_replace=1),
+    "glm5_next": dict(text_config=SIZES | LATENT | dict(
+        layer_types=["linear_attention", "indexed_attention"], mlp_layer_types=["dense", "sparse"], linear_head_dim=8,
+        linear_num_heads=2, qk_rope_head_dim=0, q_lora_rank=7, n_routed_experts=4, num_experts_per_tok=2, index_n_heads=2,
+        index_head_dim=4, index_topk=16, index_kpool=4,
+    )),
+    "lara_mini": SIZES | ATTENTION | dict(
+        num_hidden_layers=2, layer_types=["linear_attention", "sliding_attention"], head_dim=8, linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=12, shared_expert_intermediate_size=12,
     ),
+    "lfm2": SIZES | ATTENTION | dict(num_hidden_layers=2, full_attn_idxs=[1]),
+    "lfm2_moe": SIZES | ATTENTION | dict(
+        num_hidden_layers=2, layer_types=["conv", "full_attention"], num_dense_layers=1, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=12,
+    ),
+    "llama": SIZES | ATTENTION,
+    "qwen3": SIZES | ATTENTION | dict(head_dim=8),
+    "olmo_hybrid": SIZES | ATTENTION | dict(num_hidden_layers=2, pad_token_id=None),
+    "qwen3_5_text": SIZES | QWEN,
+    "qwen3_5_moe_text": SIZES | QWEN_MOE,
+    "qwen3_5": dict(text_config=SIZES | QWEN),
+    "qwen3_5_moe": dict(text_config=SIZES | QWEN_MOE),
+    "qwen3_next": SIZES | QWEN_MOE,
+    "xlstm": SIZES | dict(num_heads=2),
 }  # fmt: skip
 
 

@@ -2,15 +2,16 @@
 
     python examples/train.py examples/train_gla.toml
 
-The config names the model, the text and the recipe (`glax.models.training.TrainingConfig`). The batch and the sequence spread
-over devices by `data` and `sequence`, remat is chosen by name, and a run that was interrupted resumes from its newest Orbax
+The config names the model, the text and the recipe (`glax.models.training.TrainingConfig`). The mesh is named by its
+axes (docs/training.md), remat is chosen by name, and a run that was interrupted resumes from its newest Orbax
 checkpoint. `glax train CONFIG` does the same with a bar.
 """
 
 import argparse
 from pathlib import Path
 
-from glax.models.training import NotFiniteLoss, TrainingConfig, train, utilisation
+from glax.models.operations import utilisation
+from glax.models.training import NotFiniteLoss, TrainingConfig, train
 
 
 def main():
@@ -32,7 +33,7 @@ def main():
         return False
 
     def begin(beginning):
-        print(f"start: {beginning.start}; {beginning.tokens:,} tokens; step {beginning.step} of {config.steps} is done")
+        print(f"start: {beginning.start}; {beginning.data}; step {beginning.step} of {config.steps} is done")
 
     try:
         model, history = train(config, each_step, begin)
@@ -40,7 +41,7 @@ def main():
         parser.error(str(error))
     except NotFiniteLoss as error:
         raise SystemExit(str(error)) from error
-    share = utilisation(model, 1.0, config.data * config.sequence)
+    share = utilisation(model, config.length, 1.0)
     if share is not None:
         print(f"MFU is tokens/s times {share:.2e}")
     print(f"held out: {list(history.held_out.values())[-1]:.4f} nats/token; saved in {config.out}/model")

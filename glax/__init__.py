@@ -4,6 +4,16 @@ from glax import configs
 from glax._src.api.delta import delta_rule, gated_delta_rule, kda
 from glax._src.api.explain import detect_platform, explain, tune
 from glax._src.api.export import export_checks
+from glax._src.api.mamba3 import Mamba3State, mamba3, mamba3_step
+from glax._src.api.mlstm import MLSTMState, mlstm, mlstm_step
+from glax._src.api.named import (
+    comba,
+    gated_delta_product,
+    gated_delta_product_step,
+    gated_delta_rule_2,
+    rwkv7,
+    rwkv7_step,
+)
 from glax._src.api.operation import RecurrentAttention
 from glax._src.api.recurrent import (
     lightning_attention,
@@ -13,6 +23,7 @@ from glax._src.api.recurrent import (
     retention,
     simple_gla,
 )
+from glax._src.api.selective_scan import selective_scan, selective_scan_step
 from glax._src.core.recurrence import Outputs, OutputsWithStates, PackedStates, Recurrence
 from glax._src.core.registry import (
     Backend,
@@ -56,6 +67,8 @@ __all__ = [
     "Kernel",
     "KernelRegistry",
     "KernelSpec",
+    "MLSTMState",
+    "Mamba3State",
     "Outputs",
     "OutputsWithStates",
     "PackedStates",
@@ -66,16 +79,24 @@ __all__ = [
     "Tuner",
     "UnsupportedError",
     "__version__",
+    "comba",
     "commit",
     "configs",
     "delta_rule",
     "detect_platform",
     "explain",
     "export_checks",
+    "gated_delta_product",
+    "gated_delta_product_step",
     "gated_delta_rule",
+    "gated_delta_rule_2",
     "kda",
     "kernel_registry",
     "lightning_attention",
+    "mamba3",
+    "mamba3_step",
+    "mlstm",
+    "mlstm_step",
     "overlay",
     "prefill_into",
     "recurrent",
@@ -84,6 +105,10 @@ __all__ = [
     "recurrent_step",
     "recurrent_verify",
     "retention",
+    "rwkv7",
+    "rwkv7_step",
+    "selective_scan",
+    "selective_scan_step",
     "simple_gla",
     "tune",
 ]

@@ -21,6 +21,7 @@ NAMES = {
     "HopperConfig": "chunked/pallas/gpu",
     "TPUChunkedConfig": "chunked/pallas/tpu",
     "TPUGradientConfig": "chunked.vjp/pallas/tpu",
+    "TPUPoolConfig": "recurrent.step/pallas/tpu",
 }
 __all__ = [*NAMES]  # pyright: ignore[reportUnsupportedDunderAll]  (the names come from __getattr__)
 

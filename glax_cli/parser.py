@@ -4,12 +4,10 @@ import argparse
 from pathlib import Path
 
 from glax_cli.arguments import INT32, a_path, integers, number, within
-from glax_cli.published import LAYERS
+from glax_cli.published import GATES, LAYERS, PEERS
 
-GATES = ("key", "head", "constant", "none")
 DTYPES = ("float32", "bfloat16", "float16")
 MODES = ("forward", "train", "step")
-PEERS = ("fla-core", "mamba-ssm", "jla", "ejkernel")
 SHELLS = ("bash", "zsh", "fish", "tcsh", "powershell")  # those of shtab
 DEMO_STEPS = 1200  # with fewer, the model need not win
 SEEDS = 2**63 - 1  # the most that jax.random.key takes
@@ -32,6 +30,7 @@ def build_parser() -> Parser:
         add_cache,
         add_demo,
         add_generate,
+        add_serve,
         add_train,
         add_completion,
     ):
@@ -67,8 +66,14 @@ def add_check(commands):
         "token-by-token reference in float64. Minutes on 2 cores, for compilers. Exit code 1 if any result misses its bar or "
         "is not finite.",
     )
-    parser.add_argument("--quick", action="store_true", help="a few of the cases")
-    parser.add_argument("--states", action="store_true", help="instead, the error of states stored in each dtype")
+    parser.add_argument("--quick", action="store_true", help="a few of the cases; with --states, fewer tokens")
+    help = "the kernels of this device alone, with what to report; an error where JAX does not compute on one"
+    parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help=help)
+    parser.add_argument(
+        "--states",
+        action="store_true",
+        help="instead, the error of states stored in each dtype, after 4096 and 65536 tokens",
+    )
     add_json(parser)
 
 
@@ -187,15 +192,69 @@ def add_generate(commands):
     )
     parser.add_argument("folder", type=a_path, metavar="FOLDER", help="of the checkpoint")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what to continue")
-    help = "at most so many (default: %(default)s)"
-    parser.add_argument("--max-new-tokens", type=within(1), default=100, metavar="N", help=help)
+    help = "at most so many (default: as generation_config.json says, else 100)"
+    parser.add_argument("--max-new-tokens", type=within(1), metavar="N", help=help)
     help = "0 takes the likeliest token (default: as generation_config.json says if it has do_sample, else 0)"
     parser.add_argument("--temperature", type=number(0, 1e6), metavar="X", help=help)
     help = "draw among the N likeliest tokens; needs --temperature"
     parser.add_argument("--top-k", type=within(1), metavar="N", help=help)
     help = "draw among the likeliest tokens that together have this probability; needs --temperature"
     parser.add_argument("--top-p", type=number(1e-9, 1), metavar="X", help=help)
+    help = (
+        "divide logits of tokens that were there, or multiply those below 0 (default: as generation_config.json says)"
+    )
+    parser.add_argument("--repetition-penalty", type=number(1e-6, 1e6), metavar="X", help=help)
     parser.add_argument("--seed", type=within(0, SEEDS), default=0, metavar="N", help="of drawing (default: 0)")
+    help = "continue the prompt so many times (default: 1); needs --temperature"
+    parser.add_argument("--samples", type=within(1), default=1, metavar="N", help=help)
+    help = "end before this text; repeat for more (default: as generation_config.json says)"
+    parser.add_argument("--stop", action="append", metavar="TEXT", help=help)
+    help = "print the logarithm of each token's probability in the model"
+    parser.add_argument("--log-probs", action="store_true", help=help)
+    help = "do not store compiled programs in the cache folder, nor read them from there"
+    parser.add_argument("--no-compilation-cache", dest="compilation_cache", action="store_false", help=help)
+    parser.add_argument("--dtype", choices=DTYPES, help="of the parameters (default: as in the file)")
+    parser.add_argument("--tokenizer", type=a_path, metavar="FILE", help="a tokenizer.json")
+    parser.add_argument("--adapter", type=a_path, metavar="FOLDER", help="an adapter of peft, added to the model")
+
+
+def add_serve(commands):
+    parser = add_command(
+        commands,
+        "serve",
+        "answer OpenAI's clients by a model in a folder",
+        "Serves a checkpoint of fla, transformers or glax over HTTP: /v1/completions, /v1/chat/completions and /v1/models of "
+        "OpenAI's interface, /health and /metrics. Needs the extra `serving`. SIGTERM and Ctrl-C refuse new calls, finish those "
+        "that are open, and end the server; a second one does not wait for them.",
+    )
+    parser.add_argument("folder", type=a_path, metavar="FOLDER", help="of the checkpoint")
+    help = "the address to listen at; others than 127.0.0.1 can be reached from outside (default: %(default)s)"
+    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help=help)
+    help = "0 takes a free one, which is printed (default: %(default)s)"
+    parser.add_argument("--port", type=within(0, 65535), default=8000, metavar="N", help=help)
+    for flag, least, default, meaning in (
+        ("--capacity", 1, 8, "requests that are answered together, each in a slot"),
+        ("--rows", 1, 128, "tokens of prompts that are read in one round"),
+        ("--max-length", 2, 4096, "the most tokens of a prompt and its answer together"),
+        ("--queue", 1, 64, "requests that may wait for a slot; a call beyond is answered with 429"),
+        ("--prefix-bytes", 0, 0, "memory for the states of prefixes that requests share; 0 stores none"),
+        ("--body-bytes", 1, 4 << 20, "the most bytes of a call's body"),
+    ):
+        help = f"{meaning} (default: %(default)s)"
+        most = 2**63 - 1 if flag.endswith("bytes") else INT32
+        parser.add_argument(flag, type=within(least, most), default=default, metavar="N", help=help)
+    help = "memory for the states of running requests; more requests wait (default: without limit)"
+    parser.add_argument("--state-bytes", type=within(1, 2**63 - 1), metavar="N", help=help)
+    help = "devices over which heads, MLPs and the vocabulary are sharded (default: %(default)s)"
+    parser.add_argument("--tensor", type=within(1), default=1, metavar="N", help=help)
+    help = "seconds until a request ends unfinished (default: %(default)s)"
+    parser.add_argument("--timeout", type=number(0.001, 1e6), default=600.0, metavar="X", help=help)
+    help = "seconds that open calls have to finish after SIGTERM (default: %(default)s)"
+    parser.add_argument("--grace", type=number(0, 1e6), default=30.0, metavar="X", help=help)
+    help = "a file with the key that clients must send (default: the variable GLAX_API_KEY, else none)"
+    parser.add_argument("--api-key-file", type=a_path, metavar="FILE", help=help)
+    help = "do not store compiled programs in the cache folder, nor read them from there"
+    parser.add_argument("--no-compilation-cache", dest="compilation_cache", action="store_false", help=help)
     parser.add_argument("--dtype", choices=DTYPES, help="of the parameters (default: as in the file)")
     parser.add_argument("--tokenizer", type=a_path, metavar="FILE", help="a tokenizer.json")
 

@@ -1,10 +1,20 @@
-"""List the mixing layers of published models as the shapes of one call, for `--like`."""
+"""List what commands name: gates, peers, and the mixing layers of published models as the shapes of one call, for `--like`."""
 
 from typing import NamedTuple
 
+# The argument of each gate.
+GATES = {"key": "gk", "head": "g", "constant": "g_gamma", "none": None}
+# What each peer needs: the packages, and the distributions that have them.
+PEERS = {
+    "fla-core": {"torch": "torch", "triton": "triton", "fla": "fla-core"},
+    "mamba-ssm": {"torch": "torch", "triton": "triton", "mamba_ssm": "mamba-ssm"},
+    "jla": {"jla": "jax-linear-attention"},
+    "ejkernel": {"ejkernel": "ejkernel"},
+}
+
 
 class Layer(NamedTuple):
-    """Hold one call: G heads of query and key serve H heads of value. `gate` is a name of `glax_cli.parser.GATES`."""
+    """Hold one call: G heads of query and key serve H heads of value. `gate` is a name of GATES."""
 
     B: int
     T: int

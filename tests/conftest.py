@@ -2,7 +2,6 @@
 
 import gc
 import os
-import pathlib
 from importlib.metadata import version
 
 import pytest
@@ -15,9 +14,16 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
+import jax
+
 from tests.checked_types import check_types
+from tests.memory import resident_bytes
 
 check_types()  # before any test imports glax
+if int(version("jax").split(".")[1]) >= 12:
+    # XLA's CPU client runs at most 32 programs at a time. Programs that wait for a kernel in its interpreter would use these up,
+    # and the kernel's warpgroups would find no thread. So no call returns before its program has run.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 # Tracing makes very many objects that live on: Python's usual rhythm of looking through all of them takes a tenth of the time.
 gc.set_threshold(50_000, 20, 20)
@@ -32,14 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]):
             item.add_marker("core")
 
 
-STATM = pathlib.Path("/proc/self/statm")
 GROWTH = 1 << 30  # bytes
 cleared_at = 0
-
-
-def resident_bytes() -> int:
-    """Return the memory of this process, or 0 where the system does not tell."""
-    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if STATM.exists() else 0
 
 
 @pytest.hookimpl(trylast=True)

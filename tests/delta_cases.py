@@ -35,12 +35,14 @@ DRAWS = (
     *(Draw("mild", beta, keys) for beta in BETAS for keys in KEYS if (beta, keys) != ("random", "normalised")),
     *(Draw("0", beta, "repeated") for beta in ("1", "2", "to 2")),
 )
+BEFORE_DECAY = tuple(Draw(strength) for strength in STRENGTHS)
 FEW = (Draw(), Draw("-100 on 5%", "to 2"), Draw("mild", "2", "repeated"))
 
 
 @dataclasses.dataclass(frozen=True)
 class DeltaCase:
-    """One set of shapes. `cuts` packs sequences; rows behind the last cut are padding, and hold NaN."""
+    """One set of shapes. `cuts` packs sequences; rows behind the last cut are padding, and hold NaN. before_decay: whether erase
+    reads the state before the token's decay. along: whether it takes what it reads along another key."""
 
     name: str
     gates: tuple[str, ...] = ("gk",)
@@ -55,13 +57,16 @@ class DeltaCase:
     cuts: tuple[int, ...] | None = None
     reverse: bool = False
     state: bool = True
+    before_decay: bool = False
+    along: bool = False
     draws: tuple[Draw, ...] = FEW
 
     def __str__(self):
         return self.name
 
     def recurrence(self, draw: Draw, seed: int = 0) -> Recurrence:
-        return bind(**self.inputs(draw, seed), cu_seqlens=self.boundaries, reverse=self.reverse)
+        options = dict(reverse=self.reverse, erase_before_decay=self.before_decay)
+        return bind(**self.inputs(draw, seed), cu_seqlens=self.boundaries, **options)
 
     @property
     def boundaries(self):
@@ -80,6 +85,8 @@ class DeltaCase:
         arrays |= {name: betas(rng, shapes[name], draw.beta) for name in self.erasure}
         if "erase" in arrays:
             arrays["erase"] = arrays["erase"] * np.repeat(key, H // Hk, axis=2)
+        if self.along:
+            arrays["erase_along"] = keys(rng, (B, T, H, K), "normalised")
         arrays |= gates
         if self.cuts is not None:
             for name in arrays.keys() - {"g_gamma"}:
@@ -139,6 +146,18 @@ def all_cases() -> Iterator[DeltaCase]:
         "float16-packed", ("gk",), ("erase", "write"), dtype="float16", state=False, **PACKED, draws=FEW[:2]
     )
     yield DeltaCase("all-padding", ("g",), cuts=(0, 0, 0), T=10)
+    before = dict(erasure=("erase", "write"), before_decay=True, draws=BEFORE_DECAY)
+    for form in ("head", "key"):
+        yield DeltaCase(f"before-decay-{form}", FORMS[form], **before)
+        yield DeltaCase(f"before-decay-{form}-packed-reverse", FORMS[form], reverse=True, **PACKED, **before)
+    for form in ("constant", "key+value"):
+        yield DeltaCase(f"before-decay-{form}-packed", FORMS[form], **PACKED, **before | dict(draws=FEW[:2]))
+    yield DeltaCase("along-head-packed", ("g",), ("erase",), along=True, **PACKED)
+    for form in ("none", "key"):
+        yield DeltaCase(f"along-before-decay-{form}", FORMS[form], along=True, **before)
+    yield DeltaCase("along-before-decay-key-packed-reverse", ("gk",), along=True, reverse=True, **PACKED, **before)
+    yield DeltaCase("before-decay-T1", ("gk",), T=1, heads=(4, 2, 2), **before)
+    yield DeltaCase("before-decay-bfloat16", ("gk",), dtype="bfloat16", **before | dict(draws=FEW[:2]))
 
 
 def growing_cases() -> Iterator[DeltaCase]:

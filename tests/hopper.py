@@ -55,6 +55,7 @@ class Call:
         """The gate, and how sequences share rows."""
         case, is_delta = self.case, isinstance(self.case, DeltaCase)
         gate = "delta-" * is_delta + "".join(case.gates)
+        gate += ", erase" * (is_delta and "erase" in case.erasure)
         has_states = case.state if is_delta else case.state_dtype is not None
         if case.cuts is not None:
             return gate, "packed, with states" if has_states else "one row"
@@ -129,6 +130,8 @@ BOTH = (False, True)  # finals
 SMALL = dict(K=64, V=64)
 PACKED = dict(cuts=(0, 0, 30, 31, 130), T=140)
 IN_BFLOAT16 = dict(gate_dtype="bfloat16", state=False)
+ERASE, ERASE_WRITE = dict(erasure=("erase",)), dict(erasure=("erase", "write"))
+BEFORE = ERASE_WRITE | dict(before_decay=True)
 HARD, HARDER = Draw("-inf on 5%", "to 2"), Draw("-100 on 5%", "2", "some zero")
 
 CALLS = {
@@ -233,6 +236,7 @@ CALLS = {
     "joined, key, packed, wide, initial states": joined("gk", B=2, T=68, K=130, V=100, initial=True),
     "joined, key, segments and padding": joined("gk", K=72, **segments(66, (1, 40, 60), (40, 41, 65), B=4)),
     "delta": delta("g", T=72, **SMALL),
+    "delta, gates of -120": delta("g", Draw("-120"), T=72, **SMALL),
     "delta, shared heads": delta("g", T=130, heads=(1, 1, 2), **SMALL),
     "delta, -inf on 5%, beta to 2, reversed": delta("g", HARD, reverse=True, save=False),
     "delta, -100 on 5%, beta 2, reversed": delta("g", HARDER, reverse=True, save=False),
@@ -268,13 +272,36 @@ CALLS = {
     "delta, one program for all chunks, reversed": delta(
         "g", T=230, heads=(1, 1, 2), programs=1, reverse=True, **SMALL
     ),
+    "erase": delta("g", T=72, **ERASE, **SMALL),
+    "erase, 128 wide, -inf on 5%, to 2, reversed": delta("g", HARD, reverse=True, save=False, **ERASE),
+    "erase, -100 on 5%, of 2": delta("g", HARDER, **ERASE),
+    "erase, packed, odd widths, write": delta("g", K=40, V=100, **ERASE_WRITE, **PACKED),
+    # At T = 100 this draw's d scale, a sum that cancels, is twice its bar off.
+    "erase, no gates, keys of zero": delta(None, Draw("0", "random", "some zero"), T=120, K=64, state=False, **ERASE),
+    "erase, constant, write, less than a chunk": delta(
+        "g_gamma", Draw(), heads=(2, 1, 1), T=20, **ERASE_WRITE, **SMALL
+    ),
+    "erase, one row": delta("g", state=False, finals=BOTH, **ERASE, **SMALL, **PACKED),
+    "erase, one row, write, constant, reversed": delta(
+        "g_gamma", Draw(), T=130, cuts=(0, 64, 70, 129), state=False, reverse=True, finals=BOTH, save=False,
+        **ERASE_WRITE, **SMALL
+    ),
+    "erase, split, shared heads": delta("g", T=300, heads=(1, 1, 2), parts=2, finals=BOTH, **ERASE, **SMALL),
+    "erase, write, split, reversed": delta("g", HARD, T=200, V=64, reverse=True, save=False, parts=2, **ERASE_WRITE),
+    "erase, values of 192": delta("g", T=70, K=64, V=192, **ERASE),
+    "erase, before the decay, -inf": delta("g", HARD, T=72, before_decay=True, **ERASE, **SMALL),
+    "erase, before the decay, one row, reversed": delta(
+        "g", T=70, cuts=(0, 0, 30, 31, 66), before_decay=True, state=False, finals=(False,), reverse=True, **ERASE, **SMALL
+    ),
+    "erase, gates of -120": delta("g", Draw("-120"), T=72, **ERASE, **SMALL),
+    "erase, growing": delta("g", Draw("+0.05"), T=80, **ERASE, **SMALL),
     "delta-key": delta("gk", Draw(), T=72),
     "delta-key, -inf": delta("gk", HARD),
     "delta-key, any size": delta("gk", Draw(), finals=()),
     "delta-key, -100, keys of zero": delta("gk", HARDER, finals=()),
     "delta-key, bfloat16, reversed, -inf": delta("gk", HARD, reverse=True, **IN_BFLOAT16),
     "delta-key, bfloat16, reversed": delta("gk", Draw(), reverse=True, finals=(), **IN_BFLOAT16),
-    # Two gradients miss the bar: "growing", and "two blocks of keys" with -inf (docs/internals/experiments/hopper.md).
+    # Two gradients miss the bar: "growing", and "two blocks of keys" with -inf (docs/internals/experiments/hopper/delta_key.md).
     "delta-key, growing": delta("gk", Draw("+0.05"), T=20, finals=()),
     "delta-key, two blocks of keys": delta("gk", K=128, V=128, T=70),
     "delta-key, two blocks of keys, -inf": delta("gk", HARD, K=128, V=128, T=70, finals=()),
@@ -288,6 +315,26 @@ CALLS = {
         "gk", HARD, T=20, cuts=(3, 9, 17), reverse=True, finals=(), **IN_BFLOAT16
     ),
     "delta-key, values of 192, states formed again": delta("gk", T=20, V=192, save=False),
+    "delta-key, erase": delta("gk", Draw(), T=20, **ERASE),
+    "delta-key, erase, -inf, reversed": delta("gk", HARD, reverse=True, save=False, **ERASE),
+    "delta-key, erase, write, -100, keys of zero, bfloat16": delta("gk", HARDER, **ERASE_WRITE, **IN_BFLOAT16),
+    "delta-key, erase, write, growing": delta("gk", Draw("+0.05"), T=20, finals=(), **ERASE_WRITE),
+    "delta-key, erase, two blocks of keys": delta("gk", K=128, V=128, T=70, **ERASE),
+    "delta-key, erase, write, packed, odd widths, shared heads": delta(
+        "gk", Draw(), K=40, V=100, T=80, heads=(1, 1, 2), cuts=(0, 0, 30, 31, 72), **ERASE_WRITE
+    ),
+    "delta-key, erase, split": delta("gk", T=200, finals=(), parts=2, **ERASE),
+    "delta-key, erase, write, split, reversed, shared heads": delta(
+        "gk", T=130, heads=(1, 2, 2), reverse=True, parts=2, **ERASE_WRITE
+    ),
+    "delta-key, before the decay, split": delta("gk", T=130, parts=2, **BEFORE),
+    "delta-key, before the decay, -inf, two blocks of keys, reversed": delta(
+        "gk", HARD, K=128, V=192, T=70, reverse=True, **BEFORE
+    ),
+    "delta-key, before the decay, packed, bfloat16": delta(
+        "gk", HARDER, T=80, cuts=(3, 3, 4, 70, 79), heads=(2, 1, 2), gate_dtype="bfloat16", **BEFORE
+    ),
+    "delta-key, before the decay, growing": delta("gk", Draw("+0.05"), T=20, finals=(), **BEFORE),
     "delta-key, split": delta("gk", T=200, finals=(), parts=2),
     "delta-key, split, -inf": delta("gk", HARD, T=200, finals=(), parts=2),
     "delta-key, split, reversed, shared heads": delta("gk", T=130, heads=(1, 2, 2), reverse=True, parts=2),
@@ -302,9 +349,14 @@ FEW = (
     "delta", "delta, one row", "delta, split, one row", "delta, no gates", "delta, constant, less than a chunk",
     "delta, one row, constant, reversed", "delta, split, reversed", "delta, keys of 256, constant, split, reversed",
     "delta, packed, odd widths", "delta, values of 256", "delta, keys of 192, packed, reversed", "delta, keys of 256, one row",
+    "erase", "erase, write, split, reversed", "erase, packed, odd widths, write", "erase, one row",
+    "erase, no gates, keys of zero", "erase, constant, write, less than a chunk", "erase, one row, write, constant, reversed",
+    "erase, values of 192",
     "delta-key, growing", "delta-key, packed, bfloat16, reversed, less than a chunk",
     "delta-key, values of 192, states formed again", "delta-key, split", "delta-key, packed, odd widths, shared heads",
     "delta-key, split, reversed, shared heads",
+    "delta-key, erase, -inf, reversed", "delta-key, erase, split", "delta-key, erase, write, split, reversed, shared heads",
+    "delta-key, before the decay, split", "delta-key, before the decay, packed, bfloat16",
 )  # fmt: skip
 
 
@@ -326,7 +378,7 @@ class Interpreter:
             self.launched.append(body.__name__)
             if not executes:
                 return lambda *operands: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_type)
-            return mosaic_interpreter.waiting(kernel(body, out_type=out_type, **options))
+            return kernel(body, out_type=out_type, **options)
 
         monkeypatch.setattr(plgpu, "kernel", recorded)
 

@@ -4,6 +4,7 @@ python -m tests.hopper_compile gradient key 128 compiles one: what a call does, 
 lays apart, JAX's CUDA plugin and NVIDIA's compiler, and no GPU.
 """
 
+import functools
 import os
 import re
 import subprocess
@@ -42,14 +43,19 @@ T = (
 )  # so that programs have several chunks each: the compiler spills less in a loop that ends immediately
 
 
+@functools.cache
+def device() -> jax.sharding.Sharding:
+    topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=H100, topology="1x1x1")
+    return jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+
+def shaped(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    """An operand on an H100."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=device())
+
+
 def lowered(what: str, gate: str, width: str) -> jax.stages.Lowered:
     """width: K and V, or the one number that both are."""
-    topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=H100, topology="1x1x1")
-    device = jax.sharding.SingleDeviceSharding(topology.devices[0])
-
-    def shaped(*shape, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=device)
-
     K, V = (int(x) for x in (width.split("x") * 2)[:2])
     columns = 64 if "narrow" in what else min(K, V, 128)
     columns = 128 if "pairs" in what else columns
@@ -67,8 +73,12 @@ def lowered(what: str, gate: str, width: str) -> jax.stages.Lowered:
 
     def call(q, k, v, g, d_output, d_final, cu_seqlens, resets):
         given = {"g" if gate == "head" else "gk": g}
-        given |= {"beta": v[..., 0]} if "delta" in what else {}
+        given |= {"beta": v[..., 0]} if "delta" in what and "erase" not in what else {}
+        if "erase" in what:
+            given |= {"erase": jnp.broadcast_to(k, (*v.shape[:3], k.shape[3])), "erase_before_decay": "before" in what}
+        given |= {"write": v} if "write" in what else {}
         given |= {"initial_state": d_final} if "packed" in what else {}
+        given |= {"erase_before_decay": "before" in what}
         r = bind(q, k, v, **given, cu_seqlens=cu_seqlens if packed else None, reverse="reverse" in what)
         if "resets" in what:
             r = r.replace(segments=Segments(resets, None))

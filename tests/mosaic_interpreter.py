@@ -48,15 +48,6 @@ def inverses_of_stacked_blocks(L, reverse: bool):
     return inverses_of_blocks(apart, reverse).reshape(rows, -1, size).sum(1)
 
 
-def waiting(kernel):
-    """kernel, begun once its operands are there, and waited for.
-
-    XLA's CPU client runs at most 32 programs at a time. Programs that wait for a kernel, or kernels side by side, may use all of
-    these up, and the interpreter's warpgroups then find no thread.
-    """
-    return lambda *operands: jax.block_until_ready(kernel(*jax.block_until_ready(operands)))
-
-
 def install(monkeypatch):
     monkeypatch.setattr(delta_inverse, "inverses_of_blocks", inverses_of_blocks)
     monkeypatch.setattr(delta_inverse, "inverses_of_stacked_blocks", inverses_of_stacked_blocks)

@@ -32,13 +32,14 @@ class Layout:
     """Hold how documents are packed: by cu_seqlens, by segment_ids with padding, or as rows of a batch.
 
     fields: the fields of a `Case`. document_of: [B, T], the document of each token, or PADDING.
-    documents: of each sequence of the call, in the order of time.
+    documents: of each sequence of the call, in the order of time. poisoned: the document that is poisoned.
     """
 
     name: str
     fields: dict[str, Any]
     document_of: np.ndarray
     documents: tuple[tuple[int, ...], ...]
+    poisoned: int = MIDDLE
 
     def __str__(self):
         return self.name
@@ -77,7 +78,8 @@ def batch(B: int = 3, T: int = 70) -> Layout:
     return Layout("rows", dict(B=B, T=T), np.repeat(np.arange(B)[:, None], T, axis=1), tuple((i,) for i in range(B)))
 
 
-LAYOUTS = {layout.name: layout for layout in (packed(), segmented(), batch())}
+LAST = dataclasses.replace(packed(), name="cu_seqlens, last", poisoned=2)  # padding follows the document
+LAYOUTS = {layout.name: layout for layout in (packed(), segmented(), batch(), LAST)}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -111,12 +113,19 @@ def operands_of(case: Case, strength: str = "log-sigmoid") -> Operands:
     return jax.tree.map(lambda x: jnp.where(jnp.isnan(x), 0.5, x) if is_float(x) else x, (r, *cotangents(case, r)))
 
 
+def erasing_along(operands: Operands, before_decay: bool) -> Operands:
+    """Return the operands of a case with "erase", where what is erased is taken along the reversed channels of the key."""
+    r, *given = operands
+    erasure = dataclasses.replace(r.erasing, along=r.k[..., ::-1], before_decay=before_decay)
+    return r.replace(erasure=erasure), *given
+
+
 def is_float(x) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def poisons(layout: Layout, operands: Operands, few: bool = False) -> Iterator[Poison]:
-    """Yield the poisons of a call: NaN, inf and a number that overflows in each array of document MIDDLE and of padding.
+    """Yield the poisons of a call: NaN, inf and a number that overflows in each array of the poisoned document and of padding.
 
     few: whether to yield only one value and place of each array, and all arrays with NaN together ("all").
     """
@@ -135,15 +144,15 @@ def poisons(layout: Layout, operands: Operands, few: bool = False) -> Iterator[P
 def places_of(name: str, layout: Layout, reverse: bool) -> Iterator[tuple[str, np.ndarray, tuple[int, ...]]]:
     """Yield (title, the places in the leading axes of the array, the documents that own them)."""
     if name in PER_SEQUENCE:
-        n = next(i for i, documents in enumerate(layout.documents) if MIDDLE in documents)
+        n = next(i for i, documents in enumerate(layout.documents) if layout.poisoned in documents)
         owners = owners_of(name, layout.documents[n], reverse)
         yield f"sequence {n}", np.arange(len(layout.documents)) == n, owners
         return
-    whole = layout.document_of == MIDDLE
+    whole = layout.document_of == layout.poisoned
     tokens = np.flatnonzero(whole.any(0))
     for where, token in (("first token", tokens[0]), ("last token", tokens[-1])):
-        yield where, whole & (np.arange(whole.shape[1]) == token), (MIDDLE,)
-    yield "every token", whole, (MIDDLE,)
+        yield where, whole & (np.arange(whole.shape[1]) == token), (layout.poisoned,)
+    yield "every token", whole, (layout.poisoned,)
     if (layout.document_of == PADDING).any():
         yield "padding", layout.document_of == PADDING, ()
 
@@ -184,6 +193,31 @@ def dispatched(spec: KernelSpec, run: Callable) -> Callable:
 Results = Outputs | Recurrence
 
 
+def gradient_of(run: Callable[[Recurrence], Outputs]) -> Callable[..., Recurrence]:
+    """Return (r, d_output, d_final) -> the gradient of run in every array of r."""
+
+    def gradient(r: Recurrence, d_output, d_final) -> Recurrence:
+        _, pull = jax.vjp(lambda floats: run(floats.with_integers(r)), r.floats)
+        return pull(Outputs(d_output, d_final))[0]
+
+    return gradient
+
+
+def second_derivatives(run: Callable[[Recurrence], Outputs], of_cotangents: bool) -> Callable[..., Results]:
+    """Return (r, d_output, d_final) -> the gradient of <gradient of run, r> in r, or in d_output and d_final as `Outputs`."""
+
+    @jax.jit
+    def second(r: Recurrence, d_output, d_final):
+        def gradient(floats: Recurrence, *given):
+            return gradient_of(run)(floats.with_integers(r), *given)
+
+        _, pull = jax.vjp(gradient, r.floats, d_output, d_final)
+        d_r, *rest = pull(r.floats)  # what poisons r poisons the direction, too
+        return Outputs(*rest) if of_cotangents else d_r
+
+    return second
+
+
 def spoiled(
     layout: Layout, owners: tuple[int, ...], got: Results, clean: Results, reverse: bool, bar: float
 ) -> list[str]:
@@ -214,15 +248,15 @@ def leaks(
     layout: Layout,
     operands: Operands,
     run: Callable[[Recurrence], Outputs] | None,
-    gradient: Callable[..., Recurrence] | None,
+    gradient: Callable[..., Results] | None,
     *,
     few: bool = False,
     bar: float = 1e-3,
 ) -> list[str]:
     """Return each result of `run` and `gradient` that a poison changes outside of its documents, as text.
 
-    run: r -> Outputs. gradient: (r, d_output, d_final) -> Recurrence. Either is None where it is not to be tried. Raises
-    AssertionError if a result of the clean call is not finite.
+    run: r -> Outputs. gradient: (r, d_output, d_final) -> Recurrence or Outputs. Either is None where it is not to be
+    tried. Raises AssertionError if a result of the clean call is not finite.
     """
     found, reverse = [], operands[0].reverse
 

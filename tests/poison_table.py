@@ -64,7 +64,7 @@ def row_of(layout: Layout, case: Case, spec: KernelSpec, few: bool, ends: bool) 
         found = leaks(layout, operands, *programs, few=few, bar=0.02)
     except Exception as error:  # the table goes on with the next kernel
         found = [f"{type(error).__name__}: {str(error)[:200]}"]
-    arrays = collections.Counter(text.split(", ")[1] for text in found)
+    arrays = collections.Counter(text.split(", ")[1] if ", " in text else text for text in found)
     where = "; ".join(f"{text} ({count})" for text, count in arrays.items())
     name = f"{layout.name:12} {case.name:18} {'with' if ends else 'no':4} states {spec.name:24}"
     print(f"{name} {len(found):4} leaks {time.time() - begin:6.1f} s  {where[:200]}", flush=True)

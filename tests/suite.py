@@ -50,14 +50,18 @@ def wanted_gradient(case: AnyCase, draw) -> tuple[Recurrence, tuple, Recurrence]
 
 
 def at_each_draw(case: AnyCase, check: Callable):
+    at_each(draws(case), check)
+
+
+def at_each(given, check: Callable):
     """check(draw) at all of them: where a form's limit is wrong, it is the band of those that miss that shows it."""
     misses = []
-    for draw in draws(case):
+    for draw in given:
         try:
             check(draw)
         except AssertionError as miss:
             misses.append(f"{draw}: {miss}")
-    assert not misses, f"{len(misses)} of {len(draws(case))} draws\n" + "\n".join(misses)
+    assert not misses, f"{len(misses)} of {len(given)} draws\n" + "\n".join(misses)
 
 
 def check_forward(case: AnyCase, run: Callable[[Recurrence], Outputs]):

@@ -1,9 +1,10 @@
 """Compile the launches of a traced call without a GPU, and report the resources of each kernel.
 
 python -m tests.triton_compile 90 "key bfloat16 128" prints a line of JSON per kernel, for compute capability 9.0. The last
-argument is a gate, or delta or kda for the delta rule with a per-head or a per-key gate, a dtype and a width, or two as in
-256x512 for K and V. "key bfloat16 256x512 chunked" prints the kernels of that algorithm alone. Per-key gates have the dtype of
-the queries; "key/float32 bfloat16 128" gives them another. TRITON_INTERPRET must not be set.
+argument is a gate, a dtype and a width, or two as in 256x512 for K and V. delta or kda in the place of a gate is the delta rule
+with a per-head or a per-key gate, and delta-erase or kda-erase has erase and write in the place of beta. "key bfloat16 256x512
+chunked" prints the kernels of that algorithm alone. Per-key gates have the dtype of the queries; "key/float32 bfloat16 128" gives
+them another. TRITON_INTERPRET must not be set.
 """
 
 import dataclasses
@@ -107,6 +108,7 @@ def shipped(gate: str, dtype: str, widths: str, algorithm: str = "") -> list[Lau
     load_kernels()
     B, T, H = 8, 2048, 16
     gate, _, gate_dtype = gate.partition("/")
+    gate, _, erase = gate.partition("-")
     if gate_dtype and gate not in ("key", "kda"):
         raise ValueError(f"{gate}/{gate_dtype}: expected a dtype of per-key gates, key or kda, got {gate}")
     K, V = (int(x) for x in (widths.split("x") * 2)[:2])
@@ -115,7 +117,9 @@ def shipped(gate: str, dtype: str, widths: str, algorithm: str = "") -> list[Lau
         x = jnp.zeros((B, T, H, K), dtype)
         gates = dict(gk=x.astype(gate_dtype or dtype)) if gate in ("key", "kda") else dict(g=jnp.zeros((B, T, H)))
         gates = dict(g_gamma=jnp.zeros(H)) if gate == "constant" else gates
-        if gate in ("delta", "kda"):
+        if erase:
+            gates |= dict(erase=x, write=jnp.zeros((B, T, H, V), dtype))
+        elif gate in ("delta", "kda"):
             gates["beta"] = jnp.zeros((B, T, H), dtype)
         return bind(x, x, jnp.zeros((B, T, H, V), dtype), **gates)
 

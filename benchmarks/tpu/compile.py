@@ -10,14 +10,15 @@ Needs libtpu (pip install "jax[tpu]==0.10.2"). Another compiler version makes ot
 Each chip has its own process, in which the kernels compile under a limit of 16 MiB of VMEM. The table has a line for each kernel:
 
 bundles: instruction words of the whole kernel. step: instruction words of one step of the scan, as the longest run without a
-branch (plus, for per-key gates, the check before it). units: tiles of 128 lanes that a step computes. vmem: KiB. code: KiB of
-the whole program, with all its kernels and XLA's copies.
+branch (plus, for per-key gates, the check before it). units: tiles of 128 lanes, or heads of a pool, that a step computes. vmem:
+KiB. code: KiB of the whole program, with all its kernels and XLA's copies.
 """
 
 import argparse
 import concurrent.futures
 import dataclasses
 import difflib
+import functools
 import glob
 import json
 import os
@@ -27,11 +28,12 @@ import subprocess
 import sys
 import tempfile
 
-from benchmarks.tpu.problems import FEW, PROBLEMS, TARGETS, Problem, fingerprint, shapes
+from benchmarks.tpu.problems import FEW, POOLS, PROBLEMS, TARGETS, PoolProblem, Problem, fingerprint, shapes
 
 TABLE = pathlib.Path(__file__).with_name("table.txt")
 JAX = "0.10.2"
 VMEM_KIB = 16 * 1024
+IN_HBM = "read_rows", "write_rows"  # kernels that copy within HBM, and use no VMEM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,32 +67,42 @@ def environment(dump: str) -> dict[str, str]:
 
 def compile_all(target: str, dump: str, problems: list[Problem]):
     """Prints the rows of one chip as lines of JSON. Runs in a process with `environment`."""
-    import functools
-
     import jax
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
     from glax._src.core.registry import kernel_registry
     from glax._src.kernels import load_kernels
+    from glax._src.kernels.pallas_tpu import rows
+    from glax._src.kernels.pallas_tpu.config import pool_block_of
     from glax._src.kernels.pallas_tpu.plan import Plan
 
     load_kernels()
+    pooled = "recurrent.step", "recurrent.verify"
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TARGETS[target].topology)
     array = shapes(SingleDeviceSharding(topology.devices[0]))
     for problem in problems:
-        r, *cotangents = problem.operands(array)
-        for algorithm, operands in (("chunked", (r,)), ("chunked.vjp", (r, *cotangents))):
+        operands = problem.operands(array)
+        r, is_pool = operands[0], isinstance(problem, PoolProblem)
+        whole = ("chunked", (r,)), ("chunked.vjp", operands)
+        calls = []
+        for algorithm, given in [(name, operands) for name in pooled] if is_pool else whole:
             spec = kernel_registry.kernels[f"{algorithm}/pallas/tpu"]
             config = spec.config.heuristic(r)
-            lowered = (
-                jax.jit(functools.partial(spec.run, config=config)).trace(*operands).lower(lowering_platforms=("tpu",))
-            )
+            units = pool_block_of(r)[0] if is_pool else Plan.of(r, config.chunk, config.units).units
+            calls.append((functools.partial(spec.run, config=config), given, units))
+        if is_pool:
+            (_, pool, slots), units = operands, pool_block_of(r)[0]
+            calls += [
+                (rows.read_rows, (pool, slots), units),
+                (rows.write_rows, (pool, slots, array((*slots.shape, *pool.shape[1:]), pool.dtype)), units),
+            ]
+        for run, given, units in calls:
+            lowered = jax.jit(run).trace(*given).lower(lowering_platforms=("tpu",))
             compiled = lowered.compile(compiler_options=dict(xla_tpu_scoped_vmem_limit_kib=str(VMEM_KIB)))
             code = -(-compiled.memory_analysis().generated_code_size_in_bytes // 1024)
-            units = Plan.of(r, config.chunk, config.units).units
             vmem = vmem_of(compiled.as_text())
-            for kernel, (bundles, step) in sorted(bundles_of(dump, problem.form == "key").items()):
+            for kernel, (bundles, step) in sorted(bundles_of(dump, problem.form == "key" and not is_pool).items()):
                 row = Row(target, str(problem), kernel, bundles, step, units, vmem[kernel], code)
                 print(json.dumps(dataclasses.asdict(row)), flush=True)
 
@@ -127,9 +139,9 @@ def counted(text: str, has_check: bool) -> tuple[int, int]:
     return last + 1, runs[longest] + check
 
 
-def rows_of(target: str, few: bool) -> list[Row]:
+def rows_of(target: str, options: list[str]) -> list[Row]:
     with tempfile.TemporaryDirectory() as dump:
-        command = [sys.executable, "-m", "benchmarks.tpu.compile", "--one", target, dump, *(["--few"] if few else [])]
+        command = [sys.executable, "-m", "benchmarks.tpu.compile", "--one", target, dump, *options]
         done = subprocess.run(command, env=environment(dump), stdout=subprocess.PIPE, text=True, timeout=900)
     if done.returncode != 0:
         raise SystemExit(f"compiling for {target} failed with exit status {done.returncode}")
@@ -158,17 +170,19 @@ def main():
     parser.add_argument("--check", action="store_true", help="compare with the table instead of writing it")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), help="only these chips' lines")
     parser.add_argument("--few", action="store_true", help="with --check: only some of the problems")
+    parser.add_argument("--only", default="", help="a regular expression: only the problems whose names it finds")
     parser.add_argument("--one", nargs=2, metavar=("TARGET", "DUMP"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    problems = FEW if args.few else PROBLEMS
+    problems = [x for x in (FEW if args.few else [*PROBLEMS, *POOLS]) if re.search(args.only, str(x))]
     if args.one:
         return compile_all(*args.one, problems)
     if args.few and not args.check:
         parser.error("--few goes with --check: the table has all problems")
+    options = [*(["--few"] if args.few else []), "--only", args.only]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        rows = [row for rows in pool.map(lambda target: rows_of(target, args.few), args.targets) for row in rows]
+        rows = [row for rows in pool.map(functools.partial(rows_of, options=options), args.targets) for row in rows]
     new = [*header(), *map(str, rows)]
-    over = [row for row in rows if not 0 < row.vmem <= VMEM_KIB]
+    over = [row for row in rows if not (row.kernel in IN_HBM or row.vmem > 0) or row.vmem > VMEM_KIB]
     if over:
         raise SystemExit(f"VMEM not within {VMEM_KIB} KiB:\n" + "\n".join(map(str, over)))
     old = TABLE.read_text().splitlines() if TABLE.exists() else []

@@ -26,15 +26,16 @@ def bundles() -> dict[tuple[str, str, str], tuple[int, int]]:
 
 def own_bytes(problem: Problem) -> dict[str, int]:
     """Returns the bytes that each kernel reads and writes, with the states before the chunks in the dtype of q."""
-    tensor, (forward, _) = problem.tensor, problem.floors
-    gates = forward - 4 * tensor - 2 * (problem.sequences or problem.B) * problem.H * problem.D**2 * 4
+    tensor, gates, (forward, _) = problem.tensor, problem.gates, problem.floors
     sequences = (problem.sequences or problem.B) * problem.H * problem.D**2 * 4
     pack = 128 // problem.D
     before = tensor * pack * problem.D // CHUNK
+    shared = tensor // problem.shared
     return dict(
         forward=forward,
-        save_states=2 * tensor + gates + before + sequences,
-        backward=7 * tensor + 2 * gates + before + 2 * sequences,
+        save_states=shared + tensor + gates + before + sequences,
+        # the gradients of shared heads are stored in float32
+        backward=(2 + 2 * min(problem.shared, 2)) * shared + 3 * tensor + 2 * gates + before + 2 * sequences,
     )
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from glax._src.core.decay import Decay
+from glax._src.core.erasure import Erasure
 from glax._src.core.recurrence import Recurrence
 from glax.cli.cases import flops_of_token
 
@@ -40,7 +41,8 @@ TARGETS = {
 class Problem:
     """One call with K = V = D.
 
-    sequences: if given, T rows pack that many sequences, whose lengths are not known while tracing.
+    sequences: if given, T rows pack that many sequences, whose lengths are not known while tracing. erases: whether it is of the
+    delta rule, with beta. shared: the heads that read one head of query and key.
     """
 
     B: int
@@ -50,15 +52,23 @@ class Problem:
     form: str
     dtype: str = "bfloat16"
     sequences: int | None = None
+    erases: bool = False
+    shared: int = 1
 
     def __str__(self):
         packed = f" packed{self.sequences}" if self.sequences else ""
-        return f"B{self.B} T{self.T} H{self.H} D{self.D} {self.form} {self.dtype}{packed}"
+        heads = f"H{self.H}" if self.shared == 1 else f"H{self.H // self.shared}-{self.H}"
+        delta = "delta " if self.erases else ""
+        return f"B{self.B} T{self.T} {heads} D{self.D} {delta}{self.form} {self.dtype}{packed}"
 
     def operands(self, array) -> tuple:
         """Returns (recurrence, d_output, d_final), with arrays made by array(shape, dtype)."""
+        return self.recurrence(array)
+
+    def recurrence(self, array) -> tuple:
+        """Returns `operands` of a call without a pool."""
         B, T, H, D, N = self.B, self.T, self.H, self.D, self.sequences or self.B
-        x = array((B, T, H, D), self.dtype)
+        x, shared = (array((B, T, heads, D), self.dtype) for heads in (H, H // self.shared))
         decay = dict(
             none=lambda: Decay(),
             constant=lambda: Decay(constant=array((N, H), "float32")),
@@ -67,19 +77,29 @@ class Problem:
         )[self.form]()
         cuts = array((N + 1,), "int32") if self.sequences else None
         state = array((N, H, D, D), "float32")
-        return Recurrence(x, x, x, decay, state, cuts, array((N,), "float32")), x, state
+        erasure = Erasure(beta=array((B, T, H), self.dtype)) if self.erases else None
+        r = Recurrence(shared, shared, x, decay, state, cuts, array((N,), "float32"), erasure=erasure)
+        return r, x, state
 
     @property
     def tensor(self) -> int:
-        """The bytes of q."""
+        """The bytes of v."""
         return self.B * self.T * self.H * self.D * jnp.dtype(self.dtype).itemsize
 
     @property
     def floors(self) -> tuple[int, int]:
         """The least bytes that the forward and the gradient move: every array once."""
-        gates = dict(none=0, constant=0, head=self.tensor // self.D, key=self.tensor)[self.form]
+        gates, shared = self.gates, 2 * self.tensor // self.shared
         state = (self.sequences or self.B) * self.H * self.D**2 * 4
-        return 4 * self.tensor + gates + 2 * state, 7 * self.tensor + 2 * gates + 3 * state
+        forward = shared + 2 * self.tensor + gates + 2 * state
+        return forward, 2 * shared + 3 * self.tensor + 2 * gates + 3 * state
+
+    @property
+    def gates(self) -> int:
+        """The bytes of the gates and of beta."""
+        per_head = self.tensor // self.D
+        gates = dict(none=0, constant=0, head=per_head, key=self.tensor)[self.form]
+        return gates + per_head * self.erases
 
     def flops(self, chunk: int = 128) -> tuple[int, int]:
         """Returns the operations of the chunked form: four products for each chunk and head forward, ten for the gradient."""
@@ -88,14 +108,39 @@ class Problem:
         return tokens * forward, tokens * gradient
 
 
+@dataclasses.dataclass(frozen=True)
+class PoolProblem(Problem):
+    """A call on a pool of states in `dtype`, with a row more than sequences. Its tokens are bfloat16."""
+
+    def __str__(self):
+        delta = "delta " if self.erases else ""
+        return f"pool B{self.B} T{self.T} H{self.H} D{self.D} {delta}{self.form} {self.dtype}"
+
+    def operands(self, array) -> tuple:
+        """Returns (recurrence, pool, slots)."""
+        r, _, _ = dataclasses.replace(self, dtype="bfloat16").recurrence(array)
+        pool = array((self.B + 1, self.H, self.D, self.D), self.dtype)
+        return r.replace(initial_state=None), pool, array((self.B,), "int32")
+
+
 PROBLEMS = [
     *(Problem(*shape, form) for shape in ((4, 2048, 16, 128), (1, 8192, 64, 128), (8, 1024, 8, 64)) for form in ("head", "key")),
     Problem(1, 8192, 64, 128, "constant"),
     Problem(1, 8192, 16, 128, "head", sequences=16),
     Problem(1, 8192, 16, 64, "key", sequences=16),
     Problem(8, 1024, 8, 64, "key", "float32"),
+    Problem(1, 8192, 32, 128, "head", erases=True, shared=2),
+    Problem(1, 8192, 32, 128, "key", erases=True),
+    Problem(1, 8192, 32, 128, "head", sequences=16, erases=True),
+    Problem(8, 1024, 8, 64, "key", "float32", erases=True),
 ]  # fmt: skip
-FEW = [PROBLEMS[i] for i in (0, 5, 8)]  # of each width, of each gate form, and packed
+POOLS = [
+    PoolProblem(64, 1, 16, 128, "key", "float32"),
+    PoolProblem(64, 1, 32, 128, "head", "float32", erases=True),
+    PoolProblem(64, 1, 32, 128, "key", "bfloat16", erases=True),
+    PoolProblem(16, 4, 30, 64, "head", "float32"),
+]
+FEW = [*(PROBLEMS[i] for i in (0, 5, 8, 10)), POOLS[0]]
 
 
 @functools.cache

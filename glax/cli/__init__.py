@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import jax
 
 from glax.cli.errors import UsageError, reason
+from glax.cli.processes import start_processes
 from glax.testing.check import one_line
 from glax_cli.arguments import INTERRUPTED
 
@@ -56,6 +57,8 @@ def require_usable_jax(command: str):
     try:
         _ = executor.chain.policy
         check_instructions()
+        if command == "train":
+            start_processes()  # before any device is used
     except ValueError as error:
         raise UsageError(str(error)) from error
     try:

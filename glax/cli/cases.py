@@ -11,9 +11,8 @@ import numpy as np
 from glax._src.api.recurrent import recurrent
 from glax._src.core.registry import Backend
 from glax.cli.errors import UsageError
-from glax_cli.published import LAYERS
+from glax_cli.published import GATES, LAYERS
 
-GATES = {"key": "gk", "head": "g", "constant": "g_gamma", "none": None}  # the gate argument of each decay form
 DEFAULT_SHAPES = {
     Backend.CPU: ((1, 1024, 4, 64), (1, 2048, 8, 64)),
     Backend.GPU: ((4, 2048, 16, 128), (1, 8192, 32, 128), (8, 1024, 8, 64)),

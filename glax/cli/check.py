@@ -6,50 +6,95 @@ from collections.abc import Iterable
 
 import jax
 
+from glax._src.core.backend import computes_on
+from glax._src.core.known_miscompiles import version_of
 from glax._src.core.registry import Backend, kernel_registry
+from glax._version import __version__
+from glax.cli.errors import UsageError
 from glax.cli.output import progress, show_json, show_table, show_text
 from glax.testing.cases import CASES, QUICK
 from glax.testing.check import Result, check_kernels
-from glax.testing.states import DECAYS, STEPS, STORED, state_errors
+from glax.testing.states import COMPACT, DECAYS, LONG, STEPS, STORED, StateError, state_errors
+
+SMALL = 1e-4  # an error that counts as exact: dtypes of 16 bits have larger ones
+# The packages of each device whose versions a report states, where they are installed.
+PACKAGES = {Backend.CPU: (), Backend.GPU: ("jax-cuda13-plugin", "triton", "jax-triton"), Backend.TPU: ("libtpu",)}
 
 
 def run(args) -> int:
+    backend = None if args.platform is None else Backend(args.platform)
+    if backend not in (None, Backend.here()):
+        raise UsageError(f"--platform {backend} needs a {backend}, {computes_on()}: glax doctor says what is missing")
     if args.states:
-        return run_states(args.json)
+        return run_states(args.json, args.quick)
     cases = [case for case in CASES if case.name in QUICK or not args.quick]
     results, last = [], cases[0].name
     with progress("checking", len(cases)) as advance:
-        for result in check_kernels(cases):
+        for result in check_kernels(cases, backend):
             if result.case != last:
                 last = result.case
                 advance()
             results.append(result)
     missed = any(result.status == "miss" for result in results)
     if args.json:
-        show_json(dict(ok=not missed, backend=jax.default_backend(), results=[dataclasses.asdict(r) for r in results]))
+        report = dict(ok=not missed, backend=jax.default_backend(), installation=installation(Backend.here()))
+        show_json(report | dict(results=[dataclasses.asdict(r) for r in results]))
     else:
         show(results)
+        if backend is not None:
+            print(f"To report, with all lines above: {installation(backend)}")
     return int(missed)
 
 
-def run_states(as_json: bool) -> int:
-    with progress("decoding", len(STORED) * len(DECAYS)) as advance:
+def installation(backend: Backend) -> str:
+    """Return the versions and the devices that a report of a kernel's results needs."""
+    packages = ("jax", "jaxlib", *PACKAGES[backend])
+    found = [f"{name} {version}" for name in packages if (version := version_of(name)) is not None]
+    return ", ".join([f"glax {__version__}", *found, f"{len(jax.devices())} of {jax.devices()[0].device_kind}"])
+
+
+def run_states(as_json: bool, quick: bool) -> int:
+    counts = (STEPS,) if quick else (STEPS, LONG)
+    with progress("decoding", len(STORED) * len(DECAYS) * len(counts)) as advance:
         errors = []
-        for error in state_errors():
+        for error in state_errors(counts):
             errors.append(error)
             advance()
     if as_json:
         show_json(dict(backend=jax.default_backend(), errors=[dataclasses.asdict(error) for error in errors]))
         return 0
-    rows = []
-    for dtype, stochastic in STORED:
-        own = [f"{x.error:.1e}" for x in errors if (x.dtype, x.stochastic) == (dtype, stochastic)]
-        rows.append((dtype, "stochastic" if stochastic else "to nearest", *own))
-    show_table(("state", "rounded", *(f"decay {decay}" for decay in DECAYS)), rows)
-    print(
-        f"relative RMS error of the state after {STEPS} decoded tokens, against float64; decays are those of one token"
-    )
+    for steps in counts:
+        rows = []
+        for dtype, stochastic in STORED:
+            own = [f"{x.error:.1e}" for x in errors if (x.steps, x.dtype, x.stochastic) == (steps, dtype, stochastic)]
+            rows.append((dtype, rounding_of(dtype, stochastic), *own))
+        show_table(("state", "rounded", *(f"decay {decay}" for decay in DECAYS)), rows)
+        print(
+            f"relative RMS error of the state after {steps} decoded tokens, against float64; decays are those of one token"
+        )
+    if growing := growing_dtypes(errors):
+        print(f"errors grow with the tokens in {', '.join(growing)}; the default is float32")
     return 0
+
+
+def rounding_of(dtype: str, stochastic: bool) -> str:
+    if dtype in COMPACT:
+        return "with rests"
+    return "stochastic" if stochastic else "to nearest"
+
+
+def growing_dtypes(errors: list[StateError]) -> list[str]:
+    """Return the dtypes whose error at some decay, where it is above `SMALL`, is 1.5 times as large at the last number of tokens
+    as at the first."""
+    found = {}
+    for x in errors:
+        found.setdefault((x.dtype, x.stochastic, x.decay), []).append(x.error)
+    grow = {key[:2] for key, own in found.items() if own[-1] > max(1.5 * own[0], SMALL)}
+    return [
+        f"{dtype} rounded {rounding_of(dtype, stochastic)}"
+        for dtype, stochastic in STORED
+        if (dtype, stochastic) in grow
+    ]
 
 
 def show(results: list[Result]):

@@ -1,6 +1,6 @@
 """Run `glax demo`. `glax.cli.demo_run` is imported once its packages are known to be installed."""
 
-from glax.cli.packages import require
+from glax.cli.errors import require
 from glax_cli.parser import DEMO_STEPS
 
 PACKAGES = ("flax", "matplotlib", "optax", "orbax", "rich", "safetensors")

@@ -139,16 +139,16 @@ def language_model(settings: Settings, text: Halves, console: Console) -> int:
     headline(console, "Training")
     console.print(f"{text.name}: {len(text.train):,} bytes to train on, {text.held_out.size:,} behind them held out")
     try:
-        history, finished = shown(settings.recipe, train, console, bits=True, smoothed=SMOOTHED_OVER)
+        history, code = shown(settings.recipe, train, console, bits=True, smoothed=SMOOTHED_OVER)
     except ValueError as error:  # the folder holds a run of another model, text or recipe
         raise UsageError(reason(error)) from error
     plot = settings.out / "loss.png"
-    if not finished:
+    if code:
         save_plot(plot, history, bits=True)
         console.print(
             f"Interrupted after step {max(history.losses)}: the same command goes on from there\nLosses: {plot}"
         )
-        return 130
+        return code
 
     headline(console, f"Held out, by {settings.out / 'model'}")
     model = from_pretrained(settings.out / "model")

@@ -1,4 +1,8 @@
-"""Define the error for a mistake of the user."""
+"""Define the error for a mistake of the user, and check for packages that a command needs and `import glax` does not."""
+
+import importlib.util
+
+DISTRIBUTIONS = {"orbax": "orbax-checkpoint"}  # of packages whose distribution has another name
 
 
 class UsageError(Exception):
@@ -10,3 +14,10 @@ def reason(error: Exception) -> str:
     if not isinstance(error, OSError):
         return str(error)
     return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+
+
+def require(packages: tuple[str, ...]):
+    """Raise UsageError if one of the packages is not installed. The remedy installs their own distributions."""
+    missing = [DISTRIBUTIONS.get(name, name) for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f"{', '.join(missing)} not installed: pip install {' '.join(missing)}")

@@ -1,30 +1,46 @@
-"""Treat Ctrl-C as a request instead of an exception."""
+"""Treat Ctrl-C and SIGTERM as requests instead of exceptions."""
 
 import contextlib
 import dataclasses
 import signal
 from collections.abc import Iterator
 
+# What a second signal does.
+USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+
 
 @dataclasses.dataclass
 class Interrupt:
-    requested: bool = False
+    """signal: the number of the signal that came, or 0."""
+
+    signal: int = 0
+
+    @property
+    def requested(self) -> bool:
+        return bool(self.signal)
+
+    @property
+    def exit_code(self) -> int:
+        """Return what a shell returns for a process that this signal has ended."""
+        return 128 + self.signal
 
 
 @contextlib.contextmanager
 def noted_interrupt() -> Iterator[Interrupt]:
-    """Record the first Ctrl-C inside the context without raising. A second one raises KeyboardInterrupt as usual.
+    """Record the first Ctrl-C or SIGTERM inside the context without raising. A second one has its usual effect.
 
     An exception inside a training step would find its donated parameters deleted and the new ones not yet assigned.
     """
     interrupt = Interrupt()
 
     def note(number, frame):
-        interrupt.requested = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        interrupt.signal = number
+        for each, usual in USUAL.items():
+            signal.signal(each, usual)
 
-    before = signal.signal(signal.SIGINT, note)
+    before = {each: signal.signal(each, note) for each in USUAL}
     try:
         yield interrupt
     finally:
-        signal.signal(signal.SIGINT, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)

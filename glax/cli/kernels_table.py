@@ -36,7 +36,7 @@ def show_kernels(console: Console, seed: int, B: int = 1, T: int = 1024, H: int 
         table.add_column(heading, justify="right")
     refusals = {}
     for name, spec in sorted(kernel_registry.kernels.items()):
-        if (reason := spec.refusal(r, None)) is not None:
+        if (reason := "takes states in a pool" if spec.is_pooled else spec.refusal(r, None)) is not None:
             refusals[name] = reason
             continue
         backward = spec.algorithm.endswith(".vjp")

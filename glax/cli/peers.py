@@ -9,18 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import glax_cli.published
 from glax._src.core.registry import Backend
-from glax.cli.cases import GATES, Problem
+from glax.cli.cases import Problem
 from glax.cli.measure import Way
-
-# What each peer needs: the packages, and the distributions that have them.
-PACKAGES = {
-    "fla-core": {"torch": "torch", "triton": "triton", "fla": "fla-core"},
-    "mamba-ssm": {"torch": "torch", "triton": "triton", "mamba_ssm": "mamba-ssm"},
-    "jla": {"jla": "jax-linear-attention"},
-    "ejkernel": {"ejkernel": "ejkernel"},
-}
-
+from glax_cli.published import GATES
 
 DEVICE = "cuda"  # of PyTorch
 
@@ -31,7 +24,7 @@ class UnavailableError(Exception):
 
 def missing(peer: str) -> list[str]:
     """Return the distributions that a peer needs and that are not installed."""
-    needs = PACKAGES.get(peer, {})
+    needs = glax_cli.published.PEERS.get(peer, {})
     return [distribution for name, distribution in needs.items() if importlib.util.find_spec(name) is None]
 
 
@@ -59,8 +52,8 @@ def ejkernel(problem: Problem, mode: str, arrays: dict[str, jax.Array], d_output
     return by_jax("ejkernel", forward, mode, arrays, d_output)
 
 
-def jla(problem: Problem, mode: str, arrays: dict[str, jax.Array], d_output, state) -> Way:
-    """Return a `Way` to compute the problem by jax-linear-attention, by the implementation that it chooses."""
+def jla(problem: Problem, mode: str, arrays: dict[str, jax.Array], d_output, state, **insist) -> Way:
+    """Return a `Way` to compute the problem by jax-linear-attention, by the implementation that it chooses or insist["impl"]."""
     if mode == "step":
         raise UnavailableError("has no step of one token")
     if problem.gate == "none" and not problem.delta:
@@ -70,7 +63,7 @@ def jla(problem: Problem, mode: str, arrays: dict[str, jax.Array], d_output, sta
     kinds = {True: dict(none="deltanet", key="kda"), False: dict(key="gla")}[problem.delta]
     kind = kinds.get(problem.gate, "gated_deltanet" if problem.delta else "simple_gla")
     # 0 is padding
-    options = {} if problem.packed == 1 else dict(segment_ids=jnp.asarray(sequence_of_token(problem) + 1))
+    options = insist if problem.packed == 1 else insist | dict(segment_ids=jnp.asarray(sequence_of_token(problem) + 1))
 
     def forward(arrays, repeats=1):
         gates = {name: arrays[name] for name in ("g", "beta") if name in arrays}
@@ -98,7 +91,7 @@ def by_jax(name: str, forward: Callable[[dict], jax.Array], mode: str, arrays: d
         return output, pull(d_output)[0]
 
     program = jax.jit(forward if mode == "forward" else both).lower(arrays).compile()
-    return Way(name, lambda: program(arrays))
+    return Way(name, functools.partial(program, arrays))
 
 
 def mamba(problem: Problem, mode: str, arrays: dict[str, jax.Array], d_output, state) -> Way:
@@ -133,9 +126,9 @@ def sequence_of_token(problem: Problem) -> np.ndarray:
     return np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[None]
 
 
-def fla(problem: Problem, mode: str, arrays: dict[str, jax.Array], d_output, state) -> Way:
+def fla(problem: Problem, mode: str, arrays: dict[str, jax.Array], d_output, state, **insist) -> Way:
     """Return a `Way` to compute the problem by fla-core: its chunk kernels, which are tuned at the first call, or its kernel of
-    one token."""
+    one token. insist: further arguments of its function."""
     of_gpus()
     import torch  # pyright: ignore[reportMissingImports]
 
@@ -154,7 +147,7 @@ def fla(problem: Problem, mode: str, arrays: dict[str, jax.Array], d_output, sta
     def run(q, k, **rest):
         if shared > 1:
             q, k = (x.repeat_interleave(shared, 2) for x in (q, k))
-        return op(q=q, k=k, **rest, **options)[0]
+        return op(q=q, k=k, **rest, **options, **insist)[0]
 
     return by_torch("fla-core", run, mode, given, d_output)
 
@@ -215,7 +208,7 @@ def by_torch(name: str, run: Callable, mode: str, given: dict, d_output) -> Way:
     return Way(name, both, wait)
 
 
-PEERS: dict[str, Callable[..., Way]] = {"fla-core": fla, "mamba-ssm": mamba, "jla": jla, "ejkernel": ejkernel}
+PEERS: dict[str, Callable[..., Way]] = dict(zip(glax_cli.published.PEERS, (fla, mamba, jla, ejkernel), strict=True))
 
 
 def as_numpy(x) -> np.ndarray:

@@ -3,8 +3,7 @@
 import sys
 from pathlib import Path
 
-from glax.cli.errors import UsageError, reason
-from glax.cli.packages import require
+from glax.cli.errors import UsageError, reason, require
 
 PACKAGES = ("flax", "matplotlib", "optax", "orbax", "rich", "safetensors")
 
@@ -14,6 +13,7 @@ def run(args) -> int:
     from rich.console import Console
 
     from glax.cli.loss_plot import save_plot
+    from glax.models.meshes import is_first
     from glax.models.training import NotFiniteLoss, TrainingConfig, train
 
     changes = dict(steps=args.steps, out=None if args.out is None else str(args.out))
@@ -21,23 +21,25 @@ def run(args) -> int:
         config = TrainingConfig.read(args.config, **{name: x for name, x in changes.items() if x is not None})
     except (ValueError, TypeError, OSError) as error:
         raise UsageError(reason(error)) from None
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty(), quiet=not is_first())
     try:
-        history, finished = shown(config, train, console)
+        history, code = shown(config, train, console)
     except ValueError as error:  # the model's config, the text, the tokenizer or the folder is wrong
         raise UsageError(str(error)) from error
     except NotFiniteLoss as error:
         print(f"glax train: {error}", file=sys.stderr)
         return 1
+    if not is_first():
+        return code
     plot = Path(config.out) / "loss.png"
     save_plot(plot, history)
     held = list(history.held_out.values())
     console.print(f"held out: {held[-1]:.3f} nats/token\nWritten: {Path(config.out) / 'model'}, {plot}")
-    return 0 if finished else 130
+    return code
 
 
 def shown(config, train, console, *, bits: bool = False, smoothed: int = 1):
-    """Train with a progress bar. Return the history, and whether the training ran to its end.
+    """Train with a progress bar. Return the history and the exit code, which names a signal that has ended the training.
 
     bits: whether losses are shown in bits per byte instead of nats per token. smoothed: the steps over whose losses the mean is
     shown.
@@ -47,20 +49,22 @@ def shown(config, train, console, *, bits: bool = False, smoothed: int = 1):
     import jax
 
     from glax.cli.interrupt import noted_interrupt
-    from glax.models.training import utilisation
+    from glax.models.operations import utilisation
 
-    devices, tokens = config.data * config.sequence, config.batch * config.length
-    every, seconds, losses, models = math.ceil(config.steps / 20), [], [], []
+    tokens = config.batch * config.length
+    every, seconds, losses, shares = math.ceil(config.steps / 20), [], [], []
     scale, unit = (math.log(2), "bits/byte") if bits else (1.0, "nats/token")
     with noted_interrupt() as interrupt, bar(console, config.steps) as update:
 
         def begin(beginning):
-            models.append(beginning.model)
+            # Not the model: where layers are stacked, it holds a copy of the parameters.
+            shares.append(utilisation(beginning.model, config.length, 1.0))
             parameters = sum(x.size for x in jax.tree.leaves(model_parameters(beginning.model)))
             console.print(
                 f"start: {beginning.start}; {parameters:,} parameters\n"
-                f"text: {config.text}, {beginning.tokens:,} tokens to train on, {beginning.held_out:,} held out\n"
-                f"{config.steps} steps of {config.batch} x {config.length} tokens: {resumption(beginning.step, config)}"
+                f"text: {beginning.data}\n"
+                f"{config.steps} steps of {config.batch} x {config.length} tokens: {resumption(beginning.step, config)}\n"
+                f"layers: {beginning.layers}"
             )
 
         def each_step(step: int, loss: float, took: float) -> bool:
@@ -69,14 +73,13 @@ def shown(config, train, console, *, bits: bool = False, smoothed: int = 1):
             mean = sum(losses[-smoothed:]) / len(losses[-smoothed:])
             recent = sorted(seconds[1:][-50:]) or [took]  # the first step compiles
             rate = tokens / recent[len(recent) // 2]
-            share = utilisation(models[0], rate, devices)
-            mfu = "" if share is None else f", MFU {share:.1%}"
+            mfu = "" if shares[0] is None else f", MFU {shares[0] * rate:.1%}"
             is_due = step == 1 or step % every == 0 or step == config.steps
             update(step, f"{mean:.3f} {unit}, {rate:,.0f} tokens/s{mfu}", is_due)
             return interrupt.requested
 
         _, history = train(config, each_step, begin)
-    return history, not interrupt.requested
+    return history, interrupt.exit_code if interrupt.requested else 0
 
 
 def resumption(step: int, config) -> str:

@@ -4,6 +4,7 @@ model = glax.models.from_pretrained("folder")
 logits = model(tokens)
 """
 
+from glax.models.adapters import load_adapter, lora, merge_lora, save_adapter, without_lora
 from glax.models.config import ModelConfig, UnsupportedOption
 from glax.models.generation import end_tokens, generate, stream
 from glax.models.load import MODEL_TYPES, from_config, from_pretrained
@@ -13,5 +14,6 @@ from glax.models.shardings import partition_spec, shard
 
 __all__ = [
     "MODEL_TYPES", "CausalLM", "ModelConfig", "UnsupportedOption", "end_tokens", "from_config", "from_pretrained",
-    "generate", "partition_spec", "save_pretrained", "shard", "stream",
+    "generate", "load_adapter", "lora", "merge_lora", "partition_spec", "save_adapter", "save_pretrained", "shard", "stream",
+    "without_lora",
 ]  # fmt: skip

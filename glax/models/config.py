@@ -25,6 +25,7 @@ MOST = {
     "block_size": 2**14,  # MiniMax stores arrays of its square
     "max_position_embeddings": 2**31 - 1,
     "n_layer": LAYERS,
+    "num_blocks": LAYERS,
     "num_hidden_layers": LAYERS,
     "original_max_position_embeddings": 2**31 - 1,
     "sliding_window": 2**31 - 1,
@@ -85,6 +86,13 @@ class ModelConfig:
     def values(self) -> dict:
         return json.loads(self.text)
 
+    @property
+    def text_values(self) -> dict:
+        """Return the values of the language model: where a config describes several models, those in its `text_config`."""
+        values = self.values
+        inside = values.get("text_config")
+        return inside if isinstance(inside, dict) else values
+
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
@@ -143,6 +151,15 @@ class Options:
         if not isinstance(values, Mapping):
             raise self.unsupported(key, f"it must hold JSON objects, got {values!r}")
         return Options(values, frozenset(), f"{self.inside}{key}.", self.model_type, read=read, outer=self)
+
+    def model(self, key: str, model_type: str) -> "Options":
+        """Return the options of the model of `model_type` that is the value of `key`. Raises UnsupportedOption for no object."""
+        values = self.take(key)
+        if not isinstance(values, Mapping):
+            raise self.unsupported(key, f"it must hold a JSON object, got {values!r}")
+        check_kinds(values, f"{self.inside}{key}.")
+        read = READ_KEYS[model_type]
+        return Options(values, inside=f"{self.inside}{key}.", model_type=model_type, read=read, outer=self)
 
     def take(self, key: str, default: Any = REQUIRED) -> Any:
         """Return the value of `key`, or `default` if it is missing. Raises ValueError if there is no default."""
@@ -229,8 +246,12 @@ class Options:
         return ValueError(f"{self.inside}{key} in config.json must be {wanted}, got {shown(value)}")
 
     def ignore(self, *keys: str):
-        """Accept keys that have no effect on the function of this kind of model, in the model's own code too."""
+        """Accept keys that have no effect on the function of this kind of model, in the model's own code too.
+
+        Raises ValueError, which names the key, for a value of another kind.
+        """
         self.left -= set(keys)
+        check_kinds({key: self.values[key] for key in keys if key in self.values}, self.inside)
 
     def unsupported(self, key: str, why: str) -> UnsupportedOption:
         given = f"{self.inside}{key}={self.values.get(key)!r} in config.json"
@@ -306,7 +327,7 @@ def padding(options: Options, default: int | None = None) -> int | None:
     is_token = isinstance(value, int) and not isinstance(value, bool)
     if not is_token or (vocabulary is not None and not -vocabulary <= value < vocabulary):
         raise ValueError(
-            f"pad_token_id in config.json must be a token of the vocabulary of {vocabulary}, got {value!r}"
+            f"{options.inside}pad_token_id in config.json must be a token of the vocabulary of {vocabulary}, got {value!r}"
         )
     return value if value >= 0 or vocabulary is None else value + vocabulary
 
@@ -314,23 +335,29 @@ def padding(options: Options, default: int | None = None) -> int | None:
 # ---- kinds of options, those without effect included: a config with another kind is damaged, or of another program -----------
 
 COUNTS = """
-    bos_token_id chunk_size conv_size expand ffn_hidden_size kv_channels mamba_chunk_size max_position_embeddings
-    max_window_layers n_shared_experts num_hidden_layers num_logits_to_keep num_nextn_predict_layers num_query_groups
-    sep_token_id sliding_window
+    bos_token_id chunk_size conv_size expand ffn_hidden_size head_dim image_end_token_id image_start_token_id image_token_id
+    kv_channels mamba_chunk_size max_inference_chunksize max_position_embeddings max_window_layers model_max_length
+    n_shared_experts num_hidden_layers num_logits_to_keep num_nextn_predict_layers num_query_groups pretraining_tp qk_head_dim
+    sep_token_id sliding_window video_end_token_id video_start_token_id video_token_id vision_end_token_id vision_start_token_id
 """
 FLAGS = """
-    attention_bias fuse_cross_entropy fuse_linear_cross_entropy fuse_norm fuse_swiglu fused_add_norm is_decoder
-    is_encoder_decoder mamba_proj_bias moe_shared_expert_overlap norm_first output_router_logits rescale_prenorm_residual
-    residual_in_fp32
-    tie_word_embeddings use_cache use_conv_bias use_gk use_gv use_l2warp use_mamba_kernels use_mem_eff_path use_output_norm
-    use_shared_mlp_adapter use_short_conv use_sliding_window
+    add_out_norm attention_bias fuse_cross_entropy fuse_linear_cross_entropy fuse_norm fuse_swiglu fused_add_norm
+    is_decoder is_encoder_decoder linear_silu mamba_proj_bias moe_router_enable_expert_bias
+    moe_shared_expert_overlap mrope_interleaved norm_first output_router_logits rescale_prenorm_residual
+    residual_in_fp32 return_last_states seq_aux tie_word_embeddings use_associative_scan use_cache use_conv_bias
+    use_falcon_mambapy use_gk use_gv use_inner_decay use_l2warp use_mamba_kernels use_mambapy use_mem_eff_path
+    use_output_correction use_output_norm use_shared_mlp_adapter use_short_conv use_sliding_window
 """
 NUMBERS = """
-    attention_dropout hidden_dropout initializer_range router_aux_loss_coef router_jitter_noise time_step_floor time_step_max
-    time_step_min z_loss_coefficient
+    attention_dropout correction_factor embedding_dropout hidden_dropout initializer_range mtp_loss_scaling_factor
+    output_dropout router_aux_loss_coef router_jitter_noise time_step_floor time_step_max time_step_min
+    z_loss_coefficient
 """
-WORDS = "mamba_ssm_cache_dtype mtp_hybrid_override_pattern tokenizer_class transformers_version"
-LISTS = "architectures layer_types layers_block_type mtp_layers_block_type"
+WORDS = """
+    autocast_kernel_dtype chunkwise_kernel hidden_act mamba_ssm_cache_dtype mtp_hybrid_override_pattern router_dtype
+    score_function scoring_func sequence_kernel step_kernel tokenizer_class topk_method transformers_version
+"""
+LISTS = "architectures full_attn_idxs layer_types layers_block_type mrope_section mtp_layers_block_type"
 
 
 def is_count(value: Any) -> bool:
@@ -365,9 +392,9 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def check_kinds(values: Mapping):
-    """Raise ValueError, which names the key, for an option of another kind. Null passes."""
+def check_kinds(values: Mapping, inside: str = ""):
+    """Raise ValueError, which names the key, for an option of another kind. Null passes. inside: as `Options.inside`."""
     for key in values.keys() & KINDS.keys():
         fits, kind = KINDS[key]
         if values[key] is not None and not fits(values[key]):
-            raise ValueError(f"{key} in config.json must be {kind}, got {values[key]!r:.100}")
+            raise ValueError(f"{inside}{key} in config.json must be {kind}, got {values[key]!r:.100}")

@@ -1,5 +1,5 @@
-"""Build the models of flash-linear-attention: gla, retnet, hgrn2, rwkv6, delta_net, gated_deltanet and kda, with softmax
-attention in chosen layers."""
+"""Build the models of flash-linear-attention: gla, gsa, retnet, hgrn, hgrn2, rwkv6, delta_net, gated_deltanet,
+gated_deltaproduct, comba and kda, with softmax attention in chosen layers."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -25,10 +25,14 @@ from glax.models.names import (
 )
 from glax.nn import (
     Attention,
+    Comba,
     DeltaNet,
     GatedDeltaNet,
+    GatedDeltaProduct,
     GatedLinearAttention,
+    GatedSlotAttention,
     HGRN2Attention,
+    HGRNAttention,
     KimiDeltaAttention,
     LayerNorm,
     MultiScaleRetention,
@@ -55,9 +59,11 @@ OUTER = (
 
 
 def opened(config: ModelConfig, modes: Sequence[str] = MODES) -> tuple[Options, int, Callable]:
-    """Return a config's options, its hidden_size, and the initialisation of projections."""
+    """Return a config's options, its hidden_size, and the initialisation of projections. modes: the values of attn_mode, or none
+    for a type without this option."""
     options = Options(config.values)
-    options.choice("attn_mode", "chunk", modes)
+    if modes:
+        options.choice("attn_mode", "chunk", modes)
     init = nnx.initializers.normal(options.number("initializer_range", 0.02, least=0))
     return options, options.integer("hidden_size", 2048), init
 
@@ -208,6 +214,61 @@ def retnet(config: ModelConfig, precision: Precision) -> CausalLM:
     return assemble(options, config, precision, mixer, names, ratio=2)
 
 
+SLOT_FEATURES = {"swish": "swish", "relu": "relu", "t2r": "relu"}
+
+
+def gsa(config: ModelConfig, precision: Precision) -> CausalLM:
+    """Build a gated slot attention model. The norm of the mixer's output has an epsilon of 1e-5, and there is no output gate,
+    whatever the config says, as in fla. Zhang et al. 2024, https://arxiv.org/abs/2409.07146."""
+    options, width, init = opened(config, ())
+    # fla's config takes the first spelling, and keeps the second.
+    expand = options.number("exapnd_k", 1.0), options.number("exapnd_v", 1.0)
+    sizes, has_scale = widths_of_heads(options, width, 4, expand), affine(options)
+    heads = sizes["num_heads"]
+    if has_scale and heads * sizes["value_width"] != width:
+        raise options.unsupported(
+            "expand_v", f"with elementwise_affine the values must be as wide as hidden_size={width}"
+        )
+    slots = options.integer("num_slots", 64, optional=True)
+    feature = options.choice("feature_map", "swish", SLOT_FEATURES)
+    is_float = isinstance(options.values.get(key := "gate_logit_normalizer"), float)
+    temperature = options.number(key, above=0) if is_float else options.integer(key, 8)
+    more = dict(
+        num_kv_heads=options.divisor("num_kv_heads", None, "num_heads", heads, optional=True),
+        num_slots=slots,
+        temperature=temperature,
+        feature_map=SLOT_FEATURES[feature],
+        learned_feature_map=feature == "t2r",
+        elementwise_affine=has_scale,
+        **convolutions(options, init),
+    )
+    mixer = functools.partial(GatedSlotAttention, width, kernel_init=init, **sizes, **more)
+    names = CONVOLUTIONS | {"slot_gate": "f_proj", "feature": "feature_map.layer", "norm": "g_norm"}
+    for name in ("use_norm", "use_output_gate"):
+        options.flag(name, False)
+    return assemble(options, config, precision, mixer, names)
+
+
+def hgrn(config: ModelConfig, precision: Precision) -> CausalLM:
+    """Build an HGRN model. Qin et al. 2023, https://arxiv.org/abs/2311.04823."""
+    options, width, init = opened(config, MODES_OF_DELTA)
+    inside = rounded_width("expand_ratio", width, options.number("expand_ratio", 1.0, above=0))
+    if inside == 0:
+        raise options.unsupported("expand_ratio", f"it must make hidden_size={width} at least 1")
+    bounded = inside if options.flag("use_lower_bound", True) else None
+    more = convolutions(options, init) | dict(norm_eps=options.number("norm_eps", 1e-6, least=0), inside=inside)
+    mixer = functools.partial(HGRNAttention, width, elementwise_affine=affine(options), kernel_init=init, **more)
+    names = {
+        "input": "i_proj",
+        "forget": "f_proj",
+        "input_conv": "i_conv1d",
+        "forget_conv": "f_conv1d",
+        "norm": "g_norm",
+    }
+    names |= OUTPUT_GATE
+    return assemble(options, config, precision, mixer, names, build=HGRN, bounded=bounded, float32=())
+
+
 def hgrn2(config: ModelConfig, precision: Precision) -> CausalLM:
     """Build an HGRN2 model. The norm of the mixer's output has an epsilon of 1e-5, as in fla. Qin et al. 2024,
     https://arxiv.org/abs/2404.07904.
@@ -231,7 +292,7 @@ def hgrn2(config: ModelConfig, precision: Precision) -> CausalLM:
     mixer = functools.partial(HGRN2Attention, width, elementwise_affine=affine(options), kernel_init=init, **more)
     names = {"key": "f_proj", "value": "i_proj", "norm": "g_norm"}
     names |= {"query_conv": "q_conv1d", "key_conv": "f_conv1d", "value_conv": "i_conv1d"}
-    return assemble(options, config, precision, mixer, names, build=HGRN2, bounded=bounded)
+    return assemble(options, config, precision, mixer, names, build=HGRN, bounded=width if bounded else None)
 
 
 class Mixture(nnx.Module):
@@ -265,6 +326,11 @@ class FLAModel(CausalLM):
                 block.attn_res, block.mlp_res = (Mixture(self.width, norm_eps, given) for _ in range(2))
             self.res = Mixture(self.width, norm_eps, given)
 
+    def cannot_scan(self) -> str | None:
+        return (
+            None if self.residuals is None else "with attnres_block_size a layer reads the outputs of all earlier ones"
+        )
+
     def through(self, x: Array, states: list[dict], rows: Rows) -> tuple[Array, list[dict]]:
         if (size := self.residuals) is None:
             return super().through(x, states, rows)
@@ -289,16 +355,19 @@ class FLAModel(CausalLM):
         return self.res([*sources, written]), after
 
 
-class HGRN2(FLAModel):
-    """A model whose decays have lower bounds that grow with depth: the cumulative sum of a softmax over the layers."""
+class HGRN(FLAModel):
+    """A model whose decays have lower bounds that grow with depth: the cumulative sum of a softmax over the layers.
 
-    def __init__(self, *args, bounded: bool, **options):
+    bounded: the number of bounds of a layer, or None for no bounds.
+    """
+
+    def __init__(self, *args, bounded: int | None, **options):
         super().__init__(*args, **options)
-        shape, dtype = (len(self.blocks), self.width), options["precision"].param_dtype
-        self.lower_bounds = parameter(jnp.zeros(shape, dtype), None, EMBED) if bounded else None
+        shape, dtype = (len(self.blocks), bounded or 0), options["precision"].param_dtype
+        self.lower_bounds = None if bounded is None else parameter(jnp.zeros(shape, dtype), None, EMBED)
 
     def arguments(self, layer: int) -> tuple:
-        is_softmax = isinstance(self.blocks[layer].attn, Attention)
+        is_softmax = isinstance(self.block_of(layer).attn, Attention)
         if self.lower_bounds is None or layer == 0 or is_softmax:  # the bound of the first layer is 0
             return ()
         shares = jax.nn.softmax(self.lower_bounds[...].astype(jnp.float32), 0)
@@ -308,7 +377,7 @@ class HGRN2(FLAModel):
 class RWKV6Block(nnx.Module):
     """Compute x + attn(norm(x)), then x + ffn(norm(x)), both with a state. The first block also normalises its input."""
 
-    def __init__(self, pre_norm: nnx.Module | None, attn_norm, attn, ffn_norm, ffn: RWKV6FeedForward):
+    def __init__(self, pre_norm: nnx.Module | None, attn_norm, attn, ffn_norm, ffn):
         self.pre_norm, self.attn_norm, self.attn, self.ffn_norm, self.ffn = pre_norm, attn_norm, attn, ffn_norm, ffn
 
     def empty_state(self, batch: int, max_length: int | None) -> dict:
@@ -434,8 +503,50 @@ def gated_deltanet(config: ModelConfig, precision: Precision) -> CausalLM:
         use_output_gate=options.flag("use_gate", True),
         gate_fn=options.choice("output_gate_activation", "swish", ("swish", "silu", "sigmoid")),
     )
-    names, float32 = DELTA_NAMES | OUTPUT_GATE | {"gate": "a_proj"}, (A_LOG, *plain_norm(more["use_output_gate"]))
-    mixer = functools.partial(GatedDeltaNet, width, **more)
+    return gated_delta_model(options, config, precision, functools.partial(GatedDeltaNet, width, **more))
+
+
+def gated_deltaproduct(config: ModelConfig, precision: Precision) -> CausalLM:
+    """Build a Gated DeltaProduct model. Siems et al. 2025, https://arxiv.org/abs/2502.10297."""
+    options, width, init = opened(config, MODES_OF_DELTA)
+    keys = options.integer("head_dim", 256)
+    more = dict(
+        num_heads=options.integer("num_heads", 6),
+        key_width=keys,
+        value_width=exact_width("expand_v", keys, options.number("expand_v", 2.0), "head_dim"),
+        num_updates=options.integer("num_householder", 1),
+        **delta_options(options, init),
+        use_output_gate=options.flag("use_output_gate", True),
+        use_forget_gate=options.flag("use_forget_gate", False),
+    )
+    return gated_delta_model(options, config, precision, functools.partial(GatedDeltaProduct, width, **more))
+
+
+def comba(config: ModelConfig, precision: Precision) -> CausalLM:
+    """Build a Comba model. Its layers correct the output and weaken the key that reads, whatever use_output_correction,
+    correction_factor and use_inner_decay say, as in fla. Hu et al. 2025, https://arxiv.org/abs/2506.02475."""
+    options, width, init = opened(config, MODES_OF_DELTA)
+    more = dict(
+        **grouped_heads(options, heads=6, head_width=256, expand=2.0),
+        **convolutions(options, init, used=True),
+        norm_eps=options.number("norm_eps", 1e-6, least=0),
+        kernel_init=init,
+        use_output_gate=options.flag("use_output_gate", True),
+    )
+    names = {"inner_decay": "decay", "correction": "D"}
+    return gated_delta_model(options, config, precision, functools.partial(Comba, width, **more), names)
+
+
+def gated_delta_model(
+    options: Options,
+    config: ModelConfig,
+    precision: Precision,
+    mixer: functools.partial,
+    names: dict[str, str] | None = None,
+) -> CausalLM:
+    """Return a model of a layer that derives from GatedDeltaNet. names: those of the layer's own parts."""
+    names = DELTA_NAMES | OUTPUT_GATE | {"gate": "a_proj"} | (names or {})
+    float32 = (A_LOG, *plain_norm(mixer.keywords["use_output_gate"]))
     return assemble(options, config, precision, mixer, names, layers=21, float32=float32)
 
 

@@ -1,11 +1,15 @@
 """Read a checkpoint's folder: the values of its config, and the tensors of its files by name."""
 
 import collections
+import json
 import math
+import mmap
+import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +26,9 @@ TRAINING = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state.*)\.
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 LISTED = 20  # the most names in a message
 FLOATS = {"F64": jnp.float64, "F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
+# Further kinds of numbers that a file may hold: those of other models, and weights with scales.
+STORED = FLOATS | {"F8_E4M3": jnp.float8_e4m3fn, "F8_E5M2": jnp.float8_e5m2, "BOOL": np.bool_}
+STORED |= {f"{kind}{8 * size}": np.dtype(f"{kind.lower()}{size}") for kind in "IU" for size in (1, 2, 4, 8)}
 DTYPES = tuple(jnp.dtype(dtype).name for dtype in FLOATS.values())  # the names that a config has for them
 
 
@@ -34,13 +41,26 @@ def read_config(folder: Path) -> dict:
     path = newest(folder, CONFIG)
     if not path.exists():
         raise FileNotFoundError(f"{folder} has no {CONFIG}: {other_content(folder)}")
+    return read_object(path, infinite=True)
+
+
+def read_object(path: Path, *, infinite: bool = False) -> dict[str, Any]:
+    """Return the JSON object in a file. infinite: as in `read_json`.
+
+    Raises OSError if it is no regular file, and ValueError, which names it, if it holds no JSON object.
+    """
     try:
-        _, values = read_json(path, infinite=True)
+        _, values = read_json(path, infinite=infinite)
     except ContentError as error:
         raise ValueError(f"{path} holds no JSON: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(values).__name__}")
     return values
+
+
+def read_optional_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, empty if there is no file. Raises as `read_object`."""
+    return read_object(path) if os.path.lexists(path) else {}
 
 
 def has_weights(folder: Path) -> bool:
@@ -74,18 +94,27 @@ def files_of(folder: Path) -> tuple[dict[str, Path], dict[Path, safe_open]]:
                 "Remove the one that is out of date",
                 stacklevel=4,
             )
-        handle = opened(single)
-        return dict.fromkeys(handle.keys(), single), {single: handle}
+        return of_file(single)
     if index.exists():
         return of_index(folder, index)
     raise no_weights(folder)
 
 
+def of_file(path: Path) -> tuple[dict[str, Path], dict[Path, safe_open]]:
+    handle = opened(path)
+    return dict.fromkeys(handle.keys(), path), {path: handle}
+
+
 def of_index(folder: Path, index: Path) -> tuple[dict[str, Path], dict[Path, safe_open]]:
-    table = {tensor: folder / name for tensor, name in weight_map(index).items()}
+    table = {tensor: newest(folder, name) for tensor, name in weight_map(index).items()}
     missing = [path.name for path in unique(table.values()) if not path.exists()]
     if missing:
         raise FileNotFoundError(f"{index} names files that are not in {folder}: {listed(missing)}")
+    if outside := [path for path in unique(table.values()) if not is_inside(path, folder)]:
+        raise ValueError(
+            f"{index} must name files in its own folder, got {outside[0].name}, a link to {outside[0].resolve()}: "
+            "put the file itself there, or name the folder that holds it"
+        )
     handles = {path: opened(path) for path in unique(table.values())}
     content = {path: set(handle.keys()) for path, handle in handles.items()}
     lacking = [f"{tensor} ({path.name})" for tensor, path in table.items() if tensor not in content[path]]
@@ -93,6 +122,13 @@ def of_index(folder: Path, index: Path) -> tuple[dict[str, Path], dict[Path, saf
         raise ValueError(f"{index} names tensors that their files lack: {listed(lacking)}")
     further = {tensor: path for path, names in content.items() for tensor in names}
     return further | table, handles
+
+
+def is_inside(path: Path, folder: Path) -> bool:
+    """Return whether a file lies in its folder, through links too, or among the `blobs` of a cache of huggingface_hub."""
+    folder, found = folder.resolve(), path.resolve()
+    blobs = [place / "blobs" for place in folder.parents[:2]]
+    return any(found.is_relative_to(place) for place in (folder, *blobs))
 
 
 def weight_map(index: Path) -> dict[str, str]:
@@ -122,6 +158,17 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
+def no_folder(path: Path) -> str:
+    """Return the remedy for a path that is no folder."""
+    if path.suffix == ".gguf":
+        return "GGUF is not read. Name the folder of the checkpoint that the file was converted from"
+    if path.suffix in PICKLES:
+        return f"a pickle can run any code when it is read. Convert it to {WEIGHTS}, and name the folder that holds it"
+    if path.is_file():
+        return f"name the folder that holds {CONFIG} and the weights, such as {path.parent}"
+    return "nothing is downloaded, so name the folder of a checkpoint"
+
+
 def no_weights(folder: Path) -> Exception:
     """Return the error for a folder without model.safetensors and index, which says what it holds."""
     names = sorted(path.name for path in folder.iterdir())
@@ -147,7 +194,10 @@ def other_content(folder: Path) -> str:
     if broken := [name for name in names if not (folder / name).exists()]:
         return f"{listed(broken)} {'is a link' if len(broken) == 1 else 'are links'} to nothing. Fetch the files again"
     if any(name in ADAPTER for name in names):
-        return "it holds an adapter. Merge it into its base model, with merge_and_unload() of peft, and save that"
+        return (
+            "it holds an adapter. Load its base model, and then the adapter by glax.models.load_adapter. Merge it into its base "
+            "model, with merge_and_unload() of peft, and save that, where glax refuses it"
+        )
     if gguf := [name for name in names if name.endswith(".gguf")]:
         return f"it holds {gguf[0]}, and GGUF is not read. Take the checkpoint that the file was converted from"
     if inside := [str(path.parent) for path in sorted(folder.glob(f"*/{CONFIG}"))]:
@@ -161,32 +211,103 @@ def other_content(folder: Path) -> str:
 
 
 class Weights:
-    """Hold the tensors of a folder by name, and read them one at a time."""
+    """Hold the tensors of a folder by name, in files that are mapped into memory."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, file: str | None = None):
+        """Open the files of a model, or one file of this name."""
         self.folder, self.stored = folder, {}
-        self.files, self.handles = files_of(folder)
+        self.maps: dict[Path, tuple[mmap.mmap, dict]] = {}  # the mapped file and its header, by path
+        self.files, self.handles = files_of(folder) if file is None else of_file(newest(folder, file))
+        self.parts: dict[
+            str, tuple[str, tuple[int | slice, slice | None]]
+        ] = {}  # by the name of a part, its tensor and its place there
+        self.values: dict[str, np.ndarray] = {}  # tensors that were divided anew
 
     def rename(self, aliases: tuple[tuple[str, str], ...]):
-        """Give tensors the usual name where a file has another name for them. aliases: (other name, usual name)."""
-        for other, usual in aliases:
-            if other in self.files and usual not in self.files:
-                self.files[usual], self.stored[usual] = self.files.pop(other), other
+        """Give tensors the usual name where a file has another name for them. aliases: (pattern of the other name, the usual
+        name) of re.sub."""
+        for pattern, replacement in aliases:
+            for other in [name for name in self.files if re.search(pattern, name)]:
+                usual = re.sub(pattern, replacement, other)
+                if usual not in self.files:
+                    self.files[usual], self.stored[usual] = self.files.pop(other), self.stored.pop(other, other)
+
+    def divide(self, stacked: tuple[tuple[str, tuple[str, ...]], ...]):
+        """Name the parts of tensors [experts, rows, columns] that hold all experts. stacked: as in `Names`."""
+        for pattern, parts in stacked:
+            for name in [name for name in self.names() if re.search(pattern, name)]:
+                shape = self.header(name).get_shape()
+                if len(shape) != 3:
+                    raise ValueError(f"{name} in {self.file(name)} must be [experts, rows, columns], got shape {shape}")
+                size = shape[1] // len(parts)
+                for i, part in enumerate(parts):
+                    for expert in range(shape[0]):
+                        one = re.sub(pattern, part, name).replace("*", str(expert))
+                        self.parts[one] = name, (expert, slice(i * size, (i + 1) * size))
+
+    def divide_rows(self, stacked: tuple[tuple[str, tuple[str, ...]], ...]):
+        """Name the rows, each as [1, 1, columns], of tensors [rows, columns]. stacked: as `Names.stacked_rows`."""
+        for pattern, parts in stacked:
+            for name in [name for name in self.names() if re.search(pattern, name)]:
+                shape = self.header(name).get_shape()
+                if len(shape) != 2 or shape[0] != len(parts):
+                    raise ValueError(f"{name} in {self.file(name)} must be [{len(parts)}, columns], got shape {shape}")
+                for i, part in enumerate(parts):
+                    self.parts[re.sub(pattern, part, name)] = name, (slice(i, i + 1), np.newaxis)
+
+    def divide_anew(self, sizes: Mapping[str, int]):
+        """Give the tensors of these names, which hold the rows of one tensor in this order, as many rows as `sizes` says."""
+        if not sizes.keys() <= self.files.keys():
+            return
+        rows = np.concatenate([self.read(name) for name in sizes])
+        if len(rows) == sum(sizes.values()):
+            self.values |= zip(sizes, np.split(rows, np.cumsum(list(sizes.values()))[:-1]), strict=True)
 
     def names(self) -> set[str]:
-        return set(self.files)
+        return set(self.files) - {name for name, _ in self.parts.values()} | set(self.parts)
+
+    def file(self, name: str) -> Path:
+        return self.files[self.parts[name][0] if name in self.parts else name]
 
     def dtype(self, name: str) -> jnp.dtype:
         kind = self.header(name).get_dtype()
         if kind not in FLOATS:
-            raise ValueError(f"{name} in {self.files[name]} must be floating point, got {kind}")
+            raise ValueError(f"{name} in {self.file(name)} must be floating point, got {kind}")
         return jnp.dtype(FLOATS[kind])
 
     def read(self, name: str) -> np.ndarray:
-        return self.handles[self.files[name]].get_tensor(self.stored.get(name, name))
+        """Return a tensor, in most cases as a view of the mapped file: copy what outlives a change of the file."""
+        if name in self.values:
+            return self.values[name]
+        if name in self.parts:
+            tensor, place = self.parts[name]
+            return self.mapped(tensor)[place]
+        return self.mapped(name)
+
+    def mapped(self, name: str) -> np.ndarray:
+        path = self.files[name]
+        if path not in self.maps:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length))  # which safetensors has checked
+                self.maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), header | {"": 8 + length}
+        content, header = self.maps[path]
+        found = header[self.stored.get(name, name)]
+        if found["dtype"] not in STORED:
+            raise ValueError(f"{name} in {path} must be of {', '.join(STORED)}, got {found['dtype']}")
+        start, shape = header[""] + found["data_offsets"][0], found["shape"]
+        return np.frombuffer(content, STORED[found["dtype"]], math.prod(shape), start).reshape(shape)
+
+    def release(self):
+        """Give back the memory of the pages that were read. They are read again where they are needed again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for content, _ in self.maps.values():
+                content.madvise(mmap.MADV_DONTNEED)
 
     def header(self, name: str):
-        return self.handles[self.files[name]].get_slice(self.stored.get(name, name))
+        """Return the header of a tensor, or of the tensor that holds a part."""
+        tensor = self.parts[name][0] if name in self.parts else name
+        return self.handles[self.files[tensor]].get_slice(self.stored.get(tensor, tensor))
 
     def activations(self, config: Mapping) -> jnp.dtype | None:
         """Return the dtype that activations have if the user names none, or None if there are no floating-point tensors.

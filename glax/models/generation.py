@@ -1,21 +1,21 @@
-"""Continue prompts token by token, with states of constant size: in one compiled loop, or as a stream. Read what a
-checkpoint says about it."""
+"""Continue prompts token by token: in compiled loops, or as a stream. Read what a checkpoint says about it."""
 
 import dataclasses
 import functools
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from glax._src.core.bind import (
+    check_flag,
     check_integers,
     check_memory,
     check_real,
@@ -24,238 +24,374 @@ from glax._src.core.bind import (
     known_number,
     known_values,
 )
-from glax._src.core.files import ContentError, newest, read_json
-from glax._src.core.recurrence import to_int32
-from glax.models.model import CausalLM, checked_tokens
-from glax.nn.automatic import spec_of, with_automatic_axes
+from glax._src.core.explicit_axes import spec_of, with_automatic_axes
+from glax._src.core.files import newest
+from glax._src.core.recurrence import bucket, to_int32
+from glax.models.folders import read_optional_object
+from glax.models.model import CausalLM, check_tokens, require_whole
+from glax.models.sampling import Sampling, Stops, chosen
 
 PADDINGS = ("right", "left")
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """Hold what is known while tracing. eos: the tokens that end a sequence. padded: whether prompts have lengths of their
-    own."""
-
-    greedy: bool
-    top_k: int | None
-    has_top_p: bool
-    eos: tuple[int, ...]
-    padded: bool
+# A cache of keys and values begins with room for as many tokens behind the longest prompt, and doubles when it is full.
+ROOM = 512
 
 
 def generate(
     model: CausalLM,
-    tokens: Int[Array, "B T"],
+    tokens: Int[Array, "B T"] | Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
     lengths: Int[Array, "B"] | None = None,
     padding: str = "right",
-    key: Key[Array, ""] | None = None,
+    samples: int = 1,
+    key: Key[Array, "*rows"] | None = None,
     temperature: float | Float[Array, ""] = 0.0,
     top_k: int | None = None,
     top_p: float | Float[Array, ""] | None = None,
+    repetition_penalty: float | Float[Array, ""] | None = None,
     eos: int | Sequence[int] | None = None,
-) -> Int[Array, "B max_new_tokens"]:
-    """Return the tokens that continue each prompt, computed in one compiled loop: [B, max_new_tokens].
+    stop: str | Sequence[str] | None = None,
+    tokenizer: Any = None,
+    log_probs: bool = False,
+) -> Any:
+    """Return the tokens that continue each prompt, [B * samples, max_new_tokens]. With log_probs return (tokens, log_probs), of
+    which the second are the logarithms of the tokens' probabilities, float32 of the same shape.
 
+    One compiled program reads the prompts and writes the tokens. It serves `stream` too, equal models, and all prompts whose
+    lengths are in one bucket. Caches of keys and values grow with the longest sequence; each growth compiles it again.
+
+    tokens:      [B, T], prompts of one length or padded; or a list of prompts of any lengths, each a list of tokens.
     lengths:     [B], the lengths of the prompts in tokens [B, T], each at least 1; T each if None.
     padding:     the side of the prompts on which padding lies, "right" or "left". Its content has no influence.
+    samples:     how many continuations of each prompt are drawn. Those of prompt b are the rows from b * samples on.
+    key:         one key for all draws; or [B * samples] keys, with which a row's draws do not depend on the other rows.
     temperature: 0 takes the likeliest token. Otherwise a token is drawn from softmax(logits / temperature) with `key`.
     top_k:       draw among the k likeliest tokens. None with temperature 0.
     top_p:       draw among the likeliest tokens that together have this probability, at least one. None with temperature 0.
+    repetition_penalty: a logit of a token that the prompt or the continuation holds is divided by it if it is above 0, and
+                 multiplied by it otherwise. Keskar et al. 2019, https://arxiv.org/abs/1909.05858.
     eos:         a token, or several, that end a sequence. An ended sequence repeats the token that ended it. The loop ends with
                  the last sequence.
+    stop:        a text, or several. A sequence ends with the token behind which the text of its continuation holds one of them.
+                 The host then reads tokens one at a time, as in `stream`.
+    tokenizer:   an object whose decode(tokens) gives that text, such as one of `glax.models.tokens.find_tokenizer`. It must be
+                 given with stop, and only then. Where decode takes skip_special_tokens, the text holds special tokens.
+    log_probs:   whether to return log softmax(logits) at each token: of the model's own distribution, before penalty,
+                 temperature, top_k and top_p. It is 0 for the repeated token of an ended sequence.
 
-    Raises ValueError or TypeError, which names the argument. Sampling needs a key.
+    Raises ValueError or TypeError, which names the argument: also if temperature is above 0 and key is None.
 
     >>> prompts = jnp.array([[1, 2, 3], [4, 5, 6]])
     >>> glax.models.generate(model, prompts, 8, temperature=0.7, key=jax.random.key(0)).shape
     (2, 8)
     """
-    prompts, sampling, arrays = prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos)
-    count = checked_count(max_new_tokens)
-    graph, params = nnx.split(model)
-    return loop(graph, sampling, count, params, prompts, arrays)
+    drawing = (samples, key, temperature, top_k, top_p, repetition_penalty, eos, log_probs)
+    call = prepare(model, tokens, max_new_tokens, lengths, padding, drawing, stop, tokenizer)
+    if call.stops is None:
+        call.write_until(call.count)
+    else:
+        for _ in call.one_by_one():
+            pass
+    tokens, found = result(call.count, call.progress)
+    return (tokens, found) if log_probs else tokens
 
 
 def stream(
     model: CausalLM,
-    tokens: Int[Array, "B T"],
+    tokens: Int[Array, "B T"] | Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
     lengths: Int[Array, "B"] | None = None,
     padding: str = "right",
-    key: Key[Array, ""] | None = None,
+    samples: int = 1,
+    key: Key[Array, "*rows"] | None = None,
     temperature: float | Float[Array, ""] = 0.0,
     top_k: int | None = None,
     top_p: float | Float[Array, ""] | None = None,
+    repetition_penalty: float | Float[Array, ""] | None = None,
     eos: int | Sequence[int] | None = None,
-) -> Iterator[Int[np.ndarray, "B"]]:
-    """Yield the tokens of `generate`, one [B] after another, each as soon as it is computed. The stream ends with the last
-    sequence.
+    stop: str | Sequence[str] | None = None,
+    tokenizer: Any = None,
+    log_probs: bool = False,
+) -> Iterator[Any]:
+    """Yield the tokens of `generate`, one [B * samples] after another, each as soon as it is computed. With log_probs, yield
+    (tokens, log_probs). The stream ends when all sequences have ended.
 
-    Arguments and errors are as in `generate`. Errors are raised at the call, before the first token.
+    Arguments and errors are as in `generate`. Errors are raised at the call, before the first token. Everything is compiled
+    before the first token, unless a cache of keys and values grows.
 
     >>> tokens = glax.models.stream(model, jnp.array([[1, 2, 3]]), 8)
     >>> len([int(token[0]) for token in tokens])
     8
     """
-    prompts, sampling, arrays = prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos)
-    count = checked_count(max_new_tokens)
-    graph, params = nnx.split(model)
-    return streamed(graph, sampling, count, params, prompts, arrays)
-
-
-def streamed(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: dict) -> Iterator[np.ndarray]:
-    if count < 1:
-        return
-    token, done, pools = first_token(graph, sampling, count, params, prompts, arrays)
-    for i in range(count):
-        yield np.asarray(token)
-        if i + 1 == count or bool(done.all()):
-            return
-        token, done, pools = next_token(graph, sampling, params, token, done, pools, arrays, i + 1)
+    drawing = (samples, key, temperature, top_k, top_p, repetition_penalty, eos, log_probs)
+    call = prepare(model, tokens, max_new_tokens, lengths, padding, drawing, stop, tokenizer)
+    if call.is_traced:
+        raise ValueError("model and arguments of stream must be known, got some that are traced: use generate")
+    return call.one_by_one()
 
 
 # ---- compiled --------------------------------------------------------------------------------------------------------
 
 
-def on_pools(f: Callable, pools, *operands) -> Any:
-    """Return f(pools, *operands), which are the tokens, which sequences have ended, and pools that lie as `pools`."""
-    return with_automatic_axes(f, (P(), P(), jax.tree.map(spec_of, pools)), pools, *operands)
+class Progress(NamedTuple):
+    """Hold how far R continuations have come.
 
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def loop(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: dict) -> Int[Array, "B count"]:
-    return with_automatic_axes(functools.partial(all_tokens, graph, sampling, count), P(), params, prompts, arrays)
-
-
-def all_tokens(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: dict) -> Int[Array, "B count"]:
-    B = prompts["tokens"].shape[0]
-    written = jnp.zeros((count, B), jnp.int32)
-    if count == 0 or B == 0:
-        return written.T
-    token, done, pools = begun(graph, sampling, count, params, prompts, arrays)
-
-    def unfinished(carry):
-        i, _, done, _, _ = carry
-        return (i < count) & ~done.all()
-
-    def one(carry):
-        i, token, done, pools, written = carry
-        token, done, pools = following(graph, sampling, params, token, done, pools, arrays, i)
-        return i + 1, token, done, pools, written.at[i].set(token)
-
-    carry = (1, token, done, pools, written.at[0].set(token))
-    last, token, _, _, written = jax.lax.while_loop(unfinished, one, carry)
-    return jnp.where(
-        jnp.arange(count)[:, None] < last, written, token
-    ).T  # ended sequences repeat the token that ended them
-
-
-def begun(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: dict):
-    """Read the prompts, and return (the first new tokens, which sequences have ended, the pools).
-
-    prompts: tokens [B, T], and of padded prompts their lengths [B]. count: the number of new tokens.
+    number: how many tokens each has. token: the last token of each, which the model has not read yet. done: which have ended.
+    log_prob: the log probability of `token`, or None. seen: which tokens of the vocabulary the prompt or the continuation holds,
+    or None without a penalty. written: all tokens. log_probs: their log probabilities, or None.
     """
-    B, T = prompts["tokens"].shape
-    pools = nnx.merge(graph, params).initial_states(B, T + count)
-    return on_pools(functools.partial(prompts_read, graph, sampling), pools, params, prompts, arrays)
+
+    number: Int[Array, ""]
+    token: Int[Array, "R"]
+    done: Bool[Array, "R"]
+    log_prob: Float[Array, "R"] | None
+    seen: Bool[Array, "R V"] | None
+    written: Int[Array, "limit R"]
+    log_probs: Float[Array, "limit R"] | None
+
+    @classmethod
+    def start(cls, sampling: Sampling, limit: int, R: int, V: int) -> "Progress":
+        has = sampling.log_probs
+        return cls(
+            jnp.zeros((), jnp.int32),
+            jnp.zeros(R, jnp.int32),
+            jnp.zeros(R, bool),
+            jnp.zeros(R, jnp.float32) if has else None,
+            jnp.zeros((R, V), bool) if sampling.has_penalty else None,
+            jnp.zeros((limit, R), jnp.int32),
+            jnp.zeros((limit, R), jnp.float32) if has else None,
+        )
+
+    def with_next(self, sampling: Sampling, logits: Float[Array, "R V"], arrays: dict) -> "Progress":
+        """Return the progress after the next token of each sequence. An ended one repeats its last token."""
+        token, log_prob = chosen(sampling, logits, self.seen, arrays, self.number)
+        token, done, log_probs = jnp.where(self.done, self.token, token), self.done, self.log_probs
+        if log_prob is not None and log_probs is not None:
+            log_prob = jnp.where(done, 0, log_prob)
+            log_probs = log_probs.at[self.number].set(log_prob)
+        if sampling.eos:
+            done = done | jnp.isin(token, jnp.asarray(sampling.eos, jnp.int32))
+        seen = None if self.seen is None else self.seen.at[jnp.arange(len(token)), token].set(True)
+        written = self.written.at[self.number].set(token)
+        return Progress(self.number + 1, token, done, log_prob, seen, written, log_probs)
 
 
-def prompts_read(graph, sampling: Sampling, pools, params, prompts: dict, arrays: dict):
-    model = nnx.merge(graph, params)
-    tokens, lengths = prompts["tokens"], prompts["lengths"]
-    B, T = tokens.shape
-    if not sampling.padded:
-        x, pools = model.extend_hidden(tokens, pools)
-        token, done = chosen(sampling, model.logits(x[:, -1]), arrays, 0), jnp.zeros(B, bool)
-        return token, ended(sampling, token, done), pools
-    cu_seqlens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
-    rows = jnp.arange(B * T)
-    own = jnp.clip(jnp.searchsorted(cu_seqlens, rows, side="right") - 1, 0, B - 1)
-    at = jnp.clip(rows - cu_seqlens[own] + prompts["begins"][own], 0, T - 1)
-    packed = jnp.where(rows < cu_seqlens[-1], tokens[own, at], 0)
-    x, pools = model.prefill_hidden(packed, pools, jnp.arange(B), cu_seqlens)
-    logits = model.logits(x[cu_seqlens[1:] - 1])
-    token, done = chosen(sampling, logits, arrays, 0), jnp.zeros(B, bool)
-    return token, ended(sampling, token, done), pools
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=7)
+def loop(graph, sampling: Sampling, params, prompts: dict, arrays: dict, until, progress: Progress, pools):
+    """Read the prompts if no token is written yet. Write tokens until there are `until`, or all sequences have ended. Return
+    (progress, pools)."""
+    specs = (jax.tree.map(lambda _: P(), progress), jax.tree.map(spec_of, pools))
+    f = functools.partial(looped, graph, sampling)
+    return with_automatic_axes(f, specs, params, prompts, arrays, until, progress, pools)
 
 
-def following(graph, sampling: Sampling, params, token, done, pools, arrays: dict, number):
-    """Read the last tokens, and return (the next tokens, which sequences have ended, the pools). number: how many tokens each
-    sequence has."""
-    return on_pools(functools.partial(tokens_read, graph, sampling), pools, params, token, done, arrays, number)
+def looped(graph, sampling: Sampling, params, prompts: dict, arrays: dict, until, progress: Progress, pools):
+    def first(carry):
+        return read_prompts(nnx.merge(graph, params), sampling, prompts, arrays, *carry)
+
+    def following(carry):
+        progress, pools = carry
+        logits, pools = nnx.merge(graph, params).step(progress.token, pools)
+        return progress.with_next(sampling, logits, arrays), pools
+
+    # A loop of at most one turn, and no `cond`: a loop updates what it carries in place.
+    carry = jax.lax.while_loop(lambda carry: carry[0].number == 0, first, (progress, pools))
+    return jax.lax.while_loop(lambda carry: (carry[0].number < until) & ~carry[0].done.all(), following, carry)
 
 
-def tokens_read(graph, sampling: Sampling, pools, params, token, done, arrays: dict, number):
-    logits, pools = nnx.merge(graph, params).step(token, pools)
-    token = jnp.where(done, token, chosen(sampling, logits, arrays, number))
-    return token, ended(sampling, token, done), pools
+def read_prompts(model: CausalLM, sampling: Sampling, prompts: dict, arrays: dict, progress: Progress, pools):
+    """Read B prompts, copy the state of each to the R / B rows of its continuations, and return (progress, pools) with the first
+    token of all R rows.
+
+    prompts: tokens [B, T]; or packed, tokens [T] with cu_seqlens [B + 1].
+    """
+    tokens, cuts = prompts["tokens"], prompts.get("cu_seqlens")
+    B = len(tokens) if cuts is None else cuts.shape[0] - 1
+    samples = progress.token.shape[0] // B
+
+    def to_all(x):
+        return x if samples == 1 else jnp.repeat(x, samples, axis=0)
+
+    states = pools if samples == 1 else jax.tree.map(lambda x: x[::samples], pools)
+    if cuts is None:
+        x, states = model.extend_hidden(tokens, states)
+        rows, last = jnp.arange(B)[:, None], x[:, -1]
+    else:
+        x, states = model.prefill_hidden(tokens, states, jnp.arange(B), cuts)
+        rows, last = sequence_of(cuts, tokens.shape[0]), x[cuts[1:] - 1]
+        rows = jnp.where(jnp.arange(tokens.shape[0]) < cuts[-1], rows, B)  # padding is dropped
+    if progress.seen is not None:
+        seen = jnp.zeros((B, model.vocabulary), bool).at[rows, tokens].set(True, mode="drop")
+        progress = progress._replace(seen=to_all(seen))
+    pools = jax.tree.map(lambda pool, state: to_all(state).astype(pool.dtype), pools, states)
+    return progress.with_next(sampling, to_all(model.logits(last)), arrays), pools
 
 
-first_token = jax.jit(begun, static_argnums=(0, 1, 2))
-next_token = jax.jit(following, static_argnums=(0, 1), donate_argnums=5)
+def sequence_of(cuts: Int[Array, "N+1"], T: int) -> Int[Array, "T"]:
+    """Return the number of the sequence of every packed token. Padding after the last sequence counts to it."""
+    return jnp.clip(jnp.searchsorted(cuts, jnp.arange(T), side="right") - 1, 0, cuts.shape[0] - 2)
 
 
-def chosen(sampling: Sampling, logits: Float[Array, "B V"], arrays: dict, number) -> Int[Array, "B"]:
-    """Return the next token of each sequence. Of equal logits, the lowest tokens are the likeliest. number: the number of the
-    token, which gives the key of its draw: the key that `jax.random.split` gives, without an array of all."""
-    logits = logits.astype(jnp.float32)
-    likeliest = logits.argmax(-1).astype(jnp.int32)
-    if sampling.greedy:
-        return likeliest
-    temperature = arrays["temperature"]
-    scaled = logits / jnp.where(temperature > 0, temperature, 1)
-    if sampling.top_k is not None:
-        scaled = jnp.where(among_likeliest(scaled, min(sampling.top_k, scaled.shape[-1])), scaled, -jnp.inf)
-    if sampling.has_top_p:
-        scaled = jnp.where(in_nucleus(scaled, arrays["top_p"]), scaled, -jnp.inf)
-    drawn = jax.random.categorical(jax.random.fold_in(arrays["key"], number), scaled).astype(jnp.int32)
-    return jnp.where(temperature > 0, drawn, likeliest)
+@functools.partial(jax.jit, static_argnums=0)
+def result(count: int, progress: Progress) -> tuple[Int[Array, "R count"], Float[Array, "R count"] | None]:
+    """Return the first `count` tokens of each sequence and their log_probs. Ended sequences repeat the token that ended them."""
+    is_written = jnp.arange(count)[:, None] < progress.number
+    tokens = jnp.where(is_written, progress.written[:count], progress.token).T
+    return tokens, None if progress.log_probs is None else progress.log_probs[:count].T
 
 
-def among_likeliest(logits: Float[Array, "B V"], count: int) -> Bool[Array, "B V"]:
-    """Return whether a token is among the `count` likeliest, [B, V]. Exactly as many are: the lowest ones of equal logits."""
-    likeliest = jax.lax.top_k(logits, count)[1]  # in order, the lower token first where logits are equal
-    return jnp.put_along_axis(jnp.zeros(logits.shape, bool), likeliest, True, -1, inplace=False)
+# ---- one call --------------------------------------------------------------------------------------------------------
 
 
-def in_nucleus(logits: Float[Array, "B V"], top_p) -> Bool[Array, "B V"]:
-    """Return whether the tokens that are likelier together have a probability below top_p, [B, V]. The likeliest token is
-    always in the set. Of equal logits, the lower token counts as likelier."""
-    order = jnp.argsort(logits, axis=-1, stable=True, descending=True)
-    probability = jnp.take_along_axis(jax.nn.softmax(logits), order, -1)
-    inside = jnp.cumsum(probability, -1) - probability < top_p
-    inside = inside.at[:, 0].set(True)
-    return jnp.put_along_axis(jnp.zeros_like(inside), order, inside, -1, inplace=False)
+@dataclasses.dataclass
+class Call:
+    """Hold the checked arguments of one call, and how far it has come.
+
+    count: the tokens to write, max_new_tokens. longest: the tokens of the longest prompt. room: the tokens of a sequence that the
+    pools have room for. most: the largest `room` that the call may need.
+    """
+
+    model: CausalLM
+    sampling: Sampling
+    count: int
+    prompts: dict
+    arrays: dict
+    longest: int
+    stops: Stops | None
+    progress: Progress
+
+    def __post_init__(self):
+        self.graph, self.params = nnx.split(self.model)
+        parts = (self.params, self.prompts, self.arrays, self.progress)
+        self.is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(parts))
+        if self.is_traced and self.stops is not None:
+            raise ValueError("stop must be None where the model or an argument is traced: call generate outside of jit")
+        rows, self.pools = len(self.progress.token), None
+        self.model.check_length(self.longest + self.count - 1)  # the last token is not read
+        # Both are sizes of buckets, so that all lengths in a bucket give the same shapes.
+        self.most = bucketed(bucketed(self.longest) + len(self.progress.written))
+        self.room = min(self.most, bucketed(bucketed(self.longest) + ROOM))
+        if self.is_traced or not (self.room == self.most or has_caches(self.model)):
+            self.room = self.most
+        if self.count and rows:
+            self.pools = self.model.initial_states(rows, self.room)
+
+    def write_until(self, until: int):
+        """Write tokens until there are `until`, or all sequences have ended."""
+        while self.pools is not None:
+            reached = min(until, self.room - self.longest + 1)  # the last token is not read
+            operands = (self.params, self.prompts, self.arrays, np.int32(reached), self.progress, self.pools)
+            self.progress, self.pools = loop(self.graph, self.sampling, *operands)
+            if reached == until or bool(self.progress.done.all()):
+                return
+            self.room = min(2 * self.room, self.most)
+            self.pools = self.model.grown_states(self.pools, self.room)
+
+    def one_by_one(self) -> Iterator[Any]:
+        """Yield the tokens [R], or (tokens, log_probs), until all have ended. Those whose text holds one of `stops` end."""
+        for i in range(self.count if self.pools is not None else 0):
+            self.write_until(i + 1)
+            token, done = np.asarray(self.progress.token), np.asarray(self.progress.done)
+            if self.stops is not None and (found := self.stops.find(token, done)).any():
+                done = done | found
+                self.progress = self.progress._replace(done=jax.device_put(done, self.progress.done.sharding))
+            yield token if self.progress.log_prob is None else (token, np.asarray(self.progress.log_prob))
+            if done.all():
+                return
 
 
-def ended(sampling: Sampling, token: Int[Array, "B"], done: Bool[Array, "B"]) -> Bool[Array, "B"]:
-    return done | jnp.isin(token, jnp.asarray(sampling.eos, jnp.int32)) if sampling.eos else done
+def bucketed(length: int) -> int:
+    """Return the size of the bucket of a length: the least multiple of 16, and of an eighth of the next power of two, that is at
+    least `length`."""
+    step = max(16, bucket(length) // 8)
+    return -(-length // step) * step
+
+
+def has_caches(model: CausalLM) -> bool:
+    """Return whether some states of the model grow with the tokens of a sequence, as keys and values do."""
+    one, two = (jax.eval_shape(lambda n=n: model.empty_states(1, n)) for n in (1, 2))
+    return jax.tree.map(jnp.shape, one) != jax.tree.map(jnp.shape, two)
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def checked_count(max_new_tokens) -> int:
-    if (count := known_integer("max_new_tokens", max_new_tokens)) < 0:
-        raise ValueError(f"max_new_tokens must be at least 0, got {count}")
-    return count
+def prepare(model, tokens, max_new_tokens, lengths, padding, drawing: tuple, stop, tokenizer) -> Call:
+    """Return a `Call` with the checked arguments of `generate`. Raises what `generate` raises.
 
-
-def prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos) -> tuple[dict, Sampling, dict]:
-    """Check the arguments, and return (the prompts, the static arguments, the arguments that may be traced)."""
-    tokens = checked_tokens("tokens", tokens, "[B, T]", model.vocabulary)
+    drawing: (samples, key, temperature, top_k, top_p, repetition_penalty, eos, log_probs).
+    """
+    require_whole(model)
+    if padding not in PADDINGS:
+        raise ValueError(f"padding must be 'right' or 'left', got {padding!r}")
+    if isinstance(tokens, list | tuple):
+        for name, given in (("lengths", lengths), ("padding", None if padding == "right" else padding)):
+            if given is not None:
+                raise ValueError(f"{name} must not be given where tokens is a list of prompts, got {given!r:.80}")
+        tokens, lengths = of_lists(tokens)
+    check_tokens("tokens", tokens, "[B, T]", model.vocabulary)
     B, T = tokens.shape
     if T == 0:
         raise ValueError(f"tokens must be [B, T] with T of at least 1, got shape {tokens.shape}")
-    if padding not in PADDINGS:
-        raise ValueError(f"padding must be 'right' or 'left', got {padding!r}")
-    padded, lengths = lengths is not None, checked_lengths(lengths, B, T)
+    prompts, longest = arranged(tokens, lengths, padding)
+    if (count := known_integer("max_new_tokens", max_new_tokens)) < 0:
+        raise ValueError(f"max_new_tokens must be at least 0, got {count}")
+    samples, *rest = drawing
+    if (samples := known_integer("samples", samples)) < 1:
+        raise ValueError(f"samples must be at least 1, got {samples}")
+    sampling, arrays = checked_drawing(model, B, samples, *rest)
+    stops = Stops.of(stop, tokenizer, B * samples)
+    progress = Progress.start(sampling, bucket(max(count, 64)), B * samples, model.vocabulary)
+    return Call(model, sampling, count, prompts, arrays, longest, stops, progress)
+
+
+def of_lists(prompts: Sequence[Sequence[int]]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
+    """Return prompts of any lengths, padded with zeros on the right, and their lengths. Raises ValueError or TypeError."""
+    rows = [np.asarray(prompt) for prompt in prompts]
+    for i, row in enumerate(rows):
+        if row.ndim != 1 or not row.size:
+            raise ValueError(f"tokens[{i}] must be a list of at least one token, got {prompts[i]!r:.80}")
+        check_integers(f"tokens[{i}]", row)
+    found = np.zeros((len(rows), max(map(len, rows), default=1)), np.int64)
+    for i, row in enumerate(rows):
+        found[i, : len(row)] = np.minimum(row, np.iinfo(np.int64).max)
+    return found, np.array([len(row) for row in rows], np.int32)
+
+
+def arranged(tokens: Int[Array | np.ndarray, "B T"], lengths, padding: str) -> tuple[dict, int]:
+    """Return the prompts as `read_prompts` takes them, and the greatest length, T if lengths are traced.
+
+    Known prompts are packed on the host, into as many tokens as their bucket has. Prompts of one length that are traced, or on
+    several devices, stay [B, T].
+    """
+    B, T = tokens.shape
+    known, is_padded = known_values(tokens), lengths is not None
+    several = known is not None and isinstance(tokens, jax.Array) and len(tokens.sharding.device_set) > 1
+    if B == 0 or (not is_padded and (known is None or several)):
+        return dict(tokens=to_int32(tokens)), T
+    lengths = checked_lengths(lengths, B, T)
+    known_lengths = known_values(lengths)
+    if known is not None and known_lengths is not None:
+        begins = T - known_lengths if padding == "left" else np.zeros_like(known_lengths)
+        rows = [row[begin : begin + n] for row, begin, n in zip(known, begins, known_lengths, strict=True)]
+        packed = np.zeros(bucketed(int(known_lengths.sum())), np.int32)
+        packed[: known_lengths.sum()] = np.concatenate(rows)
+        cuts = np.concatenate([[0], np.cumsum(known_lengths)]).astype(np.int32)
+        return jax.device_put(dict(tokens=packed, cu_seqlens=cuts)), int(known_lengths.max())
+    tokens, lengths = to_int32(tokens), to_int32(lengths)
+    cuts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
+    rows, own = jnp.arange(B * T), sequence_of(cuts, B * T)
     begins = T - lengths if padding == "left" else jnp.zeros_like(lengths)
-    prompts = dict(tokens=tokens, lengths=lengths, begins=begins)
+    at = jnp.clip(rows - cuts[own] + begins[own], 0, T - 1)
+    return dict(tokens=jnp.where(rows < cuts[-1], tokens[own, at], 0), cu_seqlens=cuts), T
+
+
+def checked_drawing(
+    model, B, samples, key, temperature, top_k, top_p, repetition_penalty, eos, log_probs
+) -> tuple[Sampling, dict]:
+    """Return how tokens are drawn: what is known while tracing, and by name the arrays that may be traced. Raises ValueError or
+    TypeError, which names the argument."""
     check_real("temperature", temperature)
     known = known_number(temperature)
     if known is not None and known < 0:
@@ -275,23 +411,31 @@ def prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos
             raise ValueError(
                 f"{name} must be None at temperature 0, which takes the likeliest token, got {limit}: pass a temperature above 0"
             )
+    if greedy and samples > 1:
+        raise ValueError(
+            f"samples must be 1 at temperature 0, whose continuations are equal, got {samples}: pass a temperature above 0"
+        )
+    check_flag("log_probs", log_probs)
     if key is None:
         if not greedy:
             raise ValueError("key must be given where temperature is above 0, such as jax.random.key(0)")
         key = jax.random.key(0)
-    check_key(key)
+    check_key(key, B * samples)
     arrays = dict(key=key, temperature=jnp.asarray(temperature, jnp.float32))
     arrays["top_p"] = jnp.asarray(1.0 if top_p is None else top_p, jnp.float32)
-    return (
-        prompts,
-        Sampling(greedy, top_k, top_p is not None, eos_tokens(eos, model.vocabulary), padded),
-        arrays,
-    )
+    if repetition_penalty is not None:
+        check_real("repetition_penalty", repetition_penalty)
+        penalty = known_number(repetition_penalty)
+        if penalty is not None and not penalty > 0:
+            raise ValueError(f"repetition_penalty must be above 0, got {penalty}")
+        arrays["penalty"] = jnp.asarray(repetition_penalty, jnp.float32)
+    ends = eos_tokens(eos, model.vocabulary)
+    return Sampling(greedy, top_k, top_p is not None, "penalty" in arrays, ends, bool(log_probs)), arrays
 
 
-def checked_lengths(lengths, B: int, T: int) -> Int[Array, "B"]:
+def checked_lengths(lengths, B: int, T: int) -> Int[Array | np.ndarray, "B"]:
     if lengths is None:
-        return jnp.full(B, T, jnp.int32)
+        return np.full(B, T, np.int32)
     if not is_array(lengths):
         lengths = np.asarray(lengths)
     check_integers("lengths", lengths)
@@ -300,7 +444,7 @@ def checked_lengths(lengths, B: int, T: int) -> Int[Array, "B"]:
     known = known_values(lengths)
     if known is not None and (wrong := known[(known < 1) | (known > T)]).size:
         raise ValueError(f"lengths must be from 1 to T={T}, got {wrong[0]}")
-    return to_int32(lengths)
+    return lengths
 
 
 def eos_tokens(eos, vocabulary: int) -> tuple[int, ...]:
@@ -313,103 +457,140 @@ def eos_tokens(eos, vocabulary: int) -> tuple[int, ...]:
     return found
 
 
-def check_key(key):
+def check_key(key, rows: int):
+    """Raise TypeError unless key is one key, typed or raw. Raise ValueError for several of another number than `rows`."""
     if isinstance(key, np.ndarray):
         check_memory("key", key)
     typed = is_array(key) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     raw = is_array(key) and key.dtype == jnp.uint32
-    if not (typed and key.ndim == 0) and not (raw and key.ndim == 1):
+    several = key.ndim - raw if typed or raw else -1
+    if several not in (0, 1):
         got = f"{key.dtype} of shape {key.shape}" if is_array(key) else repr(key)
         raise TypeError(f"key must be one key of jax.random, such as jax.random.key(0), got {got}")
+    if several and key.shape[0] != rows:
+        raise ValueError(f"key must be one key, or one for each of the {rows} continuations, got {key.shape[0]} keys")
 
 
-# ---- generation_config.json: the tokens that end a text, and how its tokens are drawn -----------------------------------------
+# ---- generation_config.json: the tokens that end a sequence, and how tokens are drawn -----------------------------------------
 
 FILE = "generation_config.json"
 MOST = 1e6  # the most that `glax generate` takes as a temperature; more tokens than a vocabulary has
-# Options that change what is generated and that glax does not have, with the values that change nothing. None never does.
+TOP_K = 50  # what transformers takes where the file has do_sample and no top_k
+# Options that glax does not have, each with the values of it that change nothing. None, too, changes nothing for each.
 NEUTRAL: dict[str, tuple] = {
     name: values
     for names, values in (
-        ("bad_words_ids begin_suppress_tokens force_words_ids stop_strings suppress_tokens", ([],)),
+        ("bad_words_ids begin_suppress_tokens constraints force_words_ids suppress_tokens", ([],)),
         (
-            "diversity_penalty encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff min_length min_new_tokens "
-            "min_p no_repeat_ngram_size penalty_alpha",
+            "diversity_penalty encoder_no_repeat_ngram_size min_length min_new_tokens no_repeat_ngram_size "
+            "penalty_alpha",
             (0,),
         ),
         (
-            "dola_layers exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id top_h "
+            "dola_layers exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id max_time "
             "watermarking_config",
             (),
         ),
-        ("encoder_repetition_penalty guidance_scale num_beam_groups num_beams repetition_penalty typical_p", (1,)),
+        ("encoder_repetition_penalty guidance_scale num_beam_groups num_beams num_return_sequences", (1,)),
+        ("max_length", (20,)),  # as transformers has it where it is not set
+        ("remove_invalid_values token_healing", (False,)),
         ("sequence_bias", ([], {})),
     )
     for name in names.split()
 }
+# The same for options that only matter where tokens are drawn, above temperature 0.
+NEUTRAL_DRAWN: dict[str, tuple] = dict(epsilon_cutoff=(0,), eta_cutoff=(0,), min_p=(0,), top_h=(), typical_p=(1,))
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerationDefaults:
     """Hold what a checkpoint says about generating from it.
 
-    eos: the tokens that end a text. temperature: 0 unless the file has do_sample. top_k, top_p: None for no limit. unsupported:
-    options of the file that would change what is generated, as "name=value".
+    eos: the tokens that end a sequence. temperature: 0 unless the file has do_sample. top_k, top_p: None for no limit.
+    repetition_penalty: None for 1. stop: the texts that end a sequence. max_new_tokens: None if the file does not say.
+    unsupported: options of the file that would change what is generated, as "name=value".
     """
 
     eos: tuple[int, ...] = ()
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
+    repetition_penalty: float | None = None
+    stop: tuple[str, ...] = ()
+    max_new_tokens: int | None = None
     unsupported: tuple[str, ...] = ()
 
 
-def generation_defaults(model: CausalLM) -> GenerationDefaults:
+def generation_defaults(model: CausalLM, **given) -> GenerationDefaults:
     """Return the defaults of the generation_config.json in the folder that the model was loaded from.
 
-    End tokens are those of that file, else those of config.json. Tokens that the vocabulary does not have are left out. Raises
-    OSError if the file cannot be read, and ValueError, which names the key, for a value of another kind or range.
+    End tokens are those of that file, else those of config.json. End tokens outside of the vocabulary are left out. With
+    do_sample and without top_k, top_k is 50, as in transformers.
+
+    given: temperature, top_k, top_p, repetition_penalty or max_new_tokens, each in place of the file's if not None. A value of
+    the file that has no effect is not checked, such as top_k and top_p at temperature 0.
+
+    Raises OSError if the file cannot be read, and ValueError, which names the key, for a value of another kind or range.
     """
-    path = None if model.folder is None else newest(Path(model.folder), FILE)
-    values: Any = {}
-    if path is not None and os.path.lexists(path):
-        try:
-            _, values = read_json(path)
-        except ContentError as error:
-            raise ValueError(f"{path} holds no JSON: {error}") from None
-        if not isinstance(values, Mapping):
-            raise ValueError(f"{path} must hold a JSON object, got {type(values).__name__}")
-    eos = tokens_of(path, values.get("eos_token_id"))
-    if eos is None:
-        eos = tokens_of("config.json", model.config.values.get("eos_token_id")) or []
-    temperature = number(path, values, "temperature", 1.0)
-    top_k, top_p = number(path, values, "top_k", 0), number(path, values, "top_p", 1.0)
+    path, values = file_of(model)
+    eos, penalty = end_tokens_of(model, path, values), number(path, values, "repetition_penalty", 1.0, given)
+    if not penalty > 0:
+        raise ValueError(f"repetition_penalty in {path} must be above 0, got {penalty!r}")
+    stop = values.get("stop_strings") or []
+    stop = [stop] if isinstance(stop, str) else stop
+    if not (isinstance(stop, list) and all(isinstance(text, str) and text for text in stop)):
+        raise ValueError(f"stop_strings in {path} must be a text or a list of texts, got {stop!r:.80}")
+    sampled = values.get("do_sample")
+    if sampled is not None and not isinstance(sampled, bool):
+        raise ValueError(f"do_sample in {path} must be true or false, got {sampled!r:.80}")
+    temperature = number(path, values if sampled else {}, "temperature", 1.0 if sampled else 0.0, given)
+    if temperature < 0:
+        raise ValueError(f"temperature in {path} must be at least 0, got {temperature!r}")
+    drawing = values if temperature else {}
+    top_k = number(path, drawing, "top_k", TOP_K if sampled and temperature else 0, given)
+    top_p = number(path, drawing, "top_p", 1.0, given)
     if not (isinstance(top_k, int) and top_k >= 0):
         raise ValueError(f"top_k in {path} must be an integer of at least 0, got {top_k!r}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p in {path} must be above 0 and at most 1, got {top_p!r}")
-    if temperature < 0:
-        raise ValueError(f"temperature in {path} must be at least 0, got {temperature!r}")
-    sampled = values.get("do_sample")
-    if sampled is not None and not isinstance(sampled, bool):
-        raise ValueError(f"do_sample in {path} must be true or false, got {sampled!r:.80}")
-    others = {name: values.get(name) for name in sorted(NEUTRAL)}
+    count = number(path, values, "max_new_tokens", 0, given)
+    if not (isinstance(count, int) and (count > 0 or values.get("max_new_tokens") is None)):
+        raise ValueError(f"max_new_tokens in {path} must be an integer of at least 1, got {count!r}")
+    neutral = NEUTRAL | (NEUTRAL_DRAWN if temperature else {})
+    others = {name: values.get(name) for name in sorted(neutral)}
     return GenerationDefaults(
-        tuple(token for token in eos if 0 <= token < model.vocabulary),
-        float(temperature) if sampled else 0.0,
+        eos,
+        float(temperature),
         top_k or None,
         float(top_p) if top_p < 1 else None,
-        tuple(f"{name}={x!r:.40}" for name, x in others.items() if x is not None and x not in NEUTRAL[name]),
+        float(penalty) if penalty != 1 else None,
+        tuple(stop),
+        count or None,
+        tuple(f"{name}={x!r:.40}" for name, x in others.items() if x is not None and x not in neutral[name]),
     )
 
 
 def end_tokens(model: CausalLM) -> tuple[int, ...]:
-    """Return the tokens that end a text: `eos` of `generate` and `stream`. See `generation_defaults`.
+    """Return the tokens that end a sequence, for `eos` of `generate` and `stream`. See `generation_defaults`.
 
     >>> glax.models.end_tokens(model)
     ()
     """
-    return generation_defaults(model).eos
+    return end_tokens_of(model, *file_of(model))
+
+
+def file_of(model: CausalLM) -> tuple[Path | None, Mapping[str, Any]]:
+    """Return the generation_config.json of the model's folder and its content, which is empty if there is none."""
+    path = None if model.folder is None else newest(Path(model.folder), FILE)
+    return path, {} if path is None else read_optional_object(path)
+
+
+def end_tokens_of(model: CausalLM, path: Path | None, values: Mapping[str, Any]) -> tuple[int, ...]:
+    eos = tokens_of(path, values.get("eos_token_id"))
+    if eos is None:
+        config = model.config.values | model.config.text_values
+        eos = tokens_of("config.json", config.get("eos_token_id")) or []
+    return tuple(token for token in eos if 0 <= token < model.vocabulary)
 
 
 def tokens_of(path: Path | str | None, value: Any) -> list[int] | None:
@@ -422,7 +603,10 @@ def tokens_of(path: Path | str | None, value: Any) -> list[int] | None:
     return found
 
 
-def number(path: Path | None, values: Mapping[str, Any], key: str, default: float) -> Any:
+def number(path: Path | None, values: Mapping[str, Any], key: str, default: float, given: Mapping[str, Any]) -> Any:
+    """Return the number in `given`, else the one in the file, else the default. Raises ValueError for another kind of value."""
+    if given.get(key) is not None:
+        return given[key]
     value = default if values.get(key) is None else values[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST:
         raise ValueError(f"{key} in {path} must be a number of at most {MOST:g}, got {value!r:.80}")

@@ -10,6 +10,7 @@ from glax.models.hybrids import (
     DenseMLP,
     ScaledLM,
     attention_sizes,
+    experts_per_token,
     hidden_act,
     layer_kinds,
     mamba,
@@ -59,9 +60,8 @@ def granite(config: ModelConfig, precision: Precision) -> CausalLM:
     )
     arguments = mamba_options(options, width, eps=eps, act=act)
     count = options.integer("num_local_experts", 8, least=0)
-    top_k = options.integer("num_experts_per_tok", 2, least=min(count, 1))  # a dense model's config may have 0 of both
-    if count and top_k > count:
-        raise options.unsupported("num_experts_per_tok", f"it must be at most num_local_experts={count}")
+    # A dense model's config may have 0 of both.
+    top_k = experts_per_token(options, 2, "num_local_experts", count, least=min(count, 1))
     inside = options.integer("intermediate_size", 11008, least=min(count, 1))  # of the experts
     shared = options.integer("shared_intermediate_size", 1024)
     options.finish()

@@ -120,6 +120,15 @@ def check_kinds_of_layers(options: Options, kinds: Sequence[str], known: Mapping
             raise options.unsupported(key, f"the other options make it {list(kinds)}")
 
 
+def experts_per_token(options: Options, default: int, key: str, count: int, least: int = 1) -> int:
+    """Return num_experts_per_tok, at most the `count` experts that the option `key` holds, if there are any. default: the number
+    for a config that lacks it."""
+    top_k = options.integer("num_experts_per_tok", default, least=least)
+    if count and top_k > count:
+        raise options.unsupported("num_experts_per_tok", f"it must be at most {key}={count}")
+    return top_k
+
+
 def are_layers(given: Any, layers: int) -> bool:
     """Return whether an option's value lists numbers of layers."""
     return isinstance(given, list) and all(type(layer) is int and 0 <= layer < layers for layer in given)
@@ -161,3 +170,9 @@ class ScaledLM(CausalLM):
 
     def before_head(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         return x * self.logits_multiplier
+
+
+def activate_convolutions(layer: Any, act: str):
+    """Let the convolutions of q, k and v have another activation than SiLU."""
+    for conv in (layer.query_conv, layer.key_conv, layer.value_conv):
+        conv.activation = act

@@ -1,7 +1,10 @@
 """Build models by their `model_type`, and give their parameters the tensors of a folder: `from_config`, `from_pretrained`."""
 
+import collections
+import contextlib
+import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -10,36 +13,88 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from glax.models import bamba, falcon_h1, fla, granite, mamba2, minimax, nemotron_h, qwen3_next, zamba2
+from glax.models import (
+    bailing_hybrid,
+    bamba,
+    falcon_h1,
+    fla,
+    glm5_next,
+    granite,
+    jamba,
+    kimi_linear,
+    lara_mini,
+    lfm2,
+    llama,
+    mamba,
+    mamba2,
+    mamba3,
+    minimax,
+    nemotron_h,
+    olmo_hybrid,
+    qwen3_5,
+    qwen3_next,
+    rwkv7,
+    xlstm,
+    zamba2,
+)
 from glax.models.config import ModelConfig, UnsupportedOption, silent
-from glax.models.folders import DTYPES, Weights, listed
+from glax.models.folders import DTYPES, Weights, has_weights, listed, no_folder
 from glax.models.model import CausalLM, Precision
 from glax.models.names import checkpoint_name, parameters, stored_names
+from glax.models.placing import placed
 from glax.models.quantization import DequantizedWeights, without_quantization
 from glax.models.shardings import Placement, check_mesh
 
+logger = logging.getLogger(__name__)
 # Buffers of rotary positions, which older versions stored and the config determines.
 ROTARY = r"(^|\.)(inv_freq|cos_cached|sin_cached)$"
 # Bounds several times beyond what is published, so that a wrong number in a config is an error and not an allocation.
 MOST_PARAMETERS, MOST_ELEMENTS = 2**43, 2**35
+SHOWN = 2**28  # bytes from which on a person sees the progress of loading
+COMPARED = 1024  # rows that are compared together
 
 # model_type -> the function that builds such a model. docs/internals/models.md says how one is added.
 MODEL_TYPES: dict[str, Callable[[ModelConfig, Precision], CausalLM]] = {
+    "bailing_hybrid": bailing_hybrid.bailing_hybrid,
     "bamba": bamba.bamba,
+    "comba": fla.comba,
     "delta_net": fla.delta_net,
     "falcon_h1": falcon_h1.falcon_h1,
+    "falcon_mamba": mamba.falcon_mamba,
     "gated_deltanet": fla.gated_deltanet,
+    "gated_deltaproduct": fla.gated_deltaproduct,
     "gla": fla.gla,
+    "glm5_next": glm5_next.glm5_next,
     "granitemoehybrid": granite.granite,
+    "gsa": fla.gsa,
+    "hgrn": fla.hgrn,
     "hgrn2": fla.hgrn2,
+    "jamba": jamba.jamba,
     "kda": fla.kda,
+    "kimi_linear": kimi_linear.kimi_linear,
+    "lara_mini": lara_mini.lara_mini,
+    "lfm2": lfm2.lfm2,
+    "lfm2_moe": lfm2.lfm2_moe,
+    "llama": llama.llama,
+    "mamba": mamba.mamba,
     "mamba2": mamba2.mamba2,
+    "mamba3": mamba3.mamba3,
     "minimax": minimax.minimax,
     "nemotron_h": nemotron_h.nemotron_h,
+    "olmo_hybrid": olmo_hybrid.olmo_hybrid,
+    "qwen3": llama.qwen3,
+    "qwen3_5": qwen3_5.qwen3_5,
+    "qwen3_5_moe": qwen3_5.qwen3_5,
+    "qwen3_5_moe_text": qwen3_5.qwen3_5,
+    "qwen3_5_text": qwen3_5.qwen3_5,
     "qwen3_next": qwen3_next.qwen3_next,
     "retnet": fla.retnet,
     "rwkv6": fla.rwkv6,
+    "rwkv7": rwkv7.rwkv7,
+    "xlstm": xlstm.xlstm,
     "zamba2": zamba2.zamba2,
 }
 
@@ -127,13 +182,21 @@ def from_config(
     return model
 
 
-def from_pretrained(folder: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh | None = None) -> CausalLM:
+def from_pretrained(
+    folder: str | Path,
+    *,
+    dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+    only: str | re.Pattern | None = None,
+) -> CausalLM:
     """Return the model in a folder of config.json and safetensors, as `save_pretrained` of fla, transformers and glax writes
-    it.
+    it. The files are mapped, and each parameter is copied to its place, so that the host holds no second copy of the weights.
 
     dtype: the dtype of parameters and activations. If None, each parameter has the dtype of the file, and activations have the
     config's (`Weights.activations`). Sums and states, and the parameters that the model's own code has in float32, are float32
     in every case. mesh: the mesh over which `glax.models.shard` places the parameters; the default device if None.
+    only: a regular expression: a parameter is read if `re.search` finds it in the name of a tensor of the checkpoint that holds
+    it. The others are `jax.ShapeDtypeStruct`, without memory, so that single blocks of a large model can be run.
 
     Weights in float8 with a scale for each block are dequantized to the config's dtype. `save_pretrained` writes them so.
 
@@ -145,30 +208,51 @@ def from_pretrained(folder: str | Path, *, dtype: DTypeLike | None = None, mesh:
     >>> model(jnp.array([[1, 2, 3]])).shape[:2]
     (1, 3)
     """
-    folder, cast = Path(folder), floating("dtype", dtype)
+    folder, cast, pattern = Path(folder), floating("dtype", dtype), pattern_of(only)
     if mesh is not None:
         check_mesh(mesh)
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder: nothing is downloaded, so name the folder of a checkpoint")
-    config, block = without_quantization(ModelConfig.read(folder))
-    builder(config)  # raises for a type that is not supported, before the weights are looked for
-    weights = Weights(folder) if block is None else DequantizedWeights(folder, config.values, block)
-    layers, stored = config.values.get("num_hidden_layers"), len(weights.names())
+        raise FileNotFoundError(f"{folder} is no folder: {no_folder(folder)}")
+    config, weights = opened(folder)
+    layers, stored = config.text_values.get("num_hidden_layers"), len(weights.names())
     if isinstance(layers, int) and layers > stored:
         raise ValueError(f"num_hidden_layers={layers} in config.json is more than the {stored} tensors in {folder}")
-    wanted = weights.activations(config.values) if cast is None else cast
+    wanted = weights.activations(config.text_values) if cast is None else cast
     model = abstract_model(config, wanted or jnp.float32)
 
     placement = None if mesh is None else Placement(model, mesh)
-
-    def place(path, param, value):
-        return jnp.asarray(value) if placement is None else jax.device_put(value, placement.sharding(path, param))
-
-    load_into(model, weights, cast, place)
+    load_into(model, weights, cast, placement, pattern)
     if placement is not None:
         placement.say()
     model.folder = str(folder.absolute())
     return model
+
+
+def pattern_of(only: str | re.Pattern | None) -> re.Pattern | None:
+    if only is None or isinstance(only, re.Pattern):
+        return only
+    if not isinstance(only, str):
+        raise TypeError(f"only must be None or a regular expression of names, got {type(only).__name__}")
+    try:
+        return re.compile(only)
+    except re.error as error:
+        raise ValueError(f"only must be a regular expression of names, got {only!r}: {error}") from None
+
+
+def opened(folder: Path) -> tuple[ModelConfig, Weights]:
+    """Return the config of a folder, without its quantization, and its weights, with the usual names."""
+    config, block = without_quantization(ModelConfig.read(folder))
+    builder(config)  # raises for a type that is not supported, before the weights are looked for
+    return config, Weights(folder) if block is None else DequantizedWeights(folder, config.text_values, block)
+
+
+def unread_tensors(model: CausalLM) -> dict[str, np.ndarray]:
+    """Return the tensors of other models in the folder that a model was loaded from, by `Names.others`."""
+    folder = None if model.folder is None else Path(model.folder)
+    if not model.names.others or folder is None or not folder.is_dir() or not has_weights(folder):
+        return {}
+    weights = opened(folder)[1]
+    return {name: weights.read(name) for name in sorted(weights.names()) if model.names.other(name)}
 
 
 # ---- from tensors to parameters ---------------------------------------------------------------------------------------
@@ -184,53 +268,120 @@ def widen(model: CausalLM):
     nnx.update(model, nnx.from_flat_state(widened))
 
 
-def load_into(model: CausalLM, weights: Weights, dtype: jnp.dtype | None, place):
-    """Set every parameter of `model`, which may be abstract, from the weights.
+def load_into(
+    model: CausalLM,
+    weights: Weights,
+    dtype: jnp.dtype | None,
+    placement: Placement | None = None,
+    only: re.Pattern | None = None,
+):
+    """Set the parameters of `model`, which may be abstract, from the weights.
 
     dtype: the dtype of the parameters; None leaves each as it is in the file. `Names.float32` are float32 in any case.
-    place: (the path of a parameter, the parameter, its value) -> an array on devices.
+    placement: where they lie; on the default device if None. only: as in `from_pretrained`.
 
     Raises ValueError, with their names, if weights are missing or left over, or if a shape differs.
     """
-    named = {name for path, param in parameters(model) for name in stored_names(model.names(path), param)}
     weights.rename(model.names.aliases)
+    weights.divide(model.names.stacked)
+    weights.divide_rows(model.names.stacked_rows)
+    for sizes in joined_sizes(model):
+        weights.divide_anew(sizes)
     check_tied(model, weights)
-    derived = model.derived_tensors()
-    found, unread = weights.names(), {tied_name(model), *derived}
-    missing = named - found
-    left = [x for x in found - named - unread if not model.names.is_ignored(x) and not re.search(ROTARY, x)]
-    if missing or left:
-        parts = [f"missing are {listed(missing)}"] * bool(missing) + [f"left over are {listed(left)}"] * bool(left)
-        raise ValueError(f"The weights in {weights.folder} do not fit its config: {'; '.join(parts)}")
-    model.check_derived_tensors({name: weights.read(name) for name in sorted(found & derived.keys())})
-    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    loaded = []
-    for path, param in flat:
+    check_names(model, weights, only)
+    chosen = []
+    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         name, (_, _, back) = checkpoint_name(model, ".".join(map(str, path)))
-        value = layered(weights, name, param, back)
-        wanted = model.names.dtype(name, value.dtype if dtype is None else dtype)
-        value = np.ascontiguousarray(value.astype(wanted, copy=False))
-        loaded.append((path, param.replace(place(path, param, value))))
+        if only is None or any(map(only.search, stored_names(name, param))):
+            chosen.append((path, param, name, back))
+    if only is not None and not chosen:
+        raise ValueError(
+            f"only must match a tensor in {weights.folder}, got {only.pattern!r}: {listed(weights.names())}"
+        )
+    loaded = []
+    with progress(weights.folder, sum(size_of(param) for _, param, _, _ in chosen)) as advance:
+        for path, param, name, back in chosen:
+            names = stored_names(name, param)
+            stored = np.result_type(*{weights.dtype(one) for one in names})
+            value = placed(
+                layered(weights, names, param.shape[1:] if "*" in name else param.shape, back),
+                param.shape,
+                model.names.dtype(name, stored if dtype is None else dtype),
+                None if placement is None else placement.sharding(path, param),
+                is_stacked="*" in name,
+                release=weights.release,
+            )
+            loaded.append((path, param.replace(value)))
+            advance(size_of(param))
     nnx.update(model, nnx.from_flat_state(loaded))
 
 
-def layered(weights: Weights, name: str, param: nnx.Param, back: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Return the value of a parameter in glax's layout. Raises ValueError for a tensor of another shape or kind."""
-    rows, shape = [], param.shape[1:] if "*" in name else param.shape
-    for one in stored_names(name, param):
-        weights.dtype(one)  # raises for a kind that is not floating point
-        stored = weights.read(one)
+def size_of(param: nnx.Variable) -> int:
+    """Return the bytes of a parameter, which may be abstract."""
+    return param.size * param.dtype.itemsize
+
+
+def check_names(model: CausalLM, weights: Weights, only: re.Pattern | None):
+    """Raise ValueError if weights that are to be read are missing, or if some are left over. Name those of other models."""
+    named = {name for path, param in parameters(model) for name in stored_names(model.names(path), param)}
+    derived = model.derived_tensors()
+    found, unread = weights.names(), {tied_name(model), *derived}
+    missing = {name for name in named - found if only is None or only.search(name)}
+    others = {name for name in found if model.names.other(name)}
+    left = [x for x in found - named - unread - others if not model.names.is_ignored(x) and not re.search(ROTARY, x)]
+    if missing or left:
+        parts = [f"missing are {listed(missing)}"] * bool(missing) + [f"left over are {listed(left)}"] * bool(left)
+        raise ValueError(f"The weights in {weights.folder} do not fit its config: {'; '.join(parts)}")
+    if others:
+        counts = collections.Counter(model.names.other(name) for name in sorted(others))
+        words = ", ".join(f"{count} of {name}*" for name, count in counts.items())
+        logger.warning("%s also holds tensors of other models, which are not read: %s", weights.folder, words)
+    model.check_derived_tensors({name: weights.read(name) for name in sorted(found & derived.keys())})
+
+
+@contextlib.contextmanager
+def progress(folder: Path, size: int) -> Iterator[Callable[[int], None]]:
+    """Yield advance(bytes), which moves a bar for a person: on a terminal, while at least SHOWN bytes are loaded."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    is_shown = console.is_terminal and size >= SHOWN
+    with Progress(*columns, console=console, transient=True, disable=not is_shown) as bar:
+        task = bar.add_task(f"loading {folder.name}", total=size)
+        yield lambda count: bar.advance(task, count)
+
+
+def joined_sizes(model: CausalLM) -> list[dict[str, int]]:
+    """Return the rows of each tensor of `Names.joined`, by name, for each tensor that they were divided from."""
+    widths = {model.names(path): param.shape[-1] for path, param in parameters(model)} if model.names.joined else {}
+    first, found = next(iter(model.names.joined), ""), []
+    for name in widths:
+        if f".{first}." in name and first:
+            found.append({other: widths[other] for x in model.names.joined if (other := name.replace(first, x))})
+    return found
+
+
+def layered(
+    weights: Weights, names: list[str], shape: tuple[int, ...], back: Callable[[np.ndarray], np.ndarray]
+) -> Iterator[np.ndarray]:
+    """Yield tensors in glax's layout, one at a time. Raises ValueError for one of another shape."""
+    for name in names:
+        stored = weights.read(name)
         try:
             row = back(stored)
         except (IndexError, ValueError):  # it has too few axes
             row = None
         if row is None or row.shape != shape:
             raise ValueError(
-                f"{one} in {weights.files[one]} must have the shape that gives {shape} here, as its config says, "
+                f"{name} in {weights.file(name)} must have the shape that gives {shape} here, as its config says, "
                 f"got {stored.shape}"
             )
-        rows.append(row)
-    return np.stack(rows) if "*" in name else rows[0]
+        yield row
 
 
 def check_tied(model: CausalLM, weights: Weights):
@@ -241,12 +392,25 @@ def check_tied(model: CausalLM, weights: Weights):
     head, embedding = tied_name(model), model.names("embedding.embedding")
     if head is None or head not in weights.files:
         return
-    weights.rename(((head, embedding),))
-    if head in weights.files and not np.array_equal(weights.read(head), weights.read(embedding), equal_nan=True):
+    weights.rename(((rf"^{re.escape(head)}$", embedding),))
+    if head in weights.files and not equal(weights, head, embedding):
         raise ValueError(
             f"{head} and {embedding} in {weights.folder} differ, but its config ties them: "
             "set tie_word_embeddings to false in config.json, if the head is a weight of its own"
         )
+
+
+def equal(weights: Weights, name: str, other: str) -> bool:
+    """Return whether two tensors are equal. They are compared in blocks, whose memory is given back."""
+    first, second = weights.read(name), weights.read(other)
+    if first.shape != second.shape:
+        return False
+    for row in range(0, len(first), COMPARED):
+        block = slice(row, row + COMPARED)
+        if not np.array_equal(first[block], second[block], equal_nan=True):
+            return False
+        weights.release()
+    return True
 
 
 def tied_name(model: CausalLM) -> str | None:

@@ -8,10 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from glax.models.config import NO_EFFECT, ModelConfig, Options, is_finite, rounded_width, shown
+from glax.models.config import ModelConfig, Options, is_finite, rounded_width, shown
 from glax.models.model import CausalLM, MixerBlock, Precision, outer_options
 from glax.models.names import FLA, MAMBA, TRANSFORMERS, Names, outer_names, renamed
-from glax.nn import Attention, Mamba2, RMSNorm, ShortConvolution
+from glax.nn import Attention, Mamba1, Mamba2, Mamba3, RMSNorm, ShortConvolution
+from glax.nn.convolution import uniform_filter
 from glax.nn.layer import Layer
 from glax.nn.parts import EMBED, HEADS, linear
 from glax.nn.passes import Rows
@@ -24,7 +25,7 @@ OF_FLA = (
 
 BACKBONE = outer_names("backbone.embeddings", "backbone.layers", "backbone.norm_f")
 MIXER = renamed("mixer", MAMBA)
-ALIASES = (("backbone.embedding.weight", "backbone.embeddings.weight"),)  # transformers renames it likewise
+ALIASES = ((r"^backbone\.embedding\.weight$", "backbone.embeddings.weight"),)  # transformers renames it likewise
 ORIGINAL = Names((*MIXER, *outer_names("backbone.embedding", "backbone.layers", "backbone.norm_f")))
 USUAL = Names((*MIXER, *BACKBONE), aliases=ALIASES)
 WIDE = (r"\.A_log$", r"^backbone\.layers\.\d+\.norm\.weight$", r"^backbone\.norm_f\.weight$")
@@ -73,11 +74,12 @@ def mamba2(config: ModelConfig, precision: Precision) -> CausalLM:
     mixer = dict(
         act=TRANSFORMERS[options.choice("hidden_act", "silu", TRANSFORMERS)],
         dt_limit=limit,
-        dt_range=(options.number("time_step_min", 0.001, above=0), options.number("time_step_max", 0.1, above=0)),
-        dt_floor=options.number("time_step_floor", 1e-4, above=0),
+        **first_steps(options),
     )
-    options.ignore("time_step_rank", "rescale_prenorm_residual", "chunk_size")
-    return assemble(options, config, precision, sizes, mixer, eps=eps, deviation=0.1, vocabulary=32768)
+    factor = output_factor(options, False, sizes["layers"]) or 1.0
+    options.ignore("time_step_rank", "chunk_size")
+    more: dict[str, Any] = dict(eps=eps, deviation=0.1, vocabulary=32768, factor=factor)
+    return assemble(options, config, precision, sizes, mixer, **more)
 
 
 def of_fla(config: ModelConfig, precision: Precision) -> CausalLM:
@@ -85,18 +87,40 @@ def of_fla(config: ModelConfig, precision: Precision) -> CausalLM:
     sizes = sizes_of(options, heads=None, groups=1, hidden=2048, layers=48)
     mixer = mixer_options(options) | dict(act=FLA[options.choice("hidden_act", "silu", FLA)])
     eps = options.number("norm_eps", 1e-5, least=0)
-    options.ignore("rescale_prenorm_residual", "chunk_size")
-    return assemble(
-        options, config, precision, sizes, mixer, eps=eps, deviation=0.02, vocabulary=32000, names=NAMES_OF_FLA
-    )
+    factor = output_factor(options, True, sizes["layers"])
+    options.ignore("chunk_size")
+    more: dict[str, Any] = dict(eps=eps, deviation=0.02, vocabulary=32000, names=NAMES_OF_FLA, factor=factor)
+    return assemble(options, config, precision, sizes, mixer, **more)
+
+
+def draw_output(layer: Mamba1 | Mamba2 | Mamba3, precision: Precision, factor: float | None):
+    """Draw W_out anew: uniform within factor / sqrt(inputs). Leave it as it is if factor is None."""
+    if factor is None:
+        return
+    kernel = layer.output.kernel
+    inside, width = kernel.shape
+    draw = uniform_filter(precision.rngs.params(), (inside, width), jnp.float32)
+    kernel[...] = (factor * draw).astype(kernel.dtype)
+
+
+def output_factor(options: Options, default: bool, layers: int) -> float | None:
+    """Return the factor of `draw_output`: 1 / sqrt(layers) with rescale_prenorm_residual, else None."""
+    return layers**-0.5 if options.flag("rescale_prenorm_residual", default, optional=True) else None
+
+
+def first_steps(
+    options: Options, least: str = "time_step_min", most: str = "time_step_max", floor: str = "time_step_floor"
+) -> dict[str, Any]:
+    """Return dt_range and dt_floor as arguments of a layer, from the options of these names."""
+    dt_range = options.number(least, 0.001, above=0), options.number(most, 0.1, above=0)
+    return dict(dt_range=dt_range, dt_floor=options.number(floor, 1e-4, above=0))
 
 
 def mixer_options(options: Options) -> dict[str, Any]:
     """Return the arguments of Mamba2 that fla and the state-spaces repository name alike."""
     return dict(
         dt_limit=limits(options, "dt_limit"),
-        dt_range=(options.number("dt_min", 0.001, above=0), options.number("dt_max", 0.1, above=0)),
-        dt_floor=options.number("dt_init_floor", 1e-4, above=0),
+        **first_steps(options, "dt_min", "dt_max", "dt_init_floor"),
         use_norm=options.flag("rmsnorm", True),
         norm_before_gate=options.flag("norm_before_gate", False),
         per_channel_skip=options.flag("D_has_hdim", False),
@@ -169,9 +193,13 @@ def assemble(
     deviation: float,
     vocabulary: int,
     names: Names = USUAL,
+    factor: float | None = None,
     attention: Mapping[str, Any] | None = None,
 ) -> CausalLM:
-    """Return the model. attention: the layers of softmax attention, and the arguments of `FusedAttention` in them."""
+    """Return the model.
+
+    factor: of `draw_output`. attention: the layers of softmax attention, and the arguments of `FusedAttention` in them.
+    """
     sizes = dict(sizes)
     width, layers = sizes.pop("width"), sizes.pop("layers")
     residual = jnp.dtype(jnp.float32) if options.flag("residual_in_fp32", True) else None
@@ -183,7 +211,9 @@ def assemble(
     def mixer_of(layer: int) -> Layer:
         if layer in softmax:
             return FusedAttention(width, kernel_init=init, **arguments, **precision.options)
-        return Mamba2(width, norm_eps=eps, kernel_init=init, **sizes, **mixer, **precision.options)
+        mamba = Mamba2(width, norm_eps=eps, kernel_init=init, **sizes, **mixer, **precision.options)
+        draw_output(mamba, precision, factor)
+        return mamba
 
     blocks = [MixerBlock(norm(), mixer_of(layer), precision.dtype, residual) for layer in range(layers)]
     return CausalLM(config, blocks, norm(), names, width=width, **outer)
@@ -195,7 +225,8 @@ def assemble(
 def original(config: ModelConfig, precision: Precision) -> CausalLM:
     """Build a model from a folder of state-spaces/mamba: d_model, n_layer, ssm_cfg. The vocabulary is rounded up to
     pad_vocab_size_multiple."""
-    options = Options(config.values, NO_EFFECT | {"fused_add_norm"}, model_type="mamba2", code="mamba2_state_spaces")
+    options = Options(config.values, model_type="mamba2", code="mamba2_state_spaces")
+    options.ignore("fused_add_norm")
     width, layers = options.integer("d_model"), options.integer("n_layer")
     options.choice("d_intermediate", 0, (0,))
     attention = attention_of(options, width, layers)
@@ -208,7 +239,10 @@ def original(config: ModelConfig, precision: Precision) -> CausalLM:
 
     inner = options.part("ssm_cfg", ssm)
     inner.ignore("chunk_size", "use_mem_eff_path", "sequence_parallel")
-    inner.choice("layer", "Mamba1", ("Mamba2",))
+    inner.values.setdefault("layer", "Mamba1")
+    if inner.take("layer") == "Mamba1":
+        raise inner.unsupported("layer", "Mamba-1 loads from transformers' folders, whose names on the Hub end in -hf")
+    inner.choice("layer", None, ("Mamba2",))
     head_width = inner.integer("headdim", 64)
     inside = rounded_width("expand", width, inner.number("expand", 2, above=0), "d_model")
     if inside % head_width:

@@ -15,6 +15,7 @@ from glax.models.hybrids import (
     SOFTMAX,
     TRAINING,
     attention_sizes,
+    experts_per_token,
     hidden_act,
     layer_kinds,
     softmax_attention,
@@ -44,12 +45,12 @@ ROUNDING = 2.0**-6  # of decays that were formed and stored in bfloat16
 class FusedLightning(LightningAttention):
     """Compute Lightning Attention whose q, k and v come from one projection, ordered by head."""
 
-    def __init__(self, width: int, *, kernel_init, dtype, param_dtype, rngs: nnx.Rngs, **arguments):
+    def __init__(self, width: int, *, bias: bool = False, kernel_init, dtype, param_dtype, rngs: nnx.Rngs, **arguments):
         options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
         super().__init__(width, **arguments, **options)
         for name in ("query", "key", "value"):
             delattr(self, name)
-        self.qkv = linear(width, 3 * self.num_heads * self.head_width, (EMBED, HEADS), **options)
+        self.qkv = linear(width, 3 * self.num_heads * self.head_width, (EMBED, HEADS), bias=bias, **options)
 
     def heads(self, x: Float[Array, "*rows width"]) -> list[Float[Array, "*rows H D"]]:
         each = by_head(activation("act", self.act)(self.qkv(x)), self.num_heads)
@@ -146,9 +147,8 @@ def minimax(config: ModelConfig, precision: Precision) -> CausalLM:
         return options.number(f"{name}_alpha_factor", 1.0), options.number(f"{name}_beta_factor", 1.0)
 
     by_kind, mlp_factors = {LINEAR: factors("linear_attn"), SOFTMAX: factors("full_attn")}, factors("mlp")
-    experts = (options.integer("num_local_experts", 8), options.integer("num_experts_per_tok", 2))
-    if experts[1] > experts[0]:
-        raise options.unsupported("num_experts_per_tok", f"it must be at most num_local_experts={experts[0]}")
+    count = options.integer("num_local_experts", 8)
+    experts = count, experts_per_token(options, 2, "num_local_experts", count)
     inside = options.integer("intermediate_size", 14336)
     options.finish()
 

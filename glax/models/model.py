@@ -8,18 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from glax._src.core.bind import check_integers, check_memory_of_leaves, known_values
 from glax._src.core.recurrence import to_int32
 from glax._src.core.segments import differs_from_padding
 from glax.models.config import ModelConfig, Options, padding
-from glax.models.names import Names
+from glax.models.names import Names, parameters
 from glax.models.shardings import states_on_mesh
 from glax.nn.automatic import automatic, first_array, like, replicated, rows_of
 from glax.nn.layer import Layer, from_pool, into_pool, parallel_rows, token_rows
 from glax.nn.losses import checked_targets, next_token_loss
-from glax.nn.parts import EMBED, VOCABULARY, annotated, kernel_of, linear
+from glax.nn.parts import EMBED, VOCABULARY, annotated, kernel_of, linear, soft_cap
 from glax.nn.passes import Rows
 
 # The policies of jax.checkpoint by name: what the backward pass reads instead of recomputing it.
@@ -44,6 +45,31 @@ class Precision:
         return dict(dtype=self.dtype, param_dtype=self.param_dtype, rngs=self.rngs)
 
 
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Hold the folder that a model was loaded from. All are equal: equal models in two folders share their programs."""
+
+    folder: str | None = dataclasses.field(default=None, compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """Describe layers that repeat. period: the blocks after which they begin again. repeats: how often they are there."""
+
+    period: int
+    repeats: int
+
+
+def layers_of_blocks(patterns: Sequence[Pattern]) -> list[range]:
+    """Return the numbers of the layers that each block of a model of patterns stands for."""
+    found, first = [], 0
+    for pattern in patterns:
+        end = first + pattern.period * pattern.repeats
+        found += [range(first + i, end, pattern.period) for i in range(pattern.period)]
+        first = end
+    return found
+
+
 Mixing = Any  # a module with `mix` and `empty_state`; see CausalLM
 
 
@@ -53,8 +79,8 @@ class CausalLM(nnx.Module):
     A block is a module with `mix(x, state, rows) -> (x, state)` and `empty_state(batch, max_length)`, where state is a dict. If
     head is None, the head is the embedding's transpose. config: the config of the checkpoint. names: the names of the
     parameters in the checkpoint. folder: the folder that the model was loaded from, or None. padding: a token whose embedding
-    gets no gradient as an input, as in the models' own code, or None. Subclasses may define `embed`, `arguments`, `through` and
-    `before_head`.
+    gets no gradient as an input, as in the models' own code, or None. logit_cap: c of logits c tanh(z / c), or
+    None. Subclasses may define `embed`, `arguments`, `through` and `before_head`.
 
     >>> logits = model(jnp.array([[1, 2, 3]]))
     >>> logits.shape == (1, 3, model.vocabulary)
@@ -62,7 +88,10 @@ class CausalLM(nnx.Module):
     """
 
     res: Any  # the mixture before the head, where `glax.models.fla` has set one
-    folder: str | None
+    # The sharding of rows [B, T, width] between blocks; None leaves it to the compiler.
+    activations: NamedSharding | None
+    # The patterns that `glax.models.layer_scan` has stacked the blocks by; None for one block for each layer.
+    patterns: tuple[Pattern, ...] | None
 
     def __init__(
         self,
@@ -77,9 +106,12 @@ class CausalLM(nnx.Module):
         precision: Precision,
         deviation: float = 0.02,
         padding: int | None = None,
+        logit_cap: float | None = None,
     ):
         self.config, self.names, self.vocabulary, self.width = config, names, vocabulary, width
-        self.dtype, self.remat, self.folder, self.padding = precision.dtype, None, None, padding
+        self.dtype, self.remat, self.origin, self.padding = precision.dtype, None, Origin(), padding
+        self.logit_cap = logit_cap
+        self.activations = self.patterns = None
         init = nnx.initializers.normal(deviation)
         self.embedding = nnx.Embed(
             vocabulary,
@@ -92,6 +124,14 @@ class CausalLM(nnx.Module):
         self.head = (
             None if tied else linear(width, vocabulary, (EMBED, VOCABULARY), kernel_init=init, **precision.options)
         )
+
+    @property
+    def folder(self) -> str | None:
+        return self.origin.folder
+
+    @folder.setter
+    def folder(self, folder: str | None):
+        self.origin = Origin(folder)
 
     # ---- the three ways to read --------------------------------------------------------------------------------------
 
@@ -140,11 +180,13 @@ class CausalLM(nnx.Module):
         targets: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         pad_id: int | None = None,
+        z_loss: float = 0.0,
     ) -> Float[Array, ""]:
         """Return the mean cross-entropy of the next tokens, in nats. No array [B, T, vocabulary] in float32 is formed.
 
         targets: the token behind each token; -1, or any number below 0, for a token that does not count. If None, the target is
-        the next token of the same segment, and padding does not count.
+        the next token of the same segment, and padding does not count. z_loss: the weight of the mean of (log sum exp logits)^2,
+        which is added.
         """
         tokens = self.checked(tokens, "[B, T]")
         targets = None if targets is None else checked_targets(targets, tokens.shape, self.vocabulary)
@@ -159,12 +201,16 @@ class CausalLM(nnx.Module):
                 same, is_token = ids[:, 1:] == ids[:, :-1], differs_from_padding(ids, pad_id)
                 same = same if is_token is None else same & is_token[:, 1:]
                 targets = targets.at[:, :-1].set(jnp.where(same, targets[:, :-1], -1))
-        return next_token_loss(self.before_head(x).astype(self.dtype), self.head_kernel, targets)
+        return next_token_loss(
+            self.before_head(x).astype(self.dtype), self.head_kernel, targets, self.logit_cap, z_loss
+        )
 
     # ---- their parts -------------------------------------------------------------------------------------------------
 
     def checked(self, tokens, form: str) -> Int[Array, "*rows"]:
         """Return tokens as int32, after a check of their shape, their dtype, and where they are known their values."""
+        if isinstance(self.embedding.embedding.get_value(), jax.ShapeDtypeStruct):
+            require_whole(self)
         return checked_tokens("tokens", tokens, form, self.vocabulary)
 
     @automatic(rows_of("tokens"))
@@ -174,7 +220,9 @@ class CausalLM(nnx.Module):
         """Return the rows that the head reads, [B, T, width]."""
         tokens = self.checked(tokens, "[B, T]")
         rows = parallel_rows(tokens.shape, None, segment_ids, pad_id)
-        x, _ = self.through(rows.without_padding(self.embed(tokens)), [{}] * len(self.blocks), rows)
+        if self.remat is not None or self.patterns is not None:
+            rows.settle()
+        x, _ = self.through(self.by_width(rows.without_padding(self.embed(tokens))), [{}] * len(self.blocks), rows)
         return self.norm(x)
 
     @automatic(rows_of("tokens"), like("states"))
@@ -201,13 +249,66 @@ class CausalLM(nnx.Module):
             return x
         return jnp.where((tokens == self.padding)[..., None], jax.lax.stop_gradient(x), x)
 
+    def by_width(self, x: Float[Array, "B T width"]) -> Float[Array, "B T width"]:
+        """Return embedded rows as the table's shards give them, along the width. Exchanging these for whole rows of the batch is
+        one all-to-all; without this step the compiler may gather the rows of all devices."""
+        if self.activations is None or self.activations.mesh.shape.get("fsdp", 1) == 1:
+            return x
+        rows, sequence, _ = self.activations.spec
+        others = tuple(name for name in rows if name != "fsdp")
+        by_width = NamedSharding(self.activations.mesh, PartitionSpec(others, sequence, "fsdp"))
+        return jax.lax.with_sharding_constraint(x, by_width)
+
     def through(self, x: Array, states: list[dict], rows: Rows) -> tuple[Array, list[dict]]:
-        """Return x behind all blocks, and the new states."""
+        """Return x behind all blocks, and the new states; no states where patterns of blocks are stacked."""
+        if self.patterns is not None:
+            return self.through_patterns(x, self.patterns, rows), []
         after = []
         for layer, (block, state) in enumerate(zip(self.blocks, states, strict=True)):
             x, state = self.rematerialised(block.mix, rows)(x, state, *self.arguments(layer))
             after.append(state)
         return x, after
+
+    def through_patterns(self, x: Any, patterns: Sequence[Pattern], rows: Rows) -> Any:
+        """Return x behind all layers, which begin without a state. One scan runs over the repeats of each pattern."""
+        place, layers = 0, layers_of_blocks(patterns)
+        for pattern in patterns:
+            inside = slice(place, place + pattern.period)
+            place += pattern.period
+            blocks = nnx.List(self.blocks[inside])
+            arguments = [
+                [self.arguments(layer) for layer in of_repeat] for of_repeat in zip(*layers[inside], strict=True)
+            ]
+            if pattern.repeats == 1:
+                x = self.through_blocks(x, blocks, arguments[0], rows)
+                continue
+            graph, stacks = nnx.split(blocks)
+
+            def repeat(x, parts, graph=graph):
+                state, arguments = parts
+                return self.through_blocks(x, nnx.merge(graph, state), arguments, rows), None
+
+            parts = stacks, jax.tree.map(lambda *each: jnp.stack(each), *arguments)
+            # Blocks may widen x to the dtype of their residuals.
+            after, _ = jax.eval_shape(repeat, x, jax.tree.map(lambda x: x[0], parts))
+            x, _ = jax.lax.scan(repeat, jax.tree.map(lambda x, y: x.astype(y.dtype), x, after), parts)
+        return x
+
+    def through_blocks(self, x: Any, blocks: Sequence[Mixing], arguments: Sequence[tuple], rows: Rows) -> Any:
+        for block, more in zip(blocks, arguments, strict=True):
+            x, _ = self.rematerialised(block.mix, rows)(x, {}, *more)
+        return x
+
+    def cannot_scan(self) -> str | None:
+        """Return why no scan can run over equal layers, for models whose layers read more than the layer before; else None."""
+        return None
+
+    def block_of(self, layer: int) -> Mixing:
+        """Return the block of a layer, or the stack that it is part of."""
+        if self.patterns is None:
+            return self.blocks[layer]
+        layers = layers_of_blocks(self.patterns)
+        return next(block for block, own in zip(self.blocks, layers, strict=True) if layer in own)
 
     def arguments(self, layer: int) -> tuple:
         """Return further arguments of the block's `mix`, for models whose layers share parameters."""
@@ -217,7 +318,12 @@ class CausalLM(nnx.Module):
         """Return (x, state, ...) -> mix(x, state, rows, ...). Its backward pass recomputes what `remat` names."""
 
         def of_state(x, state, *rest):
-            return mix(x, state, rows, *rest)
+            if self.activations is None:
+                return mix(x, state, rows, *rest)
+            # Else the compiler may shard the width as the parameters are, and gather the rows instead of the parameters.
+            x = jax.lax.with_sharding_constraint(x, self.activations)
+            y, state = mix(x, state, rows, *rest)
+            return jax.lax.with_sharding_constraint(y, self.activations), state
 
         return of_state if self.remat is None else jax.checkpoint(of_state, policy=REMAT[self.remat])
 
@@ -232,7 +338,7 @@ class CausalLM(nnx.Module):
 
     @automatic(rows_of("x"))
     def logits(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows vocabulary"]:
-        return self.before_head(x).astype(self.dtype) @ self.head_kernel
+        return soft_cap(self.before_head(x).astype(self.dtype) @ self.head_kernel, self.logit_cap)
 
     def derived_tensors(self) -> dict[str, Any]:
         """Return tensors that a checkpoint holds although its config determines them. They are written, and not used."""
@@ -240,6 +346,9 @@ class CausalLM(nnx.Module):
 
     def check_derived_tensors(self, tensors: Mapping[str, np.ndarray]):
         """Raise ValueError if a checkpoint holds derived tensors of another config. tensors: those that it holds."""
+
+    def check_length(self, length: int):
+        """Raise ValueError if the model cannot read a sequence of `length` tokens. Subclasses that have a limit override this."""
 
     def initial_states(self, batch: int, max_length: int | None = None) -> list[dict]:
         """Return the empty states of `batch` sequences, or pools of as many slots: one dict per block, each array with one row
@@ -252,6 +361,22 @@ class CausalLM(nnx.Module):
 
     def empty_states(self, batch: int, max_length: int | None = None) -> list[dict]:
         return [block.empty_state(batch, max_length) for block in self.blocks]
+
+    def grown_states(self, pools: list[dict], max_length: int) -> list[dict]:
+        """Return pools as `initial_states` makes them for max_length, with what `pools` hold. Caches of keys and values get rows;
+        other states stay as they are. A server grows its pools when a sequence needs it, and each size is compiled once.
+
+        Raises ValueError if `pools` have more rows than max_length.
+        """
+        batch = jax.tree.leaves(pools)[0].shape[0]
+
+        def grown(pool, wanted):
+            more = [(0, after - before) for before, after in zip(pool.shape, wanted.shape, strict=True)]
+            if any(after < 0 for _, after in more):
+                raise ValueError(f"max_length must be at least {pool.shape[1]}, as pools have rows, got {max_length}")
+            return jnp.pad(pool, more) if any(after for _, after in more) else pool
+
+        return jax.tree.map(grown, pools, jax.eval_shape(lambda: self.empty_states(batch, max_length)))
 
     def set_remat(self, name: str | None):
         """Choose what the backward pass recomputes. Raises ValueError for an unknown name.
@@ -332,16 +457,31 @@ def outer_options(
     return outer, nnx.initializers.normal(deviation)
 
 
+def require_whole(model: CausalLM):
+    """Raise ValueError, which names the first parameters, unless a model has a value for each."""
+    absent = [path for path, x in parameters(model) if isinstance(x.get_value(), jax.ShapeDtypeStruct)]
+    if absent:
+        raise ValueError(
+            f"model must hold all its parameters, got none for {', '.join(absent[:3])} and {max(len(absent) - 3, 0)} more: load "
+            "it without `only`"
+        )
+
+
 def checked_tokens(name: str, tokens, form: str, vocabulary: int) -> Int[Array, "*rows"]:
-    """Return tokens as int32. Raise TypeError or ValueError unless they are integers of the shape `form`, such as "[B, T]", and
-    from 0 to vocabulary - 1 where their values are known."""
+    """Return tokens as int32, after `check_tokens`."""
+    check_tokens(name, tokens, form, vocabulary)
+    return to_int32(tokens)
+
+
+def check_tokens(name: str, tokens, form: str, vocabulary: int):
+    """Raise TypeError or ValueError unless tokens are integers of the shape `form`, such as "[B, T]", and where their values are
+    known from 0 to vocabulary - 1."""
     check_integers(name, tokens)
     if tokens.ndim != len(form.split(",")):
         raise ValueError(f"{name} must be {form}, got shape {tokens.shape}")
     known = known_values(tokens)
     if known is not None and (wrong := known[(known < 0) | (known >= vocabulary)]).size:
         raise ValueError(f"{name} must be from 0 to {vocabulary - 1}, got {wrong[0]}")
-    return to_int32(tokens)
 
 
 def embedded(table: Float[Array, "vocabulary width"], tokens: Int[Array, "*rows"]) -> Float[Array, "*rows width"]:

@@ -1,10 +1,12 @@
 """Map the names and layouts of parameters to those of checkpoints, and the names of functions to those of glax.nn."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -45,26 +47,39 @@ class Names:
     """Map the path of a parameter, such as "blocks.3.attn.query.kernel", to its name in a checkpoint.
 
     rules: (pattern, replacement) of re.sub, applied to the path in order. Then `LEAVES` renames the last part of the path.
-    layouts: further entries like those of LEAVES. aliases: (another name that files have, the name by the rules). ignored:
-    patterns of tensors that belong to no parameter. float32: patterns of tensors that the model's own code has in float32, in a
-    model of narrower parameters too.
+    layouts: further entries like those of LEAVES. aliases: (pattern of another name that files have, the name by the rules) of
+    re.sub. stacked: (pattern of a tensor that holds all experts, the names of its equal parts with `*` for the expert), for
+    files that have such tensors in place of one for each expert. stacked_rows: (pattern of a tensor [rows, columns], the names
+    of its rows), for files that have such tensors in place of one for each row. joined: names of the parts of one tensor, in
+    order, which files may divide otherwise: "q_conv1d" for (...).q_conv1d.weight. ignored: patterns of tensors that belong to
+    no parameter. others: patterns of tensors of other models in the checkpoint, such as a vision tower: not read, and saved
+    again. float32: patterns of tensors that the model's own code has in float32, in a model of narrower parameters too.
     """
 
     rules: Rules
     layouts: tuple[tuple[str, Layout], ...] = ()
     aliases: Rules = ()
+    stacked: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    stacked_rows: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    joined: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
     float32: tuple[str, ...] = ()
 
     def __call__(self, path: str) -> str:
         for pattern, replacement in self.rules:
-            path = re.sub(pattern, replacement, path)
+            path = compiled(pattern).sub(replacement, path)
         front, _, last = path.rpartition(".")
         name = self.layout(last)[0] or last
         return f"{front}.{name}" if front else name
 
     def is_ignored(self, name: str) -> bool:
         return any(re.search(pattern, name) for pattern in self.ignored)
+
+    def other(self, name: str) -> str:
+        """Return the part of a name by which the tensor belongs to another model; "" for those of this one."""
+        found = (re.search(pattern, name) for pattern in self.others)
+        return next((match.group() for match in found if match), "")
 
     def dtype(self, name: str, dtype: np.dtype) -> np.dtype:
         """Return the dtype of the parameter called `name` in a model whose parameters have `dtype`."""
@@ -73,6 +88,12 @@ class Names:
 
     def layout(self, last: str) -> Layout:
         return dict(self.layouts).get(last) or LEAVES.get(last) or (last, same, same)
+
+
+@functools.cache
+def compiled(pattern: str) -> re.Pattern:
+    """Compile a pattern once. A deep model has more rules than the cache of `re` holds."""
+    return re.compile(pattern)
 
 
 def renamed(inside: str, table: Mapping[str, str]) -> Rules:
@@ -91,7 +112,7 @@ def checkpoint_name(model: Any, path: str) -> tuple[str, Layout]:
     return model.names(path), model.names.layout(path.rpartition(".")[2])
 
 
-def stored_names(name: str, param: nnx.Param | np.ndarray) -> list[str]:
+def stored_names(name: str, param: nnx.Param | np.ndarray | jax.Array) -> list[str]:
     """Return the names of the tensors that hold a parameter: one, or for a name with `*` one for each row of its first axis."""
     return [name.replace("*", str(i)) for i in range(param.shape[0])] if "*" in name else [name]
 
@@ -132,6 +153,7 @@ def transposed_layouts(*names: str) -> tuple[tuple[str, Layout], ...]:
 # ---- the parts of layers, as the checkpoints of fla and transformers call them ---------------------------------------------
 
 ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+NORMED_ATTENTION = ATTENTION | {"query_norm": "q_norm", "key_norm": "k_norm"}
 CONVOLUTIONS = {"query_conv": "q_conv1d", "key_conv": "k_conv1d", "value_conv": "v_conv1d"}
 MAMBA = {"input": "in_proj", "conv": "conv1d", "output": "out_proj"}
 GATED_MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}

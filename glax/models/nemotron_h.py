@@ -4,7 +4,6 @@ import functools
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -22,11 +21,11 @@ from glax.models.hybrids import (
     mamba,
     softmax_attention,
 )
-from glax.models.mamba2 import BACKBONE
+from glax.models.mamba2 import BACKBONE, draw_output, first_steps, output_factor
 from glax.models.model import CausalLM, MixerBlock, Precision, outer_options
 from glax.models.names import ATTENTION, MAMBA, Names, mixer_names, renamed, transposed_layouts
 from glax.nn import RMSNorm
-from glax.nn.mlp import Chosen, Experts
+from glax.nn.mlp import Chosen, Experts, sigmoid_router
 from glax.nn.parts import EMBED, linear, normal, parameter
 
 PATTERN = {"M": LINEAR, "*": SOFTMAX, "-": "mlp", "E": "moe"}
@@ -39,9 +38,7 @@ OLDER = {
     "time_step_floor", "mamba_conv_bias": "use_conv_bias", "mamba_chunk_size": "chunk_size",
 }  # fmt: skip
 # Options without effect on the function that the model's own code computes, although it reads them.
-IGNORED = (
-    "chunk_size", "mtp_hybrid_override_pattern", "num_hidden_layers", "rescale_prenorm_residual", "use_mamba_kernels",
-)  # fmt: skip
+IGNORED = ("chunk_size", "mtp_hybrid_override_pattern", "num_hidden_layers", "use_mamba_kernels")
 # Options that concern experts alone, whatever their values are in a model that has none.
 OF_EXPERTS = (
     "moe_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size", "n_group", "n_routed_experts",
@@ -68,12 +65,9 @@ BIAS = r"\.gate\.e_score_correction_bias$"
 
 
 class NemotronExperts(nnx.Module):
-    """Choose experts by sigmoid scores within the best groups of experts, and add an MLP that every token reads.
+    """Choose experts by `sigmoid_router`, and add an MLP that every token reads.
 
-    A group is ranked by the sum of the two greatest values of score + correction in it. Of the `best_groups` groups, the
-    `top_k` experts with the greatest score + correction are chosen. Their weights are their scores, divided by the sum of these
-    if `normalised`, times `scaling`. latent: the width in which the experts work, or None for the width of x. bias: of the
-    projections into and out of it. Liu et al. 2024, https://arxiv.org/abs/2412.19437.
+    latent: the width in which the experts work, or None for the width of x. bias: of the projections into and out of it.
     """
 
     def __init__(
@@ -105,21 +99,10 @@ class NemotronExperts(nnx.Module):
             self.out_of = linear(latent, width, (None, EMBED), bias=bias, **options)
 
     def chosen(self, x: Float[Array, "M D"]) -> Chosen:
-        logits = jnp.matmul(
-            x.astype(jnp.float32), self.router[...].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
-        )
-        scores = jax.nn.sigmoid(logits)
-        preferred = jax.lax.stop_gradient(scores + self.correction[...].astype(jnp.float32)[None])
-        by_group = preferred.reshape(-1, self.groups, self.count // self.groups)
-        best = jax.lax.top_k(by_group, 2)[0].sum(-1)
-        _, picked = jax.lax.top_k(best, self.best_groups)
-        in_picked = jax.nn.one_hot(picked, self.groups, dtype=bool).any(1)
-        preferred = jnp.where(in_picked[..., None], by_group, -jnp.inf).reshape(preferred.shape)
-        _, experts = jax.lax.top_k(preferred, self.top_k)
-        weights = jnp.take_along_axis(scores, experts, 1)
-        if self.normalised:
-            weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
-        return weights * self.scaling, experts
+        groups: dict[str, int] = dict(groups=self.groups, best_groups=self.best_groups)
+        more: dict[str, Any] = dict(normalize=self.normalised, scaling=self.scaling, **groups)
+        route = functools.partial(sigmoid_router, top_k=self.top_k, **more)
+        return self.experts.on_rows(route, (x,), self.router[...], self.correction[...])
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         flat = x.reshape(-1, x.shape[-1])
@@ -148,9 +131,8 @@ def mamba_arguments(options: Options, eps: float) -> dict[str, Any]:
         conv_bias=options.flag("use_conv_bias", True),
         bias=options.flag("use_bias", False),
         act=hidden_act(options, "mamba_hidden_act"),
-        dt_limit=(least := options.number("time_step_min", 0.001, above=0), math.inf),
-        dt_range=(least, options.number("time_step_max", 0.1, above=0)),
-        dt_floor=options.number("time_step_floor", 1e-4, above=0),
+        dt_limit=(options.number("time_step_min", 0.001, above=0), math.inf),
+        **first_steps(options),
         norm_eps=eps,
     )
 
@@ -194,6 +176,7 @@ def nemotron_h(config: ModelConfig, precision: Precision) -> CausalLM:
     outer, init = outer_options(options, precision, 131072, has_padding=False)
     outer["tied"] = False  # whatever tie_word_embeddings says: the model's own code ties nothing
     eps = options.number("layer_norm_epsilon", 1e-5, least=0)
+    factor = output_factor(options, True, len(kinds))
     options.ignore(*IGNORED, *TRAINING)
     sizes = attention_sizes(options, width, kv_heads=8) | dict(head_width=options.integer("head_dim", 128))
     arguments = mamba_arguments(options, eps)
@@ -211,7 +194,9 @@ def nemotron_h(config: ModelConfig, precision: Precision) -> CausalLM:
 
     def mixer(kind: str):
         if kind == LINEAR:
-            return mamba(width, arguments, init, precision)
+            layer = mamba(width, arguments, init, precision)
+            draw_output(layer, precision, factor)
+            return layer
         if kind == SOFTMAX:
             return softmax_attention(width, sizes, None, init, precision)
         if kind == "mlp":
@@ -223,6 +208,6 @@ def nemotron_h(config: ModelConfig, precision: Precision) -> CausalLM:
 
     blocks = [MixerBlock(norm(), mixer(kind)) for kind in kinds]
     rules = (*mixer_names(kinds, MIXERS, "mixer"), *renamed(r"mixer\.shared", PLAIN_MLP))
-    layouts, ignored = transposed_layouts("up", "down", "router"), (r"^mtp\.",)
-    names = Names((*rules, *OUTER), layouts=layouts, ignored=ignored, float32=(r"\.gate\.weight$", BIAS))
+    layouts, others = transposed_layouts("up", "down", "router"), (r"^mtp\.",)
+    names = Names((*rules, *OUTER), layouts=layouts, others=others, float32=(r"\.gate\.weight$", BIAS))
     return CausalLM(config, blocks, norm(), names, width=width, **outer)

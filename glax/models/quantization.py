@@ -1,8 +1,8 @@
 """Read checkpoints whose weights are stored in float8 with one scale for each block, and refuse other quantizations by name."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ REMEDY = (
     "load the checkpoint that it was made from, or dequantize it with transformers: model.dequantize(), then "
     "save_pretrained"
 )
+AT_ONCE = 128  # rows that are dequantized together
 READ_INSIDE = frozenset({"load_in_4bit", "load_in_8bit"})  # another quantization, whatever quant_method says
 # Options of quantization_config that say which weights are quantized, which the files say too, or that choose kernels.
 IGNORED = ("dequantize", "fmt", "ignored_layers", "modules_to_convert", "modules_to_not_convert")
@@ -66,14 +67,14 @@ class DequantizedWeights(Weights):
 
     def __init__(self, folder: Path, config: Mapping, block: tuple[int, int]):
         super().__init__(folder)
-        self.block, self.headers = block, {}
+        self.block = block
         self.to = named_dtype(config) or jnp.dtype(jnp.bfloat16)
 
     def is_float8(self, name: str) -> bool:
         return self.header(name).get_dtype() == FLOAT8
 
     def names(self) -> set[str]:
-        return {name for name in self.files if not self.is_scale(name)}
+        return {name for name in super().names() if not self.is_scale(name)}
 
     def is_scale(self, name: str) -> bool:
         weight = name.removesuffix(SCALE)
@@ -85,32 +86,43 @@ class DequantizedWeights(Weights):
     def read(self, name: str) -> np.ndarray:
         if not self.is_float8(name):
             return super().read(name)
-        if name + SCALE not in self.files:
-            raise ValueError(f"{name} in {self.files[name]} is float8 and must come with {name + SCALE}")
-        weight, scale = self.float8(name), np.asarray(super().read(name + SCALE), np.float32)
-        return (weight.astype(np.float32) * self.by_element(name, weight.shape, scale)).astype(self.to)
+        whole: tuple[EllipsisType, slice] = ..., slice(None)
+        tensor, (expert, rows) = self.parts.get(name, (name, whole))
+        if rows is None:  # np.newaxis, by `Weights.divide_rows`
+            raise ValueError(
+                f"{tensor} in {self.files[tensor]} must not be float8, because its rows are tensors of their own"
+            )
+        if tensor + SCALE not in self.files:
+            raise ValueError(f"{tensor} in {self.files[tensor]} is float8 and must come with {tensor + SCALE}")
+        weight = self.mapped(tensor)
+        scale, block = self.scale_of(tensor, weight.shape)
+        return dequantized(weight[expert], scale[expert], block, rows, self.to)
 
-    def by_element(self, name: str, shape: tuple[int, ...], scale: np.ndarray) -> np.ndarray:
-        """Return the scale of each element, or one number. Raises ValueError if the scales do not fit the blocks."""
-        if scale.size == 1:
-            return scale.reshape(())
+    def scale_of(self, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, tuple[int, int]]:
+        """Return (the scale of each block, the rows and columns of a block). Raises ValueError if the scales do not fit the
+        blocks."""
+        scale = np.asarray(self.mapped(name + SCALE), np.float32)
         rows, columns = shape[-2:]
-        block = [size or whole for size, whole in zip(self.block, (rows, columns), strict=True)]
+        if scale.size == 1:
+            return np.broadcast_to(scale.reshape(()), (*shape[:-2], 1, 1)), (rows, columns)
+        block = self.block[0] or rows, self.block[1] or columns
         wanted = (*shape[:-2], -(-rows // block[0]), -(-columns // block[1]))
         if scale.shape != wanted:
             raise ValueError(
-                f"{name + SCALE} in {self.files[name + SCALE]} must be {list(wanted)} for blocks of {block}, got {scale.shape}"
+                f"{name + SCALE} in {self.files[name + SCALE]} must be {list(wanted)} for blocks of {list(block)}, "
+                f"got {scale.shape}"
             )
-        wide = np.repeat(np.repeat(scale, block[0], -2), block[1], -1)
-        return wide[..., :rows, :columns]
+        return scale, block
 
-    def float8(self, name: str) -> np.ndarray:
-        """Return a float8 tensor, which safetensors does not read into NumPy."""
-        path, stored = self.files[name], self.stored.get(name, name)
-        if path not in self.headers:
-            with path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                self.headers[path] = 8 + length, json.loads(file.read(length))
-        start, header = self.headers[path]
-        shape, offset = tuple(header[stored]["shape"]), header[stored]["data_offsets"][0]
-        return np.memmap(path, jnp.float8_e4m3fn, "r", start + offset, shape)
+
+def dequantized(
+    weight: np.ndarray, scale: np.ndarray, block: tuple[int, int], rows: slice, dtype: np.dtype
+) -> np.ndarray:
+    """Return rows of weight [..., rows, columns] times the scales of their blocks, in `dtype`."""
+    first, last, _ = rows.indices(weight.shape[-2])
+    result = np.empty((*weight.shape[:-2], last - first, weight.shape[-1]), dtype)
+    for start in range(first, last, AT_ONCE):  # in float32 a few rows at a time
+        stop = min(start + AT_ONCE, last)
+        wide = np.repeat(scale[..., np.arange(start, stop) // block[0], :], block[1], -1)[..., : weight.shape[-1]]
+        result[..., start - first : stop - first, :] = weight[..., start:stop, :].astype(np.float32) * wide
+    return result

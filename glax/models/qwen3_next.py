@@ -18,12 +18,13 @@ from glax.models.hybrids import (
     TRAINING,
     are_layers,
     attention_sizes,
+    experts_per_token,
     hidden_act,
     layer_kinds,
     softmax_attention,
 )
 from glax.models.model import Block, CausalLM, Precision, outer_options
-from glax.models.names import ATTENTION, GATED_MLP, Names, mixer_names, outer_names, renamed, transposed_layouts
+from glax.models.names import GATED_MLP, NORMED_ATTENTION, Names, mixer_names, outer_names, renamed, transposed_layouts
 from glax.models.rope import rotation
 from glax.nn import RMSNorm, RMSNormGated, ShortConvolution, SwiGLU
 from glax.nn.delta import initial_A_log, log_decay
@@ -33,7 +34,7 @@ from glax.nn.parts import EMBED, HEADS, by_head, linear, merged, parameter
 from glax.nn.passes import Rows, State
 
 MIXERS = {
-    SOFTMAX: ("self_attn", ATTENTION | {"query_norm": "q_norm", "key_norm": "k_norm"}),
+    SOFTMAX: ("self_attn", NORMED_ATTENTION),
     LINEAR: (
         "linear_attn",
         {"qkvz": "in_proj_qkvz", "ba": "in_proj_ba", "conv": "conv1d", "output": "out_proj"},
@@ -76,40 +77,51 @@ class FusedGatedDeltaNet(Layer):
     this order.
     """
 
+    A_range = (0.01, 16.0)  # of the uniform first values of exp(A_log)
+
     def __init__(
         self, width: int, sizes: DeltaSizes, *, act: str, norm_eps: float, kernel_init, dtype, param_dtype, rngs
     ):
         self.width, self.sizes, self.recurrence = width, sizes, recurrent
         options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        inside, H = 2 * (sizes.keys + sizes.values), sizes.num_heads
-        self.qkvz = linear(width, inside, (EMBED, HEADS), kernel_init=kernel_init, **options)
-        self.ba = linear(width, 2 * H, (EMBED, HEADS), kernel_init=kernel_init, **options)
+        self.make_projections(kernel_init=kernel_init, **options)
         conv: dict[str, Any] = dict(activation=act, filter_init=kernel_init)
         self.conv = ShortConvolution(2 * sizes.keys + sizes.values, sizes.conv_size, **conv, **options)
-        self.A_log = parameter(initial_A_log(rngs, H, (0.01, 16.0)).astype(param_dtype), HEADS)
-        self.dt_bias = parameter(jnp.ones(H, param_dtype), HEADS)
+        self.A_log = parameter(initial_A_log(rngs, sizes.num_heads, self.A_range).astype(param_dtype), HEADS)
+        self.dt_bias = parameter(jnp.ones(sizes.num_heads, param_dtype), HEADS)
         self.norm = RMSNormGated(sizes.value_width, epsilon=norm_eps, param_dtype=param_dtype)
         self.output = linear(sizes.values, width, (HEADS, EMBED), kernel_init=kernel_init, **options)
+
+    def make_projections(self, **options):
+        sizes = self.sizes
+        self.qkvz = linear(self.width, 2 * (sizes.keys + sizes.values), (EMBED, HEADS), **options)
+        self.ba = linear(self.width, 2 * sizes.num_heads, (EMBED, HEADS), **options)
+
+    @property
+    def state_passes(self) -> int:
+        return 3  # the delta rule reads the state before it writes it
 
     def empty_state(self, batch: int, max_length: int | None = None) -> dict:
         shape = (batch, self.sizes.num_heads, self.sizes.key_width, self.sizes.value_width)
         return dict(recurrent=jnp.zeros(shape, jnp.float32), conv=self.conv.initial_state(batch))
 
     def projected(self, x: Float[Array, "*rows width"]) -> list[Array]:
-        """Return q and k [*rows, Hq K], v and z [*rows, H V], and the inputs of beta and of the step size, [*rows, H] each."""
+        """Return q, k and v [*rows, 2 Hq K + H V], z [*rows, H V], and the inputs of beta and of the step size, [*rows, H]
+        each."""
         sizes, groups = self.sizes, self.sizes.num_qk_heads
         K, V = sizes.key_width, sizes.values // groups
-        qkvz = jnp.split(by_head(self.qkvz(x), groups), [K, 2 * K, 2 * K + V], axis=-1)
-        return [merged(y) for y in (*qkvz, *jnp.split(by_head(self.ba(x), groups), 2, axis=-1))]
+        q, k, v, z = map(merged, jnp.split(by_head(self.qkvz(x), groups), [K, 2 * K, 2 * K + V], axis=-1))
+        b, a = map(merged, jnp.split(by_head(self.ba(x), groups), 2, axis=-1))
+        return [jnp.concatenate([q, k, v], -1), z, b, a]
 
     def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
         sizes = self.sizes
-        q, k, v, z, b, a = self.projected(x)
-        qkv, conv = self.conv.extend(jnp.concatenate([q, k, v], -1), state.get("conv"), rows)
+        qkv, z, b, a = self.projected(x)
+        qkv, conv = self.conv.extend(qkv, state.get("conv"), rows)
         q, k, v = jnp.split(qkv, [sizes.keys, 2 * sizes.keys], axis=-1)
         q, k, v = by_head(q, sizes.num_qk_heads), by_head(k, sizes.num_qk_heads), by_head(v, sizes.num_heads)
         g, beta = log_decay(a, self.A_log[...], self.dt_bias[...]), jax.nn.sigmoid(b.astype(jnp.float32))
-        more = dict(g=g, beta=beta, use_qk_l2norm=True)
+        more: dict[str, Any] = dict(g=g, beta=beta, use_qk_l2norm=True)
         o, after = rows.recurrent(self.recurrence, q, k, v, state.get("recurrent"), **more)
         y = self.output(merged(self.norm(o, by_head(z, sizes.num_heads))))
         return y, dict(recurrent=after, conv=conv)
@@ -134,8 +146,9 @@ def sparse_layers(options: Options, layers: int) -> list[bool]:
     return [bool(count) and layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
 
 
-def delta_sizes(options: Options) -> DeltaSizes:
-    keys, values = options.integer("linear_num_key_heads", 16), options.integer("linear_num_value_heads", 32)
+def delta_sizes(options: Options, keys: int = 16, values: int = 32) -> DeltaSizes:
+    """Return the sizes of a Gated DeltaNet. keys, values: the heads of a config that lacks them."""
+    keys, values = options.integer("linear_num_key_heads", keys), options.integer("linear_num_value_heads", values)
     if values % keys:
         raise options.unsupported("linear_num_value_heads", f"it must be a multiple of linear_num_key_heads={keys}")
     return DeltaSizes(
@@ -151,9 +164,8 @@ def mlps(options: Options, width: int, act: str, init, precision: Precision) -> 
     """Return functions that make (the MLP of a layer without experts, the MLP of a layer with experts)."""
     inside, shared = options.integer("intermediate_size", 5632), options.integer("shared_expert_intermediate_size", 512)
     each, count = options.integer("moe_intermediate_size", 512), options.integer("num_experts", 512, least=0)
-    top_k, normalize = options.integer("num_experts_per_tok", 10), options.flag("norm_topk_prob", True)
-    if count and top_k > count:
-        raise options.unsupported("num_experts_per_tok", f"it must be at most num_experts={count}")
+    top_k = experts_per_token(options, 10, "num_experts", count)
+    normalize = options.flag("norm_topk_prob", True)
     common: dict[str, Any] = dict(kernel_init=init, **precision.options)
 
     def dense(inside: int = inside) -> SwiGLU:
@@ -198,5 +210,5 @@ def qwen3_next(config: ModelConfig, precision: Precision) -> CausalLM:
         for kind, has_experts in zip(kinds, is_sparse, strict=True)
     ]
     rules = (*mixer_names(kinds, MIXERS), *MLPS, *outer_names())
-    names = Names(rules, layouts=transposed_layouts("router", *GATED_MLP), ignored=(r"^mtp\.",))
+    names = Names(rules, layouts=transposed_layouts("router", *GATED_MLP), others=(r"^mtp\.",))
     return CausalLM(config, blocks, norm(), names, width=width, **outer)

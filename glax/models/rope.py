@@ -33,14 +33,15 @@ KINDS_INSIDE = frozenset({
 class Rope:
     """Hold theta, the share of a head's channels that rotate, and the scaling of the inverse frequencies.
 
-    theta may be None where nothing rotates. theta_key: its name in config.json. kind: the rope_type. inner: the options of the
-    scaling, or None. original: the length of the sequences before scaling. ratio: how many times longer max_position_embeddings
-    is.
+    theta may be None where nothing rotates. theta_key, partial_key: the names of theta and partial in config.json. kind: the
+    rope_type. inner: the options of the scaling, or None. original: the length of the sequences before scaling. ratio: how many
+    times longer max_position_embeddings is.
     """
 
     theta: float | None
     partial: float
     theta_key: str = "rope_theta"
+    partial_key: str = "partial_rotary_factor"
     kind: str = "default"
     inner: Options | None = None
     original: int = 1
@@ -54,7 +55,7 @@ class Rope:
         width = int(head_width * self.partial)
         if width % 2 or width == 0:
             raise UnsupportedOption(
-                f"partial_rotary_factor={self.partial!r} in config.json is not supported: {width} of the {head_width} channels "
+                f"{self.partial_key}={self.partial!r} in config.json is not supported: {width} of the {head_width} channels "
                 "of a head would rotate, which must be an even number"
             )
         if self.inner is None:
@@ -135,13 +136,20 @@ def is_positive(value: Any) -> bool:
 
 
 def rotation(
-    options: Options, theta: float, positions: int, partial: float | None = None, *, is_fixed: bool = False
+    options: Options,
+    theta: float,
+    positions: int,
+    partial: float | None = None,
+    *,
+    is_fixed: bool = False,
+    ignored: tuple[str, ...] = (),
 ) -> Rope:
     """Return the rotary positions that a config asks for. Raises UnsupportedOption for a rope_type that is not supported.
 
     theta, positions: rope_theta and max_position_embeddings of a config without them. partial: the share of the channels for a
     config without partial_rotary_factor. It is None for models whose own code does not read that factor, where all channels
-    rotate. is_fixed: whether partial_rotary_factor counts inside rope_parameters alone. Older versions of transformers write
+    rotate. is_fixed: whether partial_rotary_factor counts inside rope_parameters alone. ignored: further
+    options of rope_parameters, which have no effect. Older versions of transformers write
     rope_theta and rope_scaling, newer versions rope_parameters. A rope_scaling that is not empty replaces rope_parameters.
     """
     base = options.number("rope_theta", theta, optional=True, above=0)
@@ -160,14 +168,17 @@ def rotation(
         raise options.unsupported(key, f"rope_type {kind!r} must come with {', '.join(missing)}")
     base = inner.number("rope_theta", base, optional=True, above=0)
     share = inner.number("partial_rotary_factor", share)
-    inner.ignore(*READ_INSIDE)
+    inner.ignore(*READ_INSIDE, *ignored)
     inner.finish()
+    theta_key, partial_key = (
+        f"{inner.inside if name in inner.values else options.inside}{name}"
+        for name in ("rope_theta", "partial_rotary_factor")
+    )
     if not 0 < share <= 1:
-        raise ValueError(f"partial_rotary_factor in config.json must be above 0 and at most 1, got {share!r}")
+        raise ValueError(f"{partial_key} in config.json must be above 0 and at most 1, got {share!r}")
     if partial is None and kind != "default" and share != 1:
         raise options.unsupported("partial_rotary_factor", f"with rope_type {kind!r} it must be 1")
-    named = f"{inner.inside if 'rope_theta' in inner.values else ''}rope_theta"
-    found = Rope(base, 1.0 if partial is None else share, named)
+    found = Rope(base, 1.0 if partial is None else share, theta_key, partial_key)
     if kind == "default":
         options.ignore("original_max_position_embeddings")
         return found

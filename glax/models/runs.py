@@ -1,15 +1,18 @@
-"""Keep the folder of a training run: its lock, what it trains, its checkpoints and its losses."""
+"""Manage the folder of a training run: its lock, the record of what it trains, its checkpoints and its losses."""
 
 import contextlib
 import dataclasses
+import datetime
 import errno
+import functools
 import gc
 import hashlib
 import json
+import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +21,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding
+from jax.experimental import multihost_utils
 
-from glax._src.core.files import ContentError, read_json, replacing, set_aside
+from glax._src.core.files import ContentError, parse, read_regular, replacing, set_aside
+from glax.models.loggers import Logger, started
 from glax.testing.check import one_line
 
-LOCK, HISTORY, CHECKPOINTS = ".lock", "history.json", "checkpoints"
-REFUSED = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED")  # what tensorstore says of files that may be whole
+LOCK, HISTORY, CHECKPOINTS = ".lock", "history.jsonl", "checkpoints"
+# In errors of tensorstore: the machine failed to read, and the file may be whole.
+REFUSED = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED")
 
 
 class DamagedCheckpoint(ValueError):
@@ -33,7 +38,8 @@ class DamagedCheckpoint(ValueError):
 
 @dataclasses.dataclass
 class History:
-    """Hold losses in nats per token: of each step's windows by step, and of the held-out windows by step."""
+    """Hold losses in nats per token, by step. losses: of the windows that each step trained on. held_out: of the held-out tokens
+    after a step."""
 
     losses: dict[int, float] = dataclasses.field(default_factory=dict)
     held_out: dict[int, float] = dataclasses.field(default_factory=dict)
@@ -41,9 +47,12 @@ class History:
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Make the folder and hold its lock, which ends with the process. Raises ValueError if another training holds it, or if
-    the folder cannot be made or written to."""
+    """Make the folder `out` and hold its lock, which ends with the process at the latest. Process 0 holds it for all. Raises
+    ValueError if another training holds it, or if the folder cannot be made or written to."""
     lock = filelock.FileLock(out / LOCK, timeout=0)
+    if jax.process_index():
+        yield
+        return
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock.acquire()
@@ -63,17 +72,44 @@ def locked(out: Path) -> Iterator[None]:
 
 
 def digest(arrays: Mapping[str, jax.Array]) -> str:
-    """Return the SHA-256 of arrays with their names, dtypes and shapes."""
-    found = hashlib.sha256()
-    for name in sorted(arrays):
-        value = np.ascontiguousarray(jax.device_get(arrays[name]))
-        found.update(f"{name} {value.dtype} {value.shape}\n".encode())
-        found.update(value.reshape(-1).view(np.uint8).data)
-    return found.hexdigest()
+    """Return the SHA-256 of the names, dtypes, shapes and sums of arrays. It does not depend on how they are sharded."""
+    totals = jax.device_get(sums(dict(arrays)))
+    found = {name: [str(x.dtype), list(x.shape), np.ravel(totals[name]).tolist()] for name, x in arrays.items()}
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
+@jax.jit
+def sums(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return two checksums of 32 bits of each array, [2]: sums of words that mix an element's bits with its index.
+
+    The devices form them. As sums of integers they are equal on any mesh. A change of any one element changes them.
+    """
+    return {name: sum_of_bits(x) for name, x in arrays.items()}
+
+
+def sum_of_bits(x: jax.Array) -> jax.Array:
+    """Return the two checksums of one array. See `sums`."""
+    if x.dtype.itemsize == 8:
+        x = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    words = x if x.dtype == bool else jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    words = words.astype(jnp.uint32)
+    place, stride = jnp.zeros(x.shape, jnp.uint32), 1
+    for axis in reversed(range(x.ndim)):
+        place += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * np.uint32(stride % 2**32)
+        stride *= x.shape[axis]
+    return jnp.stack([mixed(words, place, factor).sum(dtype=jnp.uint32) for factor in (0x9E3779B1, 0x85EBCA77)])
+
+
+def mixed(words: jax.Array, place: jax.Array, factor: int) -> jax.Array:
+    """Return words mixed with their indices `place`, by MurmurHash3's finalizer. No two words of one place become one."""
+    found = (words ^ (place * np.uint32(factor))) * np.uint32(0x85EBCA6B)
+    found ^= found >> 13
+    found *= np.uint32(0xC2B2AE35)
+    return found ^ (found >> 16)
 
 
 def content(source: str, sha256: str) -> dict:
-    """Return the entry of a record for something that is compared by its content alone."""
+    """Return the entry of a record for something that is compared by its digest, wherever it comes from."""
     return dict(source=source, sha256=sha256)
 
 
@@ -105,39 +141,103 @@ def shown(entry: object) -> str:
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 
-def write_history(out: Path, history: History):
-    with replacing(out / HISTORY) as new:
-        new.write_text(json.dumps(dataclasses.asdict(history)))
+class Journal:
+    """Write the values of a run's steps to `history.jsonl`, one JSON object a line, and hold its losses in `history`.
+
+    A line has `step`, and either the values of the step, with `loss` among them, or `held_out`. Where the file is there, its
+    lines up to the step `done` stay, and those of later steps go. Lines that are no such objects are dropped, with a warning, and
+    stop no run. `loggers` get the values too. Only process 0 has a file and loggers.
+    """
+
+    def __init__(self, out: Path, done: int, loggers: Sequence[str] = (), config: Mapping[str, Any] | None = None):
+        self.path, self.history, self.file = out / HISTORY, History(), None
+        self.loggers: list[Logger] = []
+        if jax.process_index():
+            return
+        self.loggers = started(loggers, out, done, config or {})
+        lines = [line for line in read_lines(self.path) if line["step"] <= done] if os.path.lexists(self.path) else []
+        for line in lines:
+            self.note(line)
+        try:
+            with replacing(self.path) as new:
+                new.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            self.file = open(self.path, "a")  # noqa: SIM115 - closed by `close`
+        except OSError as error:
+            self.lose(error)
+
+    def write(self, step: int, **values: float):
+        """Add a line, in which numbers that are not finite are null, and give the values to the loggers. A file or a
+        logger that cannot be written is given up, with a warning."""
+        line = dict(step=step) | {name: x if math.isfinite(x) else None for name, x in values.items()}
+        self.note(line)
+        for logger in self.loggers[:]:
+            self.attempt(logger, functools.partial(logger.write, step, values))
+        if self.file is None:
+            return
+        try:
+            self.file.write(json.dumps(line) + "\n")
+            self.file.flush()
+        except OSError as error:
+            self.lose(error)
+
+    def note(self, line: dict):
+        for name, by_step in (("loss", self.history.losses), ("held_out", self.history.held_out)):
+            if line.get(name) is not None:
+                by_step[line["step"]] = line[name]
+
+    def lose(self, error: OSError):
+        self.file = None
+        warnings.warn(
+            f"{self.path} cannot be written: {error.strerror or error}: the run goes on without it", stacklevel=4
+        )
+
+    def close(self):
+        if self.file is not None:
+            self.file.close()
+        for logger in self.loggers[:]:
+            self.attempt(logger, logger.close)
+
+    def attempt(self, logger: Logger, call: Callable[[], None]):
+        """Return after call(), which is the logger's. A logger that fails, because of a network or a disk, is given up, with a
+        warning."""
+        try:
+            call()
+        except Exception as error:  # each package raises classes of its own
+            self.loggers.remove(logger)
+            name, why = type(logger).__name__, one_line(error)
+            warnings.warn(f"the logger {name} failed: {why}: the run goes on without it", stacklevel=4)
 
 
-def read_history(out: Path, done: int) -> History:
-    """Return the losses of the steps up to `done`, as far as they are stored. A file that does not hold losses is set aside,
-    with a warning."""
-    path = out / HISTORY
-    if not done or not os.path.lexists(path):
-        return History()
+def read_lines(path: Path) -> list[dict]:
+    """Return the lines of a history file. If others are among them, the file is set aside, with a warning, and they are left out.
+    A last line without its end is left out silently."""
+    lines, wrong = [], None
     try:
-        found = history_of(read_json(path)[1])
-    except (OSError, ValueError, OverflowError) as error:
-        warnings.warn(f"{path} cannot be read: {error}: set aside as {set_aside(path)}", stacklevel=3)
-        return History()
-    return History(*({step: x for step, x in by_step.items() if step <= done} for by_step in vars(found).values()))
+        raw = read_regular(path)[1]
+    except OSError as error:
+        raw, wrong = b"", error
+    whole = raw[: raw.rfind(b"\n") + 1]  # a process that was killed leaves part of a line
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            lines.append(checked_line(parse(line)))
+        except (ContentError, ValueError, OverflowError) as error:
+            wrong = wrong or f"line {number}: {error}"
+    if wrong is not None:
+        warnings.warn(f"{path} cannot be read: {wrong}: set aside as {set_aside(path)}", stacklevel=4)
+    return lines
 
 
-def history_of(values: object) -> History:
-    """Return the losses in the JSON object of a history. Raises ContentError for anything else."""
-    if not isinstance(values, dict):
-        raise ContentError(f"it must hold a JSON object, got {type(values).__name__}")
-    parts = []
-    for name in (field.name for field in dataclasses.fields(History)):
-        by_step = values.get(name)
-        if not isinstance(by_step, dict):
-            raise ContentError(f"{name} must be a JSON object, got {by_step!r:.80}")
-        for step, x in by_step.items():
-            if not (step.isdecimal() and step.isascii()) or isinstance(x, bool) or not isinstance(x, int | float):
-                raise ContentError(f"{name} must hold losses by step, got {step!r:.80}: {x!r:.80}")
-        parts.append({int(step): float(x) for step, x in by_step.items()})
-    return History(*parts)
+def checked_line(line: object) -> dict:
+    """Return a line of a history. Raises ContentError for anything else."""
+    if not isinstance(line, dict):
+        raise ContentError(f"it must hold a JSON object, got {type(line).__name__}")
+    for name, x in line.items():
+        wanted = int if name == "step" else int | float | None
+        if isinstance(x, bool) or not isinstance(x, wanted) or (x is not None and not math.isfinite(x)):
+            raise ContentError(f"{name} must be a number, got {x!r:.80}")
+    if not isinstance(line.get("step"), int):
+        raise ContentError("step must be a number, got none")
+    return line
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -149,10 +249,12 @@ def by_name(state) -> dict:
 
 
 def forms(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
+    """Return the dtype and the shape of each array, as a text."""
     return {name: f"{x.dtype}{list(x.shape)}" for name, x in arrays.items()}
 
 
 def seal(written: Mapping[str, object]) -> str:
+    """Return the SHA-256 of the metadata of a checkpoint, by which a damaged one is known."""
     return hashlib.sha256(json.dumps(written, sort_keys=True).encode()).hexdigest()
 
 
@@ -164,74 +266,112 @@ def is_finite(state) -> jax.Array:
 
 
 class Checkpoints:
-    """Save and restore states in the folder `checkpoints` of a run. The two newest stay. Each holds its digest and the record."""
+    """Save and restore states in the folder `checkpoints` of a run. Each checkpoint also has the state's digest, the run's
+    record and the position of the data.
 
-    def __init__(self, out: Path, record: Mapping[str, Any]):
+    count: how many checkpoints stay, the newest. hours: beside these, one stays for each so many hours; none if None. Writing
+    goes on beside the steps that follow `save`, and the next call waits for its end. All processes call each method together.
+    """
+
+    def __init__(self, out: Path, record: Mapping[str, Any], count: int = 2, hours: float | None = None):
         self.record = record
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
+            max_to_keep=count,
+            keep_time_interval=None if hours is None else datetime.timedelta(hours=hours),
+            cleanup_tmp_directories=True,
         )
         handlers = ocp.StandardCheckpointHandler()  # else the metadata cannot be read without a warning
         self.manager = ocp.CheckpointManager((out / CHECKPOINTS).absolute(), options=options, item_handlers=handlers)
+        self.writing: int | None = None
 
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_):
-        self.manager.close()
+    def __exit__(self, kind, *_):
+        try:
+            self.wait()
+        except OSError:
+            if kind is None:
+                raise
+        finally:
+            self.manager.close()
 
     def newest(self) -> int | None:
+        """Return the step of the newest checkpoint, None if there is none."""
         return self.manager.latest_step()
 
-    def save(self, step: int, state):
-        """Write a checkpoint, and remove the oldest of three. Raises OSError if it cannot be written."""
+    def save(self, step: int, state, position: Any = None):
+        """Begin to write a checkpoint, and remove those that do not stay. position: where the data stands, as JSON.
+
+        Raises OSError if it, or the one before, cannot be written.
+        """
+        self.wait()
         arrays = by_name(state)
-        written = dict(run=self.record, arrays=forms(arrays), sha256=digest(arrays))
+        written = dict(run=self.record, arrays=forms(arrays), sha256=digest(arrays), position=position)
         sealed = written | dict(seal=seal(written))
+        self.writing = step
+        self.write(lambda: self.manager.save(step, args=ocp.args.StandardSave(arrays), custom_metadata=sealed))
+
+    def wait(self):
+        """Wait until the checkpoint is written. Raises OSError if it cannot be."""
+        if self.writing is not None:
+            self.write(self.manager.wait_until_finished)
+            self.writing = None
+
+    def write(self, call):
+        """Return after call(). Raises OSError, which names the checkpoint's folder, for what orbax raises."""
         try:
-            self.manager.save(step, args=ocp.args.StandardSave(arrays), custom_metadata=sealed)
+            call()
             return
         except (MemoryError, jax.errors.JaxRuntimeError):
             raise
         except Exception as error:  # orbax raises ValueError and Exception for a full disk
             why = one_line(error)
+        step, self.writing = self.writing, None
         discard_reads()
         folder = Path(self.manager.directory) / str(step)
         raise OSError(errno.EIO, f"Cannot write a checkpoint ({why})", str(folder))
 
-    def restore(self, state, sharding: NamedSharding) -> tuple[Any, int]:
-        """Return the state and the step of the newest whole checkpoint; `state` and 0 if there is none.
+    def restore(self, like) -> tuple[Any, int, Any]:
+        """Return (the state, the step, the data's position) of the newest whole checkpoint; (None, 0, None) if there is none.
 
-        Damaged checkpoints are set aside, with a warning, if an older one is whole. Raises ValueError if none is whole, or if
-        one is of another run or model.
+        like: the state's arrays, or their shapes, with the shardings that the restored ones get. Damaged checkpoints are set
+        aside, with a warning, if an older one is whole. Raises ValueError if none is whole, or if one is of another run or
+        model.
         """
         damaged = {}
         for step in sorted(self.manager.all_steps(), reverse=True):
             try:
-                found = self.read(step, state, sharding)
+                found, position = self.read(step, like)
             except DamagedCheckpoint as error:
                 damaged[step] = error
                 continue
             for other, why in damaged.items():
-                aside = set_aside(Path(self.manager.directory) / str(other))
-                warnings.warn(
-                    f"the checkpoint of step {other} is damaged: {why}: set aside as {aside}, "
-                    f"and the run goes on from step {step}",
-                    stacklevel=3,
-                )
+                self.put_aside(other, why, step)
             self.manager.reload()
-            return found, step
+            return found, step, position
         if damaged:
             raise ValueError(
                 f"every checkpoint in {self.manager.directory} is damaged: {damaged}: name another out, or remove that folder "
                 "to start again"
             )
-        return state, 0
+        return None, 0, None
 
-    def read(self, step: int, state, sharding: NamedSharding):
-        """Return the state of one checkpoint. Raises DamagedCheckpoint, or ValueError if it is of another run
-        or model."""
-        arrays = by_name(state)
+    def put_aside(self, step: int, why: Exception, whole: int):
+        """Rename the folder of a damaged checkpoint, and warn. whole: the step of the checkpoint that is restored."""
+        folder = Path(self.manager.directory) / str(step)
+        aside = set_aside(folder) if jax.process_index() == 0 else folder
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices(f"aside {step}")
+        warnings.warn(
+            f"the checkpoint of step {step} is damaged: {why}: set aside as {aside}, and the run goes on from step {whole}",
+            stacklevel=4,
+        )
+
+    def read(self, step: int, like) -> tuple[Any, Any]:
+        """Return the state and the data's position of one checkpoint. Raises DamagedCheckpoint, or ValueError if it is of
+        another run or model."""
+        arrays = by_name(like)
         written = dict(attempted(self.manager.metadata, step).custom_metadata or {})
         if written.pop("seal", None) != seal(written):
             raise DamagedCheckpoint("its metadata is not what was saved")
@@ -244,16 +384,16 @@ class Checkpoints:
                 f"{where} is of another model: {name} must be {mine.get(name, 'missing')}, got {stored.get(name, 'none')}: "
                 "name another out"
             )
-        wanted = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in arrays.items()}
+        wanted = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in arrays.items()}
         found = attempted(self.manager.restore, step, args=ocp.args.StandardRestore(wanted))
         if digest(found) != written["sha256"]:
             raise DamagedCheckpoint("its numbers are not those that were saved")
-        return jax.tree.structure(state).unflatten([found[name] for name in wanted])
+        return jax.tree.structure(like).unflatten([found[name] for name in wanted]), written.get("position")
 
 
 def attempted(call, *args, **options):
-    """Return call(*args, **options). Raises DamagedCheckpoint for what orbax raises, unless the machine refused to read or has
-    no memory."""
+    """Return call(*args, **options). Raises DamagedCheckpoint for what orbax raises, and the error itself where the machine
+    failed to read, or has no memory."""
     try:
         return call(*args, **options)
     except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
@@ -267,7 +407,7 @@ def attempted(call, *args, **options):
 
 
 def discard_reads():
-    """Discard the reads and writes of arrays that orbax gave up. Python would report the error of each later."""
+    """Collect the reads and writes of arrays that orbax abandoned, silently. Python would report the error of each later."""
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         gc.collect()

@@ -1,9 +1,14 @@
-"""Write a model as a folder of config.json and model.safetensors, which fla and transformers load."""
+"""Write a model as a folder of config.json and safetensors, which fla and transformers load."""
 
 import collections
+import dataclasses
+import functools
+import json
+import os
+import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -15,10 +20,10 @@ from safetensors.numpy import save_file
 from glax._src.core.files import newest, replacing_together
 from glax.models.config import ModelConfig
 from glax.models.folders import CONFIG, INDEX, PICKLES, SHARD, TRAINING, WEIGHTS, listed, weight_map
-from glax.models.load import abstract_model
-from glax.models.model import CausalLM
+from glax.models.load import abstract_model, unread_tensors
+from glax.models.model import CausalLM, require_whole
 from glax.models.names import checkpoint_name, parameters, stored_names
-from glax.nn.parts import with_term
+from glax.nn.parts import LowRank, with_term
 
 # The files beside the weights for tokenizers and generation, in the forms that transformers writes.
 BESIDE = (
@@ -27,13 +32,45 @@ BESIDE = (
 )  # fmt: skip
 
 
-def save_pretrained(model: CausalLM, folder: str | Path):
+UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """Describe a tensor of a file by its bytes, and by a function that forms it."""
+
+    size: int
+    read: Callable[[], np.ndarray]
+
+    @classmethod
+    def of(cls, value: np.ndarray) -> "Stored":
+        return cls(value.nbytes, lambda: value)
+
+
+def save_pretrained(model: CausalLM, folder: str | Path, *, others: bool = True, max_shard_size: int | str = "50GB"):
     """Write config.json and model.safetensors, which fla and transformers load. All files are replaced in one step: until then
     the old files stay, and from then on `from_pretrained` reads the new ones, whatever is interrupted.
 
-    Each parameter is written in its own dtype, and the config names the dtype of most of them. The terms of `nnx.LoRA` and
-    `nnx.LoRALinear` are added to the kernels they belong to. The files of the tokenizer and of generation are copied from the
-    folder that the model was loaded from, if they are there. The index and the shards of an older model are removed.
+    Each parameter is written in its own dtype, and the config names the dtype of most of them. The terms of `lora`, `nnx.LoRA`
+    and `nnx.LoRALinear` are added to the kernels they belong to. The files of the tokenizer and of generation are copied from
+    the folder that the model was loaded from, if they are there. The weights of an older model are removed.
+
+    others: whether the tensors of other models in that folder are copied too, such as those of a vision tower and of layers of
+    multi-token prediction, which glax does not read.
+
+    max_shard_size: the most bytes of a file, as a number or such as "5GB". Larger models are divided into files
+    model-00001-of-00002.safetensors and so on, with an index. The host holds one file's tensors at a time. A tensor that is
+    larger has a file of its own.
 
     Raises ValueError, which names the parameters, for a model with others than its config describes. Raises OSError if a file
     cannot be written.
@@ -42,44 +79,84 @@ def save_pretrained(model: CausalLM, folder: str | Path):
     >>> glax.models.from_pretrained(folder).vocabulary == model.vocabulary
     True
     """
-    save(model, Path(folder), {})
+    save(model, Path(folder), {}, others=others, most=bytes_of(max_shard_size))
 
 
-def save(model: CausalLM, folder: Path, files: Mapping[str, Path]):
+def bytes_of(size: int | str) -> int:
+    """Return a size in bytes. Raises ValueError unless it is a number of bytes, or a number and a unit such as "5GB"."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", size, re.IGNORECASE) if isinstance(size, str) else None
+    found = 0
+    if match is not None and match[2].upper() in UNITS:
+        found = int(float(match[1]) * UNITS[match[2].upper()])
+    elif isinstance(size, int) and not isinstance(size, bool):
+        found = size
+    if found < 1:
+        raise ValueError(f'max_shard_size must be a number of bytes, or such as "5GB", "200MB" or "1GiB", got {size!r}')
+    return found
+
+
+def save(
+    model: CausalLM, folder: Path, files: Mapping[str, Path], *, others: bool = True, most: int = bytes_of("50GB")
+):
     """Write a model as `save_pretrained` does, with copies of `files` by the names that they have in the folder."""
     tensors, config = stored_tensors(model), model.config.values
-    for key in ("dtype", "torch_dtype"):
-        if key in config:
-            config[key] = common_dtype(model)
+    tensors |= {name: Stored.of(value) for name, value in unread_tensors(model).items()} if others else {}
+    for values in (config, config.get("text_config")):
+        for key in ("dtype", "torch_dtype"):
+            if isinstance(values, dict) and key in values:
+                values[key] = common_dtype(model)
     folder.mkdir(parents=True, exist_ok=True)
-    write(folder, tensors, ModelConfig.of(config).text + "\n", {**beside(model.folder, folder), **files})
+    write(folder, tensors, ModelConfig.of(config).text + "\n", {**beside(model.folder, folder), **files}, most)
 
 
-def write(folder: Path, tensors: Mapping[str, np.ndarray], config: str, copied: Mapping[str, Path]):
-    """Replace the model in a folder, in one step."""
-    with replacing_together(folder) as new:
-        try:
-            save_file(dict(tensors), new / WEIGHTS, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(f"cannot write {folder / WEIGHTS}: {error}") from error
+def write(folder: Path, tensors: Mapping[str, Stored], config: str, copied: Mapping[str, Path], most: int):
+    """Replace the model in a folder, in one step. most: the most bytes of a file of tensors."""
+    shards = divided(tensors, most)
+    with replacing_together(folder) as (new, removed):
+        for file, names in shards.items():
+            try:
+                save_file({name: tensors[name].read() for name in names}, new / file, metadata={"format": "pt"})
+            except SafetensorError as error:
+                raise OSError(f"cannot write {folder / file}: {error}") from error
+        if WEIGHTS not in shards:
+            index = dict(total_size=sum(tensor.size for tensor in tensors.values()))
+            table = {name: file for file, names in shards.items() for name in names}
+            (new / INDEX).write_text(json.dumps(dict(metadata=index, weight_map=table), indent=2) + "\n")
         (new / CONFIG).write_text(config)
         for name, path in copied.items():
             shutil.copyfile(path, new / name)
-    remove_shards(folder)
+        removed |= older_weights(folder) - {path.name for path in new.iterdir()}
+    warn_of_pickles(folder)
 
 
-def remove_shards(folder: Path):
-    """Remove the index and the shards of an older model, which some readers prefer to model.safetensors. Warns of pickles."""
+def divided(tensors: Mapping[str, Stored], most: int) -> dict[str, list[str]]:
+    """Return the names of the tensors of each file, in order: model.safetensors, or several of at most `most` bytes."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if groups[-1] and size + tensor.size > most:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += tensor.size
+    if len(groups) == 1:
+        return {WEIGHTS: groups[0]}
+    return {f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, 1)}
+
+
+def older_weights(folder: Path) -> set[str]:
+    """Return the names of the files of an older model's weights: one file, or an index and shards."""
     index, named = folder / INDEX, []
     if index.is_file():
         try:
             named = list(weight_map(index).values())
         except ValueError:
             named = []  # nobody can read it
-    older = {name for name in named if name != WEIGHTS} | {x.name for x in folder.iterdir() if SHARD.fullmatch(x.name)}
-    index.unlink(missing_ok=True)
-    for name in older:
-        (folder / name).unlink(missing_ok=True)
+    shards = (path.name for path in folder.iterdir() if SHARD.fullmatch(path.name))
+    return {name for name in (*named, *shards, WEIGHTS, INDEX) if os.path.lexists(folder / name)}
+
+
+def warn_of_pickles(folder: Path):
     pickles = [x.name for x in folder.iterdir() if x.name.endswith(PICKLES) and not TRAINING.fullmatch(x.name)]
     if pickles:
         warnings.warn(
@@ -88,8 +165,9 @@ def remove_shards(folder: Path):
         )
 
 
-def stored_tensors(model: CausalLM) -> dict[str, np.ndarray]:
+def stored_tensors(model: CausalLM) -> dict[str, Stored]:
     """Return the tensors of a checkpoint by name. Raises ValueError for parameters that the model's config does not describe."""
+    require_whole(model)
     values = merged_parameters(model)
     described = {path: tuple(param.shape) for path, param in parameters(abstract_model(model.config))}
     wrong = [path for path, value in values.items() if described.get(path) != tuple(value.shape)]
@@ -99,13 +177,19 @@ def stored_tensors(model: CausalLM) -> dict[str, np.ndarray]:
         raise ValueError(
             "model must have the parameters that its config describes, for nothing loads others: " + "; ".join(parts)
         )
-    tensors = dict(model.derived_tensors())
+    tensors = {name: Stored.of(np.asarray(value)) for name, value in model.derived_tensors().items()}
     for path, value in values.items():
         name, (_, to, _) = checkpoint_name(model, path)
-        value = np.asarray(jax.device_get(value))
-        for one, row in zip(stored_names(name, value), value if "*" in name else [value], strict=True):
-            tensors[one] = np.ascontiguousarray(to(row))
+        rows = [*enumerate(stored_names(name, value))] if "*" in name else [(slice(None), name)]
+        for row, one in rows:
+            tensors[one] = Stored(value.nbytes // len(rows), functools.partial(to_host, value, row, to))
     return tensors
+
+
+def to_host(value: jax.Array, row: int | slice, to: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Return a parameter, or one row of it, as the checkpoint has it."""
+    part = value if isinstance(row, slice) else value[row]
+    return np.ascontiguousarray(to(np.asarray(jax.device_get(part))))
 
 
 def common_dtype(model: CausalLM) -> str:
@@ -121,7 +205,10 @@ def beside(source: str | None, folder: Path) -> dict[str, Path]:
     if source is None or Path(source) == folder.absolute():
         return {}
     if not Path(source).is_dir():
-        warnings.warn(f"{source}, which the model was loaded from, is no more: no tokenizer is copied", stacklevel=4)
+        warnings.warn(
+            f"{source}, which the model was loaded from, is no more: no tokenizer is copied, and no tensors of other models",
+            stacklevel=4,
+        )
         return {}
     return {name: path for name in BESIDE if (path := newest(Path(source), name)).is_file()}
 
@@ -139,7 +226,7 @@ def merged_parameters(model: nnx.Module) -> dict[str, jax.Array]:
         outer, _, last = path.rpartition(".")
         is_inside = last == "lora" and type(linears.get(outer)) is nnx.LoRALinear
         kernel = f"{outer}.kernel" if is_inside else f"{path}.base_module.kernel"
-        if type(adapter) is not nnx.LoRA or kernel not in values:
+        if type(adapter) not in (nnx.LoRA, LowRank) or kernel not in values:
             raise ValueError(
                 f"{path} cannot be saved: glax adds a LoRA to the kernel of its base_module, or of its LoRALinear, and this "
                 f"{type(adapter).__name__} has none. Merge it by hand before saving"

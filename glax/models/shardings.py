@@ -10,9 +10,9 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from glax._src.core.explicit_axes import explicit_mesh
 from glax.nn.attention import Attention
-from glax.nn.automatic import explicit_mesh
-from glax.nn.parts import EMBED, HEADS, MLP, VOCABULARY
+from glax.nn.parts import EMBED, EXPERTS, HEADS, MLP, VOCABULARY
 
 # The axes of a mesh over which a logical axis is spread: the first that the mesh has, whose size divides the axis.
 RULES: dict[str, tuple[str, ...]] = {
@@ -20,6 +20,7 @@ RULES: dict[str, tuple[str, ...]] = {
     HEADS: ("model", "tensor"),
     MLP: ("model", "tensor"),
     EMBED: ("fsdp",),
+    EXPERTS: ("expert",),
 }
 
 BATCH = ("batch", "data", "sequence")  # usual names of axes that shard activations alone
@@ -29,14 +30,22 @@ COUNTS = ("num_heads", "num_kv_heads", "num_query_heads", "num_key_heads", "num_
 logger = logging.getLogger("glax")
 
 # The first logical axes of a layer's states, by their names. Other states are replicated.
-STATES = dict(recurrent=(None, HEADS), key=(None, None, HEADS), value=(None, None, HEADS))
+STATES = dict(
+    recurrent=(None, HEADS),
+    normaliser=(None, HEADS),
+    stabiliser=(None, HEADS),
+    keys=(None, HEADS),
+    values=(None, HEADS),
+    key=(None, None, HEADS),
+    value=(None, None, HEADS),
+)
 
 
 def partition_spec(
     axes: tuple[str | None, ...] | None, shape: tuple[int, ...], mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-    """Return the PartitionSpec of a parameter with these logical axes. The mesh axes "model" or "tensor", and "fsdp", shard it
-    where they divide it.
+    """Return the PartitionSpec of a parameter with these logical axes. The mesh axes "model" or "tensor", "fsdp", and
+    "expert" shard it where they divide it.
 
     >>> mesh = jax.sharding.AbstractMesh((2,), ("model",))
     >>> tuple(glax.models.partition_spec(("embed", "heads"), (64, 128), mesh))

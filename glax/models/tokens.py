@@ -28,9 +28,9 @@ class Tokenizer(Protocol):
     source: str
     sha256: str
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
-    def decode(self, tokens: Sequence[int]) -> str: ...
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
 class Bytes:
@@ -38,10 +38,10 @@ class Bytes:
 
     vocabulary, source, sha256 = BYTES, "bytes", ""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode("utf-8", "surrogateescape"))
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         return bytes(token for token in tokens if token < BYTES).decode("utf-8", "replace")
 
 
@@ -50,7 +50,8 @@ class FromFile:
 
     What the file holds for training or for batches has no effect: truncation, padding and the random dropout of merges. The
     special tokens that its template places before the text are added, and those behind the text are not, because a
-    continuation follows. Special tokens are left out of decoded text.
+    continuation follows. Special tokens are left out of decoded text, unless
+    skip_special_tokens is false.
     """
 
     def __init__(self, path: Path):
@@ -72,20 +73,23 @@ class FromFile:
         ids = self.inner.get_vocab(with_added_tokens=True)
         self.vocabulary = 1 + max([*ids.values(), *self.inner.encode("").ids], default=-1)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of the text. Raises ValueError for text that UTF-8 cannot hold."""
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the tokens of the text. Raises ValueError for text that UTF-8 cannot hold.
+
+        add_special_tokens: whether those of the file's template are placed before the text.
+        """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"text must be UTF-8, got {text!r:.80}: remove {error.object[error.start]!r}") from None
-        found = self.inner.encode(text)
+        found = self.inner.encode(text, add_special_tokens=add_special_tokens)
         added, end = found.special_tokens_mask, len(found.ids)
-        while end and added[end - 1]:
+        while add_special_tokens and end and added[end - 1]:
             end -= 1
         return found.ids[:end]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        return self.inner.decode([int(token) for token in tokens])
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self.inner.decode([int(token) for token in tokens], skip_special_tokens=skip_special_tokens)
 
 
 def find_tokenizer(folder: Path | None, vocabulary: int, file: Path | None = None) -> Tokenizer:

@@ -17,6 +17,7 @@ from glax.models.hybrids import (
     layer_kinds,
     mamba,
 )
+from glax.models.mamba2 import first_steps
 from glax.models.model import CausalLM, Precision, outer_options
 from glax.models.names import ATTENTION, MAMBA, Names, outer_names, renamed
 from glax.models.rope import rotation
@@ -139,6 +140,9 @@ class Zamba2(CausalLM):
         super().__init__(*args, **options)
         self.shared, self.uses = nnx.List(shared), tuple(uses)
 
+    def cannot_scan(self) -> str | None:
+        return "its hybrid layers share blocks"
+
     def through(self, x: Array, states: list[dict], rows: Rows) -> tuple[Array, list[dict]]:
         first, after = x, []
         for block, use, state in zip(self.blocks, self.uses, states, strict=True):
@@ -195,16 +199,14 @@ def mamba_arguments(options: Options, width: int) -> dict[str, Any]:
     if inside % heads:
         raise options.unsupported("n_mamba_heads", f"it must divide mamba_expand * hidden_size={inside}")
     check_derived(options, dict(mamba_headdim=inside // heads))
-    least = options.number("time_step_min", 0.001, above=0)
     return dict(
         num_heads=heads,
         head_width=inside // heads,
         state_width=options.integer("mamba_d_state", 64),
         groups=options.divisor("mamba_ngroups", 1, "n_mamba_heads", heads),
         conv_size=options.integer("mamba_d_conv", 4),
-        dt_limit=(least, math.inf),
-        dt_range=(least, options.number("time_step_max", 0.1, above=0)),
-        dt_floor=options.number("time_step_floor", 1e-4, above=0),
+        dt_limit=(options.number("time_step_min", 0.001, above=0), math.inf),
+        **first_steps(options),
     )
 
 

@@ -2,17 +2,25 @@
 
 from glax.nn.attention import Attention
 from glax.nn.convolution import ShortConvolution
-from glax.nn.delta import DeltaNet, GatedDeltaNet, KimiDeltaAttention
+from glax.nn.delta import Comba, DeltaNet, GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
+from glax.nn.gated_slot_attention import GatedSlotAttention
 from glax.nn.gla import GatedLinearAttention, SimpleGatedLinearAttention
-from glax.nn.hgrn2 import HGRN2Attention
+from glax.nn.hgrn import HGRN2Attention, HGRNAttention
+from glax.nn.latent_attention import MultiHeadLatentAttention
+from glax.nn.mamba1 import Mamba1
 from glax.nn.mamba2 import Mamba2
+from glax.nn.mamba3 import Mamba3
 from glax.nn.mlp import Experts, SparseMLP, SwiGLU
+from glax.nn.mlstm import MLSTM
 from glax.nn.norms import LayerNorm, RMSNorm, RMSNormGated
 from glax.nn.retention import LightningAttention, MultiScaleRetention
 from glax.nn.rwkv6 import RWKV6Attention, RWKV6FeedForward
+from glax.nn.rwkv7 import RWKV7Attention, RWKV7FeedForward
 
 __all__ = [
-    "Attention", "DeltaNet", "Experts", "GatedDeltaNet", "GatedLinearAttention", "HGRN2Attention", "KimiDeltaAttention",
-    "LayerNorm", "LightningAttention", "Mamba2", "MultiScaleRetention", "RMSNorm", "RMSNormGated", "RWKV6Attention",
-    "RWKV6FeedForward", "ShortConvolution", "SimpleGatedLinearAttention", "SparseMLP", "SwiGLU",
+    "MLSTM", "Attention", "Comba", "DeltaNet", "Experts", "GatedDeltaNet", "GatedDeltaProduct", "GatedLinearAttention",
+    "GatedSlotAttention", "HGRN2Attention", "HGRNAttention", "KimiDeltaAttention", "LayerNorm", "LightningAttention",
+    "Mamba1", "Mamba2", "Mamba3", "MultiHeadLatentAttention", "MultiScaleRetention", "RMSNorm", "RMSNormGated",
+    "RWKV6Attention", "RWKV6FeedForward",
+    "RWKV7Attention", "RWKV7FeedForward", "ShortConvolution", "SimpleGatedLinearAttention", "SparseMLP", "SwiGLU",
 ]  # fmt: skip

@@ -16,10 +16,10 @@ from glax.nn.parts import check_sizes
 
 P = ParamSpec("P")
 DTYPES = ("dtype", "param_dtype")
-FROM_0 = ("norm_eps", "epsilon", "conv_init", "layer_idx")  # 0 is a value of these
-ABOVE_0 = ("dt_floor", "temperature")
+FROM_0 = ("norm_eps", "eps", "epsilon", "key_epsilon", "conv_init", "layer_idx", "dt_scale")  # 0 is a value of these
+ABOVE_0 = ("A_floor", "dt_floor", "gate_cap", "limit", "sum_floor", "temperature")
 BELOW_0 = ("lower_bound",)
-FINITE = ("scale", "clamp_min")
+FINITE = ("scale", "clamp_min", "scaling", "correction_factor")
 RANGES = {
     "A_range": 0.0,
     "dt_range": np.finfo(np.float32).tiny,

@@ -28,7 +28,8 @@ class Attention(Layer):
     window:       how many tokens a token reads, itself included; all before it if None.
     scale:        the factor of the scores; head_width ** -0.5 if None.
     bias:         whether the projections of q, k and v have a bias. output_bias: whether the output's projection has one.
-    qk_norm:      whether q and k pass through RMSNorm in each head, with norm_eps. zero_centred: as in RMSNorm.
+    qk_norm:      whether q and k pass through RMSNorm in each head, with norm_eps. zero_centred: as in RMSNorm. norm_whole:
+                  whether one norm reads all heads of q, and one all heads of k.
     gated:        whether sigmoid(z) multiplies each head's output. z has head_width rows, behind those of q in its projection.
 
     The cache has max_length rows per sequence. A token behind the last one is an error where its position is known, and gives
@@ -59,6 +60,7 @@ class Attention(Layer):
         output_bias: bool = False,
         qk_norm: bool = False,
         zero_centred: bool = False,
+        norm_whole: bool = False,
         gated: bool = False,
         norm_eps: float = 1e-5,
         dtype: jnp.dtype | None = None,
@@ -80,8 +82,11 @@ class Attention(Layer):
         self.value = linear(width, num_kv_heads * head_width, (EMBED, HEADS), bias=bias, **options)
         self.output = linear(num_heads * head_width, width, (HEADS, EMBED), bias=output_bias, **options)
         norms: dict[str, Any] = dict(epsilon=norm_eps, zero_centred=zero_centred, param_dtype=param_dtype)
-        self.query_norm = RMSNorm(head_width, **norms) if qk_norm else None
-        self.key_norm = RMSNorm(head_width, **norms) if qk_norm else None
+        if norm_whole and (gated or not qk_norm):
+            raise ValueError("norm_whole must come with qk_norm and without gated")
+        self.norm_whole, heads, kv_heads = norm_whole, *((num_heads, num_kv_heads) if norm_whole else (1, 1))
+        self.query_norm = RMSNorm(heads * head_width, **norms) if qk_norm else None
+        self.key_norm = RMSNorm(kv_heads * head_width, **norms) if qk_norm else None
 
     def empty_state(self, batch: int, max_length: int | None = None) -> dict:
         if max_length is None:
@@ -97,13 +102,18 @@ class Attention(Layer):
     def attend(self, q: Array, k: Array, v: Array, state: State, rows: Rows) -> tuple[Array, State]:
         """Return the output and the new state from q, k and v, which are merged over heads. Models that add to q, k and v call
         it."""
+        if self.norm_whole:
+            q, k = self.normalized(q, k)
         q, k, v = by_head(q, self.num_heads), by_head(k, self.num_kv_heads), by_head(v, self.num_kv_heads)
         q, gate = jnp.split(q, 2, axis=-1) if self.gated else (q, None)
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
+        if not self.norm_whole:
+            q, k = self.normalized(q, k)
         if self.rotation is not None:
             place, _ = rows.positions(state.get("length"))
             q, k = (rotate(y, place, self.rotation, rows.last_positions) for y in (q, k))
         o, cache = rows.attend(q, k, v, state, self.window, self.scale)
         o = o if gate is None else o * jax.nn.sigmoid(gate)
         return self.output(merged(o)), cache
+
+    def normalized(self, q: Array, k: Array) -> tuple[Array, Array]:
+        return (q, k) if self.query_norm is None or self.key_norm is None else (self.query_norm(q), self.key_norm(k))

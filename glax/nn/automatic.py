@@ -11,28 +11,19 @@ from typing import Any, TypeVar
 
 import jax
 from flax import nnx
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
+
+from glax._src.core.explicit_axes import explicit_mesh, spec_of, with_automatic_axes
 
 # (the arguments of a method by name) -> the PartitionSpecs of a result: a tree, or one for all of its arrays
 Specs = Callable[[dict[str, Any]], Any]
 Method = TypeVar("Method", bound=Callable)
 
 
-def spec_of(x) -> PartitionSpec:
-    """Return the PartitionSpec in the type of x. None and arrays of NumPy count as replicated."""
-    return jax.typeof(x).sharding.spec if isinstance(x, jax.Array) else PartitionSpec()
-
-
-def explicit_mesh(tree) -> AbstractMesh | None:
-    """Return the context's mesh if it has explicit axes, else the first such mesh of an array of `tree`, or None."""
-    types = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
-    meshes = (jax.sharding.get_abstract_mesh(), *types)
-    return next((mesh for mesh in meshes if not mesh.empty and mesh.explicit_axes), None)
-
-
 def first_array(module: nnx.Module) -> jax.Array | None:
     """Return one of the module's arrays, which all lie on one mesh."""
-    return next((x[...] for _, x in nnx.iter_graph(module) if isinstance(x, nnx.Variable)), None)
+    variables = (x for _, x in nnx.iter_graph(module) if isinstance(x, nnx.Variable))
+    return next((x[...] for x in variables if not isinstance(x.get_value(), jax.ShapeDtypeStruct)), None)
 
 
 def replicated(arguments: dict[str, Any]) -> PartitionSpec:
@@ -72,22 +63,6 @@ def state_of(name: str, rows: str) -> Specs:
         return like(name)(arguments)
 
     return specs
-
-
-def with_automatic_axes(f: Callable, specs, *operands) -> Any:
-    """Return f(*operands). If the operands lie on explicit axes, these are automatic inside, and the results lie as `specs`."""
-    mesh = explicit_mesh(operands)
-    if mesh is None:
-        return f(*operands)
-    leaves, structure = jax.tree.flatten(operands)
-    arrays = [x for x in leaves if isinstance(x, jax.Array)]
-
-    def inside(*arrays):
-        given = iter(arrays)
-        return f(*structure.unflatten([next(given) if isinstance(x, jax.Array) else x for x in leaves]))
-
-    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    return jax.sharding.auto_axes(inside, axes=mesh.explicit_axes, out_sharding=placed)(*arrays)
 
 
 def automatic(result: Specs, *more: Specs) -> Callable[[Method], Method]:

@@ -1,5 +1,6 @@
-"""Provide the layers of the delta rule: DeltaNet, Gated DeltaNet and Kimi Delta Attention."""
+"""Provide the layers of the delta rule: DeltaNet, Gated DeltaNet, Gated DeltaProduct, Comba and Kimi Delta Attention."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, Unpack
 
@@ -8,10 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from glax._src.api.named import gated_delta_product_by, gated_delta_product_step, given
 from glax._src.api.recurrent import recurrent
+from glax._src.core.recurrence import spread_heads
 from glax.nn.arguments import checked
 from glax.nn.linear_attention import LinearAttention, MixerOptions
 from glax.nn.mamba2 import initial_dt_bias
+from glax.nn.norms import unit
 from glax.nn.parts import EMBED, HEADS, activation, by_head, check_divides, check_sizes, for_rows, merged, parameter
 from glax.nn.passes import Rows, State
 
@@ -73,8 +77,14 @@ class DeltaAttention(LinearAttention):
             **options,
         )
         self.beta = (
-            self.linear(width, num_heads, (EMBED, HEADS), rngs, options.get("kernel_init")) if use_beta else None
+            self.linear(width, self.num_updates * num_heads, (EMBED, HEADS), rngs, options.get("kernel_init"))
+            if use_beta
+            else None
         )
+
+    @property
+    def state_passes(self) -> int:
+        return 1 + 2 * self.num_updates  # an update reads the state, and writes it
 
     @property
     def silu_or_none(self) -> str | None:
@@ -159,6 +169,7 @@ class GatedDeltaNet(DeltaAttention):
     num_qk_heads: the heads of q and k, a divisor of num_heads; num_heads if None. Head h reads head h * num_qk_heads //
         num_heads.
     use_output_gate, gate_fn: whether gate_fn(W_s x_t) multiplies the norm, and the name of this function.
+    use_forget_gate: whether there is a decay; g_t is 0 if False.
     A_range:      the range of the uniform first values of exp(A_log). dt_range, dt_floor: as in `glax.nn.Mamba2`.
 
     For the other arguments see `glax.nn.delta.DeltaOptions`. Yang et al. 2024, https://arxiv.org/abs/2412.06464.
@@ -177,6 +188,7 @@ class GatedDeltaNet(DeltaAttention):
         num_qk_heads: int | None = None,
         use_output_gate: bool = True,
         gate_fn: str = "swish",
+        use_forget_gate: bool = True,
         A_range: tuple[float, float] = (0.0, 16.0),
         dt_range: tuple[float, float] = (0.001, 0.1),
         dt_floor: float = 1e-4,
@@ -185,14 +197,122 @@ class GatedDeltaNet(DeltaAttention):
     ):
         gated: dict[str, Any] = dict(use_output_gate=use_output_gate, gate_fn=gate_fn)
         super().__init__(width, num_heads=num_heads, num_qk_heads=num_qk_heads, rngs=rngs, **gated, **options)
-        self.gate = self.linear(width, num_heads, (EMBED, HEADS), rngs, options.get("kernel_init"))
-        self.A_log = parameter(initial_A_log(rngs, num_heads, A_range).astype(self.param_dtype), HEADS)
-        dt_bias = initial_dt_bias(rngs, num_heads, dt_range, dt_floor)
-        self.dt_bias = parameter(dt_bias.astype(self.param_dtype), HEADS)
+        self.use_forget_gate = use_forget_gate
+        if use_forget_gate:
+            self.gate = self.linear(width, num_heads, (EMBED, HEADS), rngs, options.get("kernel_init"))
+            self.A_log = parameter(initial_A_log(rngs, num_heads, A_range).astype(self.param_dtype), HEADS)
+            dt_bias = initial_dt_bias(rngs, num_heads, dt_range, dt_floor)
+            self.dt_bias = parameter(dt_bias.astype(self.param_dtype), HEADS)
+
+    def log_gate(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows H"] | None:
+        """Return the log decay g [*rows, H] in float32, or None if there is none."""
+        return log_decay(self.gate(x), self.A_log[...], self.dt_bias[...]) if self.use_forget_gate else None
 
     def gates(self, x: Float[Array, "*rows width"]) -> dict[str, Any]:
-        g = log_decay(self.gate(x), self.A_log[...], self.dt_bias[...])
-        return dict(g=g, beta=self.strength(x), use_qk_l2norm=True)
+        return dict(g=self.log_gate(x), beta=self.strength(x), use_qk_l2norm=True)
+
+
+class GatedDeltaProduct(GatedDeltaNet):
+    """Compute Gated DeltaNet with num_updates keys, values and strengths a token. The state decays once a token:
+
+        S_t0 = exp(g_t) S_{t-1}        S_tj = S_t,j-1 + beta_tj k_tj (v_tj - S_t,j-1^T k_tj)^T, j = 1 ... n
+        o_t = S_tn^T q_t / sqrt(K)     y_t = W_o (RMSNorm(o_t) * SiLU(W_s x_t))
+
+    num_updates: n. The rows of W_k, W_v and W_b are those of all heads for j = 1, then for j = 2, and so on.
+
+    The other arguments are those of `GatedDeltaNet`. Siems et al. 2025, https://arxiv.org/abs/2502.10297.
+
+    >>> layer = nn.GatedDeltaProduct(64, num_heads=2, num_updates=2, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((1, 16, 64)))[0].shape
+    (1, 16, 64)
+    """
+
+    @checked
+    def __init__(self, width: int, *, num_heads: int, num_updates: int = 2, rngs: nnx.Rngs, **options: Any):
+        more: dict[str, Any] = options | dict(num_updates=num_updates)
+        super().__init__(width, num_heads=num_heads, rngs=rngs, **more)
+
+    def heads(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+        """Return q [*rows, heads, K], and k and v [*rows, n, heads, width]."""
+        return super().heads(q, by_head(k, self.num_updates), by_head(v, self.num_updates))
+
+    def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
+        (q, k, v), states = self.inputs(x, state, rows)
+        q, k, v = self.heads(q, k, v)
+        gates, n = self.gates(x), self.num_updates
+        beta = by_head(gates.pop("beta"), n)
+        step = functools.partial(gated_delta_product_step, num_updates=n, g=None)
+        o, after = rows.recurrent(self.by_updates, q, k, v, state.get("recurrent"), step=step, beta=beta, **gates)
+        return self.outputs(o, x), states | dict(recurrent=after)
+
+    def by_updates(self, q, k, v, *, g, beta, **options) -> tuple[Array, Array]:
+        """Solve whole sequences. k, v [B, T, n, heads, width] and beta [B, T, n, H], or without B."""
+
+        def in_rows(x: Array, at: int) -> Array:
+            """Return x with its axes `at`, of tokens, and at + 1, of updates, as one."""
+            return x.reshape(*x.shape[:at], -1, *x.shape[at + 2 :])
+
+        at = q.ndim - 3
+        k, v, beta = in_rows(k, at), in_rows(v, at), in_rows(beta, at)
+        arrays = dict(query=q, key=k, value=v, beta=beta) | given(g=g)
+        return gated_delta_product_by(self.recurrence, arrays, num_updates=self.num_updates, **options)
+
+
+class Comba(GatedDeltaNet):
+    """Compute Comba, whose state is read by a weaker key before it decays:
+
+        p_t = sigmoid(b) k_t                               q'_t = q_t - D p_t
+        S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - S_{t-1}^T p_t)^T
+        o_t = S_t^T q'_t / sqrt(K)                         y_t = W_o (RMSNorm(o_t) * sigmoid(W_s x_t))
+
+    with a b and a D for each head of k. The recurrence reads q', k and p divided by their norms, so that b has little effect on
+    p itself.
+
+    use_output_correction, correction_factor: whether there is D, and its first value. use_inner_decay: whether there is b; p_t
+    is k_t if False.
+
+    The other arguments are those of `GatedDeltaNet`. Hu et al. 2025, https://arxiv.org/abs/2506.02475.
+
+    >>> layer = nn.Comba(64, num_heads=2, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((1, 16, 64)))[0].shape
+    (1, 16, 64)
+    """
+
+    @checked
+    def __init__(
+        self,
+        width: int,
+        *,
+        num_heads: int,
+        gate_fn: str = "sigmoid",
+        use_output_correction: bool = True,
+        use_inner_decay: bool = True,
+        correction_factor: float = 1.0,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        super().__init__(width, num_heads=num_heads, gate_fn=gate_fn, rngs=rngs, **options)
+        heads, dtype = self.num_key_heads, self.param_dtype
+        self.inner_decay = parameter(jnp.ones(heads, dtype), HEADS) if use_inner_decay else None
+        correction = parameter(jnp.full(heads, correction_factor, dtype), HEADS)
+        self.correction = correction if use_output_correction else None
+
+    def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
+        (q, k, v), states = self.inputs(x, state, rows)
+        q, k, v = self.heads(q, k, v)
+        wide, share = k.astype(jnp.float32), jnp.ones((), jnp.float32)
+        if self.inner_decay is not None:
+            share = jax.nn.sigmoid(for_rows(wide, self.inner_decay[...][:, None]))
+        if self.correction is not None:
+            q = (q - for_rows(wide, self.correction[...][:, None]) * (share * wide).astype(k.dtype)).astype(q.dtype)
+        beta = self.strength(x)[..., None]
+        # The norm of share * k, divided by share: its gradient in share, which is small, is no difference of larger numbers.
+        p = spread_heads(unit(wide, 1e-6 / share**2), self.num_heads, -2)
+        erasure: dict[str, Any] = dict(erase=(beta * p).astype(v.dtype), erase_before_decay=True)
+        v = (beta * v.astype(jnp.float32)).astype(v.dtype)
+        q, k = unit(q), unit(k)
+        o, after = rows.recurrent(self.recurrence, q, k, v, state.get("recurrent"), g=self.log_gate(x), **erasure)
+        return self.outputs(o, x), states | dict(recurrent=after)
 
 
 class KimiDeltaAttention(DeltaAttention):
@@ -205,9 +325,10 @@ class KimiDeltaAttention(DeltaAttention):
     width:        the width of x and y. num_heads: H, the heads of v, the gates and the state.
     num_qk_heads: the heads of q and k, a divisor of num_heads; num_heads if None. Head h reads head h * num_qk_heads //
         num_heads.
-    gate_rank:    the rank of W_f W_r and of W_s W_t; value_width if None.
+    gate_rank:    the rank of W_f W_r and of W_s W_t; value_width if None. low_rank: whether they are such products; else each is
+        one matrix.
     lower_bound:  a negative bound of the log gates: g_t = lower_bound sigmoid(exp(A_log) f_t). No bound if None.
-    gate_fn:      the name of the function that gates the output.
+    gate_fn:      the name of the function that gates the output. gate_bias: whether there is b.
     A_range:      the range of the uniform first values of exp(A_log). dt_range, dt_floor: as in `glax.nn.Mamba2`.
 
     For the other arguments see `glax.nn.delta.DeltaOptions`. Kimi Team 2025, https://arxiv.org/abs/2510.26692.
@@ -225,8 +346,10 @@ class KimiDeltaAttention(DeltaAttention):
         num_heads: int,
         num_qk_heads: int | None = None,
         gate_rank: int | None = None,
+        low_rank: bool = True,
         lower_bound: float | None = None,
         gate_fn: str = "sigmoid",
+        gate_bias: bool = True,
         A_range: tuple[float, float] = (1.0, 16.0),
         dt_range: tuple[float, float] = (0.001, 0.1),
         dt_floor: float = 1e-4,
@@ -241,16 +364,21 @@ class KimiDeltaAttention(DeltaAttention):
         gate_rank = self.value_width if gate_rank is None else gate_rank
         check_sizes(gate_rank=gate_rank)
         gates, values = num_heads * self.key_width, num_heads * self.value_width
-        self.gate_down = self.linear(width, gate_rank, (EMBED, None), rngs, options.get("kernel_init"))
-        self.gate_up = self.linear(gate_rank, gates, (None, HEADS), rngs, options.get("kernel_init"))
-        self.output_gate_down = self.linear(width, gate_rank, (EMBED, None), rngs, options.get("kernel_init"))
-        self.output_gate_up = self.linear(gate_rank, values, (None, HEADS), rngs, options.get("kernel_init"), bias=True)
+        init, inputs = options.get("kernel_init"), (gate_rank, None) if low_rank else (width, EMBED)
+
+        def down() -> nnx.Linear | None:
+            return self.linear(width, gate_rank, (EMBED, None), rngs, init) if low_rank else None
+
+        self.gate_down = down()
+        self.gate_up = self.linear(inputs[0], gates, (inputs[1], HEADS), rngs, init)
+        self.output_gate_down = down()
+        self.output_gate_up = self.linear(inputs[0], values, (inputs[1], HEADS), rngs, init, bias=gate_bias)
         self.A_log = parameter(initial_A_log(rngs, num_heads, A_range).astype(self.param_dtype), HEADS)
         self.dt_bias = parameter(initial_dt_bias(rngs, gates, dt_range, dt_floor).astype(self.param_dtype), HEADS)
 
     def log_gate(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows H K"]:
         """Return the log decay g [*rows, H, K] of every key channel, in float32."""
-        f = self.gate_up(self.gate_down(x)).astype(jnp.float32)
+        f = self.gate_up(x if self.gate_down is None else self.gate_down(x)).astype(jnp.float32)
         f = by_head(f + for_rows(f, self.dt_bias[...]), self.num_heads)
         rate = jnp.exp(for_rows(f, self.A_log[...][:, None]))
         if self.lower_bound is None:
@@ -261,7 +389,8 @@ class KimiDeltaAttention(DeltaAttention):
         return dict(g=self.log_gate(x), beta=self.strength(x), use_qk_l2norm=True)
 
     def outputs(self, o: Float[Array, "*rows H V"], x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
-        gate = by_head(self.output_gate_up(self.output_gate_down(x)), self.num_heads)
+        down = x if self.output_gate_down is None else self.output_gate_down(x)
+        gate = by_head(self.output_gate_up(down), self.num_heads)
         return self.output(merged(self.norm(o, gate)))
 
 

@@ -45,6 +45,12 @@ class Layer(nnx.Module):
         it."""
         raise NotImplementedError
 
+    @property
+    def state_passes(self) -> int:
+        """Return how often a token passes over all entries of its recurrent states: once to write them and once to read them.
+        The delta rule reads them once more. `glax.models.operations` counts by it."""
+        return 2
+
     def initial_state(self, batch: int, max_length: int | None = None):
         """Return the state of `batch` sequences before their first token, or a pool of as many slots.
 

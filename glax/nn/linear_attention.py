@@ -78,7 +78,8 @@ class OwnRecurrenceOptions(ConvolutionOptions, NormOptions, total=False):
 class LinearAttention(Layer):
     """Project x to q, k and v, and the normalised and gated output to y. Subclasses define the gates.
 
-    num_query_heads, num_key_heads: num_heads and num_kv_heads if None. qk_conv_activation: the activation of the convolutions
+    num_query_heads, num_key_heads: num_heads and num_kv_heads if None. num_updates: how many k and v a token has, each of all
+    heads, one behind the other. qk_conv_activation: the activation of the convolutions
     of q and k. conv_activation: the activation of the convolution of v.
     """
 
@@ -97,6 +98,7 @@ class LinearAttention(Layer):
         conv_bias: bool = False,
         num_query_heads: int | None = None,
         num_key_heads: int | None = None,
+        num_updates: int = 1,
         conv_activation: str | None = "silu",
         qk_conv_activation: str | None = "silu",
         use_output_gate: bool = True,
@@ -128,8 +130,9 @@ class LinearAttention(Layer):
         self.key_width, self.value_width, self.feature_map = key_width, value_width, feature_map
         self.recurrence, self.dtype, self.param_dtype = recurrence, dtype, param_dtype
 
-        queries, keys = self.num_query_heads * key_width, self.num_key_heads * key_width
-        values = num_kv_heads * value_width
+        self.num_updates = num_updates
+        queries, keys = self.num_query_heads * key_width, num_updates * self.num_key_heads * key_width
+        values = num_updates * num_kv_heads * value_width
         self.query = self.linear(width, queries, (EMBED, HEADS), rngs, kernel_init)
         self.key = self.linear(width, keys, (EMBED, HEADS), rngs, kernel_init)
         self.value = self.linear(width, values, (EMBED, HEADS), rngs, kernel_init)

@@ -1,18 +1,20 @@
 """Provide gated MLPs, and mixtures of experts: a router, and MLPs of which each token reads a few."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from glax._src.core.bind import check_integers
 from glax._src.core.recurrence import to_int32
 from glax.nn.arguments import checked
-from glax.nn.parts import EMBED, MLP, activation, check_floats, linear, normal, parameter, products
+from glax.nn.parts import EMBED, EXPERTS, MLP, activation, check_floats, linear, normal, parameter, products
 
 Chosen = tuple[Float[Array, "M k"], Int[Array, "M k"]]  # the weights and the numbers of the experts of each token
 
@@ -22,6 +24,7 @@ class SwiGLU(nnx.Module):
 
     The two products with x are one where x has more rows than columns: half as many passes over x and its gradient.
     act is SiLU, unless `activation` names another; "powlu" is x^(3 / (sqrt(x) + 1)) sigmoid(x) for x > 0 and SiLU elsewhere.
+    limit: W_gate x is at most limit, and W_up x between -limit and limit; no bound if None.
 
     >>> mlp = nn.SwiGLU(64, 128, rngs=nnx.Rngs(0))
     >>> mlp(jnp.ones((16, 64))).shape
@@ -35,13 +38,14 @@ class SwiGLU(nnx.Module):
         inside: int,
         *,
         activation: str = "swish",
+        limit: float | None = None,
         bias: bool = False,
         dtype: jnp.dtype | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: Callable | None = None,
         rngs: nnx.Rngs,
     ):
-        self.width, self.activation = width, activation
+        self.width, self.activation, self.limit = width, activation, limit
         self.act(jnp.zeros(()))  # raises ValueError for an unknown name
         options: dict[str, Any] = dict(
             bias=bias, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
@@ -56,7 +60,13 @@ class SwiGLU(nnx.Module):
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         check_floats("x", x, self.width)
         gate, up = products(x, self.gate, self.up)
-        return self.down((self.act(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(x.dtype))
+        gate, up = bounded(gate.astype(jnp.float32), up.astype(jnp.float32), self.limit)
+        return self.down((self.act(gate) * up).astype(x.dtype))
+
+
+def bounded(gate: Array, up: Array, limit: float | None) -> tuple[Array, Array]:
+    """Return min(gate, limit) and up between -limit and limit; both as they are if limit is None."""
+    return (gate, up) if limit is None else (jnp.minimum(gate, limit), jnp.clip(up, -limit, limit))
 
 
 def powlu(x: Array, power: float = 3.0) -> Array:
@@ -80,11 +90,67 @@ def softmax_router(x: Float[Array, "M D"], kernel: Float[Array, "D E"], top_k: i
     return jnp.exp(logits - jax.nn.logsumexp(every, -1, keepdims=True)), chosen
 
 
+def sigmoid_router(
+    x: Float[Array, "M D"],
+    kernel: Float[Array, "D E"],
+    correction: Float[Array, "E"] | None,
+    top_k: int,
+    *,
+    groups: int = 1,
+    best_groups: int = 1,
+    normalize: bool = True,
+    scaling: float = 1.0,
+    sum_floor: float = 1e-20,
+) -> Chosen:
+    """Return the top_k experts of each token within the best groups of experts, with sigmoid(x kernel) as weights.
+
+    A group is ranked by the sum of the two greatest values of weight + correction in it. Of the `best_groups` groups, the
+    experts with the greatest weight + correction are chosen; the correction gets no gradient, and is 0 if None. Scores are
+    float32. normalize: whether the weights of a token are divided by their sum + sum_floor. scaling: a factor of the weights
+    behind that.
+
+    Liu et al. 2024, https://arxiv.org/abs/2412.19437.
+    """
+    logits = jnp.matmul(x.astype(jnp.float32), kernel.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    scores = jax.nn.sigmoid(logits)
+    preferred = scores if correction is None else scores + correction.astype(jnp.float32)[None]
+    preferred = jax.lax.stop_gradient(preferred)
+    by_group = preferred.reshape(*preferred.shape[:-1], groups, preferred.shape[-1] // groups)
+    best = jax.lax.top_k(by_group, min(2, by_group.shape[-1]))[0].sum(-1)
+    _, picked = jax.lax.top_k(best, best_groups)
+    in_picked = jax.nn.one_hot(picked, groups, dtype=bool).any(1)
+    preferred = jnp.where(in_picked[..., None], by_group, -jnp.inf).reshape(preferred.shape)
+    _, experts = jax.lax.top_k(preferred, top_k)
+    weights = jnp.take_along_axis(scores, experts, 1)
+    if normalize and top_k == 1:  # so written, the two terms of its gradient do not cancel
+        weights = 1 - sum_floor / (weights + sum_floor)
+    elif normalize:
+        weights = weights / (weights.sum(-1, keepdims=True) + sum_floor)
+    return weights * scaling, experts
+
+
+def check_groups(count: int, top_k: int, groups: int, best_groups: int):
+    """Raise ValueError, which names the argument, unless `best_groups` of `groups` equal groups of experts hold top_k of them."""
+    if count % groups or (groups > 1 and count // groups < 2):
+        raise ValueError(
+            f"groups must be a divisor of count={count} that leaves at least 2 experts in a group, got {groups}"
+        )
+    if best_groups > groups:
+        raise ValueError(f"best_groups must be at most groups={groups}, got {best_groups}")
+    if top_k > best_groups * (count // groups):
+        raise ValueError(
+            f"top_k must be at most the {best_groups * (count // groups)} experts of best_groups, got {top_k}"
+        )
+
+
 class Experts(nnx.Module):
     """Compute y = sum over chosen experts e of p_e W_down,e (act(W_gate,e x) * W_up,e x); without a gate W_down,e act(W_up,e x).
 
     form: "split": `gate` and `up` [E, D, I] apart. "fused": both in `input` [E, D, 2 I], the gate first. "plain": no gate.
     Tokens are sorted by expert, so that each expert multiplies its own tokens alone.
+    limit: as in `SwiGLU`, for forms with a gate.
+    The attribute `rows` is the sharding of x [M, D] on a mesh whose devices each sort their own rows and gather the parameters,
+    as a router does. If it is None, the compiler gathers the rows.
 
     Shazeer et al. 2017, https://arxiv.org/abs/1701.06538.
 
@@ -102,17 +168,21 @@ class Experts(nnx.Module):
         *,
         form: str = "split",
         act: str = "silu",
+        limit: float | None = None,
         dtype=None,
         param_dtype=jnp.float32,
         kernel_init: Callable | None = None,
         rngs: nnx.Rngs,
     ):
         activation("act", act)
-        self.width, self.form, self.act, self.count, self.dtype = width, form, act, count, dtype
+        if limit is not None and form == "plain":
+            raise ValueError(f"limit must be None with form='plain', which has no gate, got {limit}")
+        self.width, self.form, self.act, self.count, self.dtype, self.limit = width, form, act, count, dtype, limit
+        self.rows: NamedSharding | None = None
         init = normal(0.02) if kernel_init is None else kernel_init
 
         def stack(inputs: int, outputs: int, *axes) -> nnx.Param:
-            return parameter(init(rngs.params(), (count, inputs, outputs), param_dtype), None, *axes)
+            return parameter(init(rngs.params(), (count, inputs, outputs), param_dtype), EXPERTS, *axes)
 
         match form:
             case "split":
@@ -133,37 +203,62 @@ class Experts(nnx.Module):
         for name, y in (("weights", weights), ("experts", experts)):
             if y.ndim != 2 or y.shape != (x.shape[0], experts.shape[-1]):
                 raise ValueError(f"{name} must be [M, k] with M={x.shape[0]} as x has rows, got shape {y.shape}")
-        experts = to_int32(experts)
+        kernels = {
+            name: param[...].astype(x.dtype) for name, param in vars(self).items() if isinstance(param, nnx.Param)
+        }
+        return self.on_rows(self.sum_over_experts, (x, weights, to_int32(experts)), kernels)
+
+    def on_rows(self, f: Callable, arrays: tuple, *parameters: Any) -> Any:
+        """Return f(*arrays, *parameters): of each device's own rows of the arrays, where `rows` says how they lie."""
+        if self.rows is None:
+            return f(*arrays, *parameters)
+        spec = self.rows.spec
+        specs = (*[spec] * len(arrays), *[PartitionSpec()] * len(parameters))
+        options: dict[str, Any] = dict(in_specs=specs, out_specs=spec, axis_names=set(spec[0]), check_vma=False)
+        return jax.shard_map(f, mesh=self.rows.mesh, **options)(*arrays, *parameters)
+
+    def sum_over_experts(
+        self,
+        x: Float[Array, "M D"],
+        weights: Float[Array, "M k"],
+        experts: Int[Array, "M k"],
+        kernels: Mapping[str, Float[Array, "E inputs outputs"]],
+    ) -> Float[Array, "M D"]:
         k = experts.shape[1]
         order = jnp.argsort(experts.reshape(-1), stable=True)
         sizes = jnp.bincount(experts.reshape(-1), length=self.count)
-        y = self.through(x[order // k], sizes)
+        y = self.through(kernels, x[order // k], sizes)
         y = y * weights.reshape(-1)[order][:, None].astype(y.dtype)
         # The inverse of a permutation, so that each token sums its experts in one order.
         back = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype))
         return y[back].reshape(*experts.shape, -1).sum(1)
 
-    def through(self, x: Float[Array, "Mk D"], sizes: Int[Array, "E"]) -> Float[Array, "Mk D"]:
+    def through(
+        self, kernels: Mapping[str, Array], x: Float[Array, "Mk D"], sizes: Int[Array, "E"]
+    ) -> Float[Array, "Mk D"]:
         """Return the output of each row's expert. The rows are sorted by expert, and `sizes` counts the rows of each."""
         act = activation("act", self.act)
 
-        def product(x, kernel):
-            return jax.lax.ragged_dot(x, kernel[...].astype(x.dtype), sizes)
+        def product(x, name):
+            return jax.lax.ragged_dot(x, kernels[name], sizes)
 
         if self.form == "plain":
-            return product(act(product(x, self.up)), self.down)
+            return product(act(product(x, "up")), "down")
         if self.form == "fused":
-            gate, up = jnp.split(product(x, self.input), 2, axis=-1)
+            gate, up = jnp.split(product(x, "input"), 2, axis=-1)
         else:
-            gate, up = product(x, self.gate), product(x, self.up)
-        return product(act(gate) * up, self.down)
+            gate, up = product(x, "gate"), product(x, "up")
+        gate, up = bounded(gate, up, self.limit)
+        return product(act(gate) * up, "down")
 
 
 class SparseMLP(nnx.Module):
-    """Add the outputs of experts, chosen by softmax probabilities of a router, and of an MLP that every token reads, if there
-    is one.
+    """Add the outputs of experts, which a router chooses, and of an MLP that every token reads, if there is one.
 
-    router: the kernel [D, E]. shared: a module from rows to rows, or None. normalize: as in `softmax_router`.
+    router: the kernel [D, E]. shared: a module from rows to rows, or None. routing: "softmax" or "sigmoid", for
+    `softmax_router` or `sigmoid_router`, with their normalize. groups, best_groups, scaling, sum_floor: as in `sigmoid_router`,
+    and for it alone. With "sigmoid" the parameter `correction` [E] changes which experts are chosen, and starts as 0; there is
+    none if not `corrected`. limit: as in `Experts`.
 
     >>> mlp = nn.SparseMLP(64, 128, count=4, top_k=2, rngs=nnx.Rngs(0))
     >>> mlp(jnp.ones((16, 64))).shape
@@ -182,6 +277,13 @@ class SparseMLP(nnx.Module):
         act: str = "silu",
         shared: Any = None,
         normalize: bool = True,
+        routing: str = "softmax",
+        groups: int = 1,
+        best_groups: int = 1,
+        scaling: float = 1.0,
+        corrected: bool = True,
+        sum_floor: float = 1e-20,
+        limit: float | None = None,
         dtype=None,
         param_dtype=jnp.float32,
         kernel_init: Callable | None = None,
@@ -189,15 +291,35 @@ class SparseMLP(nnx.Module):
     ):
         if top_k > count:
             raise ValueError(f"top_k must be at most count={count}, got {top_k}")
-        self.top_k, self.shared, self.normalize = top_k, shared, normalize
+        if routing not in ("softmax", "sigmoid"):
+            raise ValueError(f"routing must be 'softmax' or 'sigmoid', got {routing!r}")
+        if routing == "sigmoid":
+            check_groups(count, top_k, groups, best_groups)
+        own = dict(groups=(groups, 1), best_groups=(best_groups, 1), scaling=(scaling, 1), corrected=(corrected, True))
+        for name, (value, usual) in (own | dict(sum_floor=(sum_floor, 1e-20))).items():
+            if routing == "softmax" and value != usual:
+                raise ValueError(f"{name} must be {usual}, or come with routing='sigmoid', got {value}")
+        self.top_k, self.shared, self.normalize, self.routing = top_k, shared, normalize, routing
+        self.groups, self.best_groups, self.scaling, self.sum_floor = groups, best_groups, scaling, sum_floor
         init = normal(0.02) if kernel_init is None else kernel_init
         self.router = parameter(init(rngs.params(), (width, count), param_dtype), EMBED, None)
+        has_correction = routing == "sigmoid" and corrected
+        self.correction = parameter(jnp.zeros(count, param_dtype), None) if has_correction else None
         options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
-        self.experts = Experts(width, inside, count, form=form, act=act, **options)
+        self.experts = Experts(width, inside, count, form=form, act=act, limit=limit, **options)
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         check_floats("x", x, self.experts.width)
         flat = x.reshape(-1, x.shape[-1])
-        chosen = softmax_router(flat, self.router[...], self.top_k, self.normalize)
-        y = self.experts(flat, chosen).reshape(x.shape)
+        y = self.experts(flat, self.chosen(flat)).reshape(x.shape)
         return y if self.shared is None else y + self.shared(x)
+
+    def chosen(self, x: Float[Array, "M D"]) -> Chosen:
+        if self.routing == "softmax":
+            route = functools.partial(softmax_router, top_k=self.top_k, normalize=self.normalize)
+            return self.experts.on_rows(route, (x,), self.router[...])
+        correction = None if self.correction is None else self.correction[...]
+        groups: dict[str, int] = dict(groups=self.groups, best_groups=self.best_groups)
+        more: dict[str, Any] = dict(normalize=self.normalize, scaling=self.scaling, sum_floor=self.sum_floor, **groups)
+        route = functools.partial(sigmoid_router, top_k=self.top_k, **more)
+        return self.experts.on_rows(route, (x,), self.router[...], correction)

@@ -14,6 +14,13 @@ def normalized(x: Float[Array, "*rows D"], epsilon: float) -> Float[Array, "*row
     return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + epsilon)
 
 
+def unit(x: Float[Array, "*rows K"], epsilon: float | Float[Array, "*rows 1"] = 1e-6) -> Float[Array, "*rows K"]:
+    """Return x / sqrt(sum x^2 + epsilon) over the last axis, and 0 where all is 0. Sums are float32; the result has x's dtype."""
+    wide = x.astype(jnp.float32)
+    # Below a norm of 1e-12 the divisor stays, as in PyTorch's normalize, which has no epsilon.
+    return (wide * jax.lax.rsqrt(jnp.maximum(jnp.square(wide).sum(-1, keepdims=True) + epsilon, 1e-24))).astype(x.dtype)
+
+
 class RMSNorm(nnx.Module):
     """Compute y = scale x / sqrt(mean(x^2) + epsilon), over the last axis; scale [width].
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from glax._src.core.bind import check_array, check_integer
 
 # The logical axes of the parameters. `glax.models.shardings` gives them axes of a mesh.
-EMBED, HEADS, MLP, VOCABULARY = "embed", "heads", "mlp", "vocabulary"
+EMBED, EXPERTS, HEADS, MLP, VOCABULARY = "embed", "experts", "heads", "mlp", "vocabulary"
 
 Initializer = Callable[..., Array]
 normal = nnx.initializers.normal
@@ -87,9 +87,55 @@ def with_term(kernel: Array, adapter: nnx.LoRA) -> Array:
 
 
 def low_rank(adapter: nnx.LoRA) -> Float[Array, "inputs outputs"]:
-    """Return A B of an adapter, in float32."""
+    """Return A B of an adapter, times the scale of a `LowRank`, in float32."""
     a, b = (jnp.asarray(x[...], jnp.float32) for x in (adapter.lora_a, adapter.lora_b))
-    return jnp.matmul(a, b, precision="highest")
+    product = jnp.matmul(a, b, precision="highest")
+    return adapter.scale * product if isinstance(adapter, LowRank) else product
+
+
+class LowRank(nnx.LoRA):
+    """Compute the low-rank term of a projection, scale (x A) B, with scale = alpha / rank, or alpha / sqrt(rank) if
+    rank_stabilized.
+
+    layer: the projection. values: A [inputs, rank] and B [rank, outputs]; if None, A is drawn from rngs, uniformly between
+    -1 / sqrt(inputs) and 1 / sqrt(inputs), and B is zeros.
+    """
+
+    def __init__(
+        self,
+        layer: nnx.Linear,
+        rank: int,
+        alpha: float,
+        rank_stabilized: bool = False,
+        *,
+        values: tuple[Array, Array] | None = None,
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs | None = None,
+    ):
+        first, second = (nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform"), nnx.initializers.zeros)
+        if values is not None:
+            first, second = (lambda key, shape, dtype, value=value: value for value in values)
+        axes = layer.kernel.get_metadata().get("out_sharding") or (None, None)
+        super().__init__(
+            layer.in_features,
+            rank,
+            layer.out_features,
+            dtype=layer.dtype,
+            param_dtype=param_dtype,
+            a_initializer=first,
+            b_initializer=second,
+            a_metadata=annotated(axes[0], None),
+            b_metadata=annotated(None, axes[1]),
+            rngs=nnx.Rngs(0) if rngs is None else rngs,
+        )
+        self.rank, self.alpha, self.rank_stabilized = rank, alpha, rank_stabilized
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+    def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
+        return self.scale * super().__call__(x)
 
 
 def squared_relu(x: Array) -> Array:
@@ -136,6 +182,11 @@ def activation(name: str, value: str | None) -> Callable[[Array], Array]:
         known = ", ".join(repr(x) for x in ACTIVATIONS)
         raise ValueError(f"{name} must be one of {known}, got {value!r}")
     return ACTIVATIONS[value]
+
+
+def soft_cap(x: Array, cap: float | None) -> Array:
+    """Return cap tanh(x / cap), or x if cap is None."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def for_rows(x: Array, param: Array, dtype=jnp.float32) -> Array:

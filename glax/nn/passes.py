@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from glax._src.api.selective_scan import selective_scan, selective_scan_step
 from glax._src.core.bind import known_values
 from glax._src.core.recurrence import to_int32
 from glax._src.core.segments import differs_from_padding
 from glax._src.serving.decode_step import recurrent_step
 from glax._src.serving.state_pool import put, take
-from glax.nn.softmax import Intervals, attend_by_sequence, attend_in_blocks, attend_whole
+from glax.nn.softmax import Intervals, attend_by_sequence, attend_in_blocks, attend_step, attend_whole
 
 State = Mapping[str, Array]
 Entry = Any  # an array of a State, or None for zeros; one token of each sequence always comes with arrays
@@ -28,8 +29,15 @@ Entry = Any  # an array of a State, or None for zeros; one token of each sequenc
 class Rows(Protocol):
     """Define what a layer needs of the rows around a row and of the state. `Parallel` and `Step` implement it."""
 
-    def recurrent(self, recurrence: Callable, q, k, v, state: Entry, **options) -> tuple[Array, Array]:
-        """Return the outputs [*rows, H, V] of the recurrence, and its new state. options: gates, softmax_scale and bonus."""
+    def recurrent(
+        self, recurrence: Callable, q, k, v, state: Entry, step: Callable = recurrent_step, **options
+    ) -> tuple[Array, Any]:
+        """Return the outputs [*rows, H, V] of the recurrence, and its new state. step: the function of one token in place of
+        `recurrence`. options: gates, softmax_scale and bonus."""
+        ...
+
+    def selective_scan(self, x, dt, A, B, C, D, state: Entry) -> tuple[Array, Array]:
+        """Return the outputs [*rows, D] of `glax.selective_scan`, and its new state."""
         ...
 
     def window(self, x: Array, size: int, state: Entry) -> tuple[list[Array], Array]:
@@ -48,9 +56,15 @@ class Rows(Protocol):
         """Return the greatest position among the rows of each row's sequence, from the positions of all rows."""
         ...
 
-    def attend(self, q, k, v, cache: State, window: int | None, scale: float | None) -> tuple[Array, State]:
+    def attend(
+        self, q, k, v, cache: State, window: int | None, scale: float | None, stored: Array | None = None
+    ) -> tuple[Array, State]:
         """Return causal softmax attention of q [*rows, Hq, D] over k and v [*rows, Hk, D] and the cached rows before them, and
-        the new cache."""
+        the new cache.
+
+        stored: what a new cache holds in place of k and v, [*rows, H, E]. A cache without values stands for one whose values are
+        the first channels of its keys, as many as v has.
+        """
         ...
 
 
@@ -91,10 +105,16 @@ class Parallel:
 
     # ---- the recurrence ----------------------------------------------------------------------------------------------
 
-    def recurrent(self, recurrence: Callable, q, k, v, state: Array | None, **options) -> tuple[Array, Array]:
+    def recurrent(
+        self, recurrence: Callable, q, k, v, state: Entry, step: Callable = recurrent_step, **options
+    ) -> tuple[Array, Any]:
         if self.segment_ids is not None:
             options |= dict(segment_ids=self.segment_ids, pad_id=self.pad_id)
         return recurrence(q, k, v, initial_state=state, cu_seqlens=self.cu_seqlens, **options)
+
+    def selective_scan(self, x, dt, A, B, C, D, state: Array | None) -> tuple[Array, Array]:
+        packing: Any = dict(cu_seqlens=self.cu_seqlens, segment_ids=self.segment_ids, pad_id=self.pad_id)
+        return selective_scan(x, dt, A, B, C, D, initial_state=state, **packing)
 
     # ---- windows and positions ---------------------------------------------------------------------------------------
 
@@ -184,18 +204,21 @@ class Parallel:
 
     # ---- attention ---------------------------------------------------------------------------------------------------
 
-    def attend(self, q, k, v, cache: State, window: int | None, scale: float | None) -> tuple[Array, State]:
+    def attend(
+        self, q, k, v, cache: State, window: int | None, scale: float | None, stored: Array | None = None
+    ) -> tuple[Array, State]:
         self.check_states(cache.get("key"))
+        content = dict(key=k, value=v) if stored is None else dict(key=stored)
         if self.cu_seqlens is not None:
-            return self.packed_attend(q, k, v, cache, window, scale)
+            return self.packed_attend(q, k, v, cache, window, scale, content)
         if cache:
             return self.attend_to_cache(q, k, v, cache, window, scale)
         rows = jnp.broadcast_to(jnp.arange(q.shape[1])[None], q.shape[:2])
         if self.segment_ids is None:
-            new = dict(key=k, value=v, length=jnp.full(q.shape[0], q.shape[1], jnp.int32))
+            new = content | dict(length=jnp.full(q.shape[0], q.shape[1], jnp.int32))
             return attend_whole(q, k, v, intervals(jnp.zeros_like(rows), rows, window), scale), new
         seen = intervals(self.segments.begin, jnp.where(self.segments.is_token, rows, -1), window)
-        return attend_in_blocks(q, k, v, seen, scale), self.segments.cache(k, v)
+        return attend_in_blocks(q, k, v, seen, scale), self.segments.cache(content)
 
     def attend_to_cache(self, q, k, v, cache: State, window, scale) -> tuple[Array, State]:
         if self.segment_ids is not None:
@@ -204,11 +227,11 @@ class Parallel:
         check_room(cache["length"], T, L)
         place, length = self.positions(cache["length"])
         at = (jnp.broadcast_to(jnp.arange(q.shape[0])[:, None], place.shape), place)
-        cache = dict(key=written(cache["key"], at, k), value=written(cache["value"], at, v), length=length)
+        cache = extended(cache, at, k, v, length)
         seen = intervals(jnp.zeros_like(place), place, window)
-        return nan_unless(place < L, attend_in_blocks(q, cache["key"], cache["value"], seen, scale)), cache
+        return nan_unless(place < L, attend_in_blocks(q, *cached(cache, v), seen, scale)), cache
 
-    def packed_attend(self, q, k, v, cache: State, window, scale) -> tuple[Array, State]:
+    def packed_attend(self, q, k, v, cache: State, window, scale, content: State) -> tuple[Array, State]:
         shape = q.shape
         q, k, v = (x.reshape(1, -1, *x.shape[-2:]) for x in (q, k, v))
         own, rows = self.sequence_of, jnp.arange(q.shape[1])
@@ -216,36 +239,32 @@ class Parallel:
         if not cache:
             seen = intervals(self.cuts[own], jnp.where(is_token, rows, -1), window)
             o = attend_in_blocks(q, k, v, Intervals(seen.first[None], seen.last[None]), scale)
-            return o.reshape(shape), self.packed_cache(k[0], v[0])
+            return o.reshape(*shape[:-1], o.shape[-1]), self.packed_cache(content)
         N, L = cache["key"].shape[:2]
         check_room(cache["length"], jnp.diff(self.cuts), L)
         place, length = self.positions(cache["length"])
         place = jnp.where(is_token, place.reshape(-1), L)  # out of bounds: dropped
-        cache = dict(
-            key=written(cache["key"], (own, place), k[0]),
-            value=written(cache["value"], (own, place), v[0]),
-            length=length,
-        )
+        cache = extended(cache, (own, place), k[0], v[0], length)
         seen = intervals(own * L, jnp.where(place < L, own * L + place, -1), window)
         seen = Intervals(seen.first[None], seen.last[None])
-        keys, values = (cache[name].reshape(1, N * L, *cache[name].shape[2:]) for name in ("key", "value"))
+        keys, values = (x.reshape(1, N * L, *x.shape[2:]) for x in cached(cache, v))
         o = attend_by_sequence(q, keys, values, seen, scale, self.cuts)
-        return nan_unless(((place < L) | ~is_token)[None], o).reshape(shape), cache
+        return nan_unless(((place < L) | ~is_token)[None], o).reshape(*shape[:-1], o.shape[-1]), cache
 
-    def packed_cache(self, k: Float[Array, "T H D"], v: Float[Array, "T H D"]) -> State:
-        """Return the keys and values of each sequence, [N, L, H, D], with L rows for the longest of them; T where lengths are
-        traced."""
-        lengths, T = jnp.diff(self.cuts), len(k)
+    def packed_cache(self, content: State) -> State:
+        """Return the content by sequence, [N, L, H, D], with L rows for the longest of them; T where lengths are traced."""
+        lengths, T = jnp.diff(self.cuts), self.shape[-1]
         known = known_values(lengths)
         L = T if known is None else int(known.max(initial=0))
         at = jnp.arange(L)[None]
         rows, is_own = jnp.clip(self.cuts[:-1, None] + at, 0, max(T - 1, 0)), at < lengths[:, None]
 
         def of_sequences(x):
+            x = x.reshape(T, *x.shape[-2:])
             found = x[rows] if T else jnp.zeros((*rows.shape, *x.shape[1:]), x.dtype)
             return jnp.where(is_own[..., None, None], found, 0)
 
-        return dict(key=of_sequences(k), value=of_sequences(v), length=lengths)
+        return {name: of_sequences(x) for name, x in content.items()} | dict(length=lengths)
 
     # ---- which sequence ----------------------------------------------------------------------------------------------
 
@@ -265,6 +284,11 @@ class Parallel:
     def segments(self) -> "Segments":
         assert self.segment_ids is not None  # rows without ids have no segments
         return Segments.of(self.segment_ids, self.pad_id)
+
+    def settle(self):
+        """Form what all layers read. What a layer in a scan or in `jax.checkpoint` forms, no other layer could read."""
+        if self.segment_ids is not None:
+            _ = self.segments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,11 +318,12 @@ class Segments:
         last = T - 1 - is_token[:, ::-1].argmax(1)
         return cls(is_token, begin, is_first, last)
 
-    def cache(self, k: Float[Array, "B T H D"], v: Float[Array, "B T H D"]) -> State:
-        """Return the keys and values of the last segment of each row that is no padding, from row 0 on, and its length."""
+    def cache(self, content: State) -> State:
+        """Return the content [B, T, H, D] of the last segment of each batch row that is no padding, from row 0 on, and its
+        length."""
         B, T = self.begin.shape
         if T == 0:
-            return dict(key=k, value=v, length=jnp.zeros(B, jnp.int32))
+            return {**content, "length": jnp.zeros(B, jnp.int32)}
         first = jnp.take_along_axis(self.begin, self.last[:, None], 1)
         length = jnp.where(self.is_token.any(1), self.last - first[:, 0] + 1, 0).astype(jnp.int32)
         rows, is_own = jnp.clip(first + jnp.arange(T)[None], 0, T - 1), jnp.arange(T)[None] < length[:, None]
@@ -306,7 +331,7 @@ class Segments:
         def of_last(x):
             return jnp.where(is_own[..., None, None], jnp.take_along_axis(x, rows[..., None, None], 1), 0)
 
-        return dict(key=of_last(k), value=of_last(v), length=length)
+        return {name: of_last(x) for name, x in content.items()} | dict(length=length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,9 +341,14 @@ class Step:
 
     slots: Int[Array, "B"] | None = None
 
-    def recurrent(self, recurrence: Callable, q, k, v, state: Array, **options) -> tuple[Array, Array]:
+    def recurrent(
+        self, recurrence: Callable, q, k, v, state: Entry, step: Callable = recurrent_step, **options
+    ) -> tuple[Array, Any]:
         options = {name: x for name, x in options.items() if x is not None}
-        return recurrent_step(q, k, v, state, slots=self.slots, **options)
+        return step(q, k, v, state=state, slots=self.slots, **options)
+
+    def selective_scan(self, x, dt, A, B, C, D, state: Array) -> tuple[Array, Array]:
+        return selective_scan_step(x, dt, A, B, C, state, D, slots=self.slots)
 
     def window(self, x: Array, size: int, state: Array) -> tuple[list[Array], Array]:
         rows = jnp.concatenate([self.read(state).astype(x.dtype), x[:, None]], 1)
@@ -331,16 +361,32 @@ class Step:
     def last_positions(self, place: Int[Array, "B"]) -> Int[Array, "B"]:
         return place
 
-    def attend(self, q, k, v, cache: State, window: int | None, scale: float | None) -> tuple[Array, State]:
+    def attend(
+        self, q, k, v, cache: State, window: int | None, scale: float | None, stored: Array | None = None
+    ) -> tuple[Array, State]:
         L = cache["key"].shape[1]
         place, length = self.positions(cache["length"])
         check_room(place, 1, L)  # an unused slot reads a length of 0
         rows = jnp.arange(len(q)) if self.slots is None else self.unused_to_end(self.slots, cache["key"])
         at = (rows, place)
-        cache = dict(key=written(cache["key"], at, k), value=written(cache["value"], at, v), length=length)
+        cache = extended(cache, at, k, v, length)
         seen = intervals(jnp.zeros_like(place)[:, None], place[:, None], window)
-        o = attend_whole(q[:, None], self.read(cache["key"]), self.read(cache["value"]), seen, scale)
+        keys, values, width = cache["key"], cache.get("value"), v.shape[-1]
+        if self.slots is None or 2 * len(q) < len(keys):
+            slots = None if self.slots is None else rows
+            o = attend_step(q[:, None], keys, values, seen, scale, width=width, slots=slots)
+        else:  # rows in the order of the pool: a copy of its keys in the order of the rows would take longer
+            first, last, ordered = (
+                self.in_pool(x, len(keys), fill) for x, fill in ((seen.first, 0), (seen.last, -1), (q, 0))
+            )
+            of_pool = Intervals(first, last)
+            o = self.read(attend_step(ordered[:, None], keys, values, of_pool, scale, width=width))
         return nan_unless(place < L, o[:, 0]), cache
+
+    def in_pool(self, x: Array, size: int, fill: int) -> Array:
+        """Return x of the tokens at their slots of a pool of `size` rows, and `fill` elsewhere."""
+        pool = jnp.full((size, *x.shape[1:]), fill, x.dtype)
+        return pool.at[self.unused_to_end(self.slots, pool)].set(x, mode="drop")
 
     def read(self, state: Array) -> Array:
         return state if self.slots is None else take(state, self.unused_to_end(self.slots, state))
@@ -385,3 +431,14 @@ def nan_unless(fits: Bool[Array, "*rows"], o: Float[Array, "*rows H V"]) -> Floa
 
 def written(cache: Array, at: tuple[Array, Array], rows: Array) -> Array:
     return cache.at[at].set(rows.astype(cache.dtype), mode="drop")
+
+
+def extended(cache: State, at: tuple[Array, Array], k: Array, v: Array, length: Array) -> State:
+    """Return the cache with rows of k, and of v if it holds values, written to their places."""
+    new = dict(key=k, value=v) if "value" in cache else dict(key=k)
+    return {name: written(cache[name], at, x) for name, x in new.items()} | dict(length=length)
+
+
+def cached(cache: State, v: Array) -> tuple[Array, Array]:
+    """Return the keys and the values of a cache. Without values, they are the first channels of the keys."""
+    return cache["key"], cache["value"] if "value" in cache else cache["key"][..., : v.shape[-1]]

@@ -1,6 +1,6 @@
 """Provide linear attentions with a constant decay: RetNet's retention and Lightning Attention."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,10 +14,10 @@ from glax._src.api.recurrent import lightning_decay, recurrent
 from glax.nn.arguments import checked
 from glax.nn.layer import Layer
 from glax.nn.linear_attention import LinearAttention, OwnRecurrenceOptions, Unpack
-from glax.nn.norms import RMSNormGated
-from glax.nn.parts import EMBED, HEADS, activation, by_head, check_sizes, linear, merged
+from glax.nn.norms import RMSNorm, RMSNormGated
+from glax.nn.parts import EMBED, HEADS, activation, by_head, check_divides, check_sizes, linear, merged
 from glax.nn.passes import Rows, State
-from glax.nn.rotary import checked_rotation, rotate
+from glax.nn.rotary import Rotation, checked_rotation, rotate
 
 
 class MultiScaleRetention(LinearAttention):
@@ -71,13 +71,20 @@ class MultiScaleRetention(LinearAttention):
 class LightningAttention(Layer):
     """Compute Lightning Attention as in MiniMax-01. In every head:
 
-        q_t, k_t, v_t = act(W_q x_t), act(W_k x_t), act(W_v x_t)
-        S_t = exp(-s) S_{t-1} + k_t v_t^T                    o_t = S_t^T q_t
+        q_t, k_t, v_t = R_t act(W_q x_t), R_t act(W_k x_t), act(W_v x_t)
+        S_t = exp(-s) S_{t-1} + k_t v_t^T                    o_t = scale S_t^T q_t
         y_t = W_o (sigmoid(W_s x_t) * RMSNorm(o_t))
 
-    head_width: K and V of a head; width // num_heads if None. The norm is over all heads together.
-    slopes:     s [H], or "fla" or "minimax": the slopes of `glax.lightning_attention` for layer_idx and num_layers.
-    act:        the name of a function; "silu" in MiniMax-01.
+    R_t rotates by the position in the sequence; the state then holds the number of tokens read.
+
+    head_width:  K and V of a head; width // num_heads if None. norm_groups: the equal parts of all heads' outputs that RMSNorm
+                 normalises separately.
+    slopes:      s [H], or "fla" or "minimax": the slopes of `glax.lightning_attention` for layer_idx and num_layers.
+    act:         the name of a function; "silu" in MiniMax-01, and None for none, as in Ling-2.5.
+    theta:       the base of the rotation; no rotation if None. rotary_width, frequencies: as in `glax.nn.Attention`.
+    qk_norm:     whether q and k pass through RMSNorm in each head before they rotate, with norm_eps.
+    scale:       the factor of the outputs.
+    bias:        whether the projections of q, k and v have a bias. output_bias: whether the output's projection has one.
 
     dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.Options`.
 
@@ -98,7 +105,15 @@ class LightningAttention(Layer):
         slopes="minimax",
         layer_idx: int = 0,
         num_layers: int = 1,
-        act: str = "silu",
+        act: str | None = "silu",
+        theta: float | None = None,
+        rotary_width: int | None = None,
+        frequencies: Sequence[float] | Rotation | None = None,
+        qk_norm: bool = False,
+        norm_groups: int = 1,
+        scale: float = 1.0,
+        bias: bool = False,
+        output_bias: bool = False,
         norm_eps: float = 1e-6,
         dtype: jnp.dtype | None = None,
         param_dtype: DTypeLike = jnp.float32,
@@ -111,17 +126,23 @@ class LightningAttention(Layer):
         activation("act", act)
         self.width, self.num_heads, self.head_width, self.act = width, num_heads, head_width, act
         self.recurrence, self.slopes = recurrence, slope_tuple(slopes, num_heads, layer_idx, num_layers)
+        self.rotation, self.scale = checked_rotation(theta, rotary_width, head_width, frequencies), scale
         inside = num_heads * head_width
         options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
-        self.query = linear(width, inside, (EMBED, HEADS), **options)
-        self.key = linear(width, inside, (EMBED, HEADS), **options)
-        self.value = linear(width, inside, (EMBED, HEADS), **options)
-        self.norm = RMSNormGated(inside, epsilon=norm_eps, gate_fn="sigmoid", param_dtype=param_dtype)
+        norms: dict[str, Any] = dict(epsilon=norm_eps, param_dtype=param_dtype)
+        self.query = linear(width, inside, (EMBED, HEADS), bias=bias, **options)
+        self.key = linear(width, inside, (EMBED, HEADS), bias=bias, **options)
+        self.value = linear(width, inside, (EMBED, HEADS), bias=bias, **options)
+        self.query_norm = RMSNorm(head_width, **norms) if qk_norm else None
+        self.key_norm = RMSNorm(head_width, **norms) if qk_norm else None
+        check_divides("norm_groups", norm_groups, "num_heads * head_width", inside)
+        self.norm = RMSNormGated(inside, groups=norm_groups, gate_fn="sigmoid", **norms)
         self.output_gate = linear(width, inside, (EMBED, HEADS), **options)
-        self.output = linear(inside, width, (HEADS, EMBED), **options)
+        self.output = linear(inside, width, (HEADS, EMBED), bias=output_bias, **options)
 
     def empty_state(self, batch: int, max_length: int | None = None) -> dict:
-        return dict(recurrent=jnp.zeros((batch, self.num_heads, self.head_width, self.head_width), jnp.float32))
+        state = dict(recurrent=jnp.zeros((batch, self.num_heads, self.head_width, self.head_width), jnp.float32))
+        return state if self.rotation is None else state | dict(length=jnp.zeros(batch, jnp.int32))
 
     def heads(self, x: Float[Array, "*rows width"]) -> list[Float[Array, "*rows H D"]]:
         """Return [q, k, v], each [*rows, H, width of a head]."""
@@ -130,10 +151,18 @@ class LightningAttention(Layer):
 
     def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
         q, k, v = self.heads(x)
+        after = {}
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if self.rotation is not None:
+            place, after["length"] = rows.positions(state.get("length"))
+            q, k = (rotate(y, place, self.rotation, rows.last_positions) for y in (q, k))
         decay = -jnp.asarray(self.slopes, jnp.float32)
         before = state.get("recurrent")
-        o, after = rows.recurrent(self.recurrence, q, k, v, before, g_gamma=decay, softmax_scale=1.0)
-        return self.output(self.norm(merged(o), self.output_gate(x))), dict(recurrent=after)
+        o, after["recurrent"] = rows.recurrent(
+            self.recurrence, q, k, v, before, g_gamma=decay, softmax_scale=self.scale
+        )
+        return self.output(self.norm(merged(o), self.output_gate(x))), after
 
 
 def slope_tuple(slopes, num_heads: int, layer_idx: int, num_layers: int) -> tuple[float, ...]:

@@ -91,11 +91,12 @@ def checked_rotation(
     """Return the rotation of theta and width, or of frequencies. Return None if theta is None. width: head_width if None.
 
     Raises TypeError or ValueError unless theta is known and above 0, width is an even number of a head's channels, and each of
-    the width / 2 frequencies is finite.
+    the width / 2 frequencies is finite; without theta, unless the others are None.
     """
     if theta is None:
-        if frequencies is not None:
-            raise ValueError("frequencies must be None where theta is None, which means no rotation")
+        for name, given in (("rotary_width", width), ("frequencies", frequencies)):
+            if given is not None:
+                raise ValueError(f"{name} must be None where theta is None, which means no rotation, got {given!r:.80}")
         return None
     if isinstance(frequencies, Rotation):
         width = frequencies.width

@@ -13,9 +13,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from glax._src.core.backend import Backend
 from glax._src.core.recurrence import aligned, bucket, is_symbol, varying_like
+from glax._src.serving.stored_states import rows_of
 
 ROWS, KEYS = 128, 256  # rows and keys whose scores are formed together
+STEP_KEYS, STEP_KEYS_GPU = 512, 4096  # keys that a step reads together; a GPU waits for its host between two parts
 LOWEST = -2e38  # the score of a key outside of the interval
 
 
@@ -45,9 +48,74 @@ def attend_whole(q, k, v, intervals: Intervals, scale: float | None) -> Float[Ar
     q [B, T, Hq, D], k [B, S, Hk, D], v [B, S, Hk, V]; Hk divides Hq, and the result has q's dtype. intervals: of [B, T] rows.
     scale: D ** -0.5 if None. A row that reads nothing is 0.
     """
+    return of_one_block(None, q, k.astype(q.dtype), v.astype(q.dtype), intervals, scale)
+
+
+def attend_step(
+    q: Float[Array, "B 1 Hq D"],
+    k: Float[Array, "P S Hk D"],
+    v: Float[Array, "P S Hk V"] | None,
+    intervals: Intervals,
+    scale: float | None,
+    *,
+    width: int,
+    slots: Int[Array, "B"] | None = None,
+) -> Float[Array, "B 1 Hq V"]:
+    """Return the same as `attend_whole` for T = 1 over the rows of caches, of any dtype, in q's dtype.
+
+    Keys are read in parts, those between the ends of all intervals, so that the cost does not depend on S. v: None for values
+    that are the first `width` channels of the keys. slots: the row of k and v of each row of q, with P for none, which gives 0;
+    row b of q reads row b if None.
+    """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    k, v = k.astype(q.dtype), v.astype(q.dtype)
-    o: Array = attend(True, scale, q[None], k, v, Intervals(intervals.first[None], intervals.last[None]))
+    return step(scale, width, q, k, v, intervals, slots)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def step(scale: float, width: int, q, k, v, intervals: Intervals, slots: Array | None) -> Float[Array, "B 1 Hq V"]:
+    S, size = k.shape[1], STEP_KEYS_GPU if Backend.here() is Backend.GPU else STEP_KEYS
+    size = None if is_symbol(S) or size >= S or k.size == 0 else size
+    of_block = Intervals(intervals.first[None], intervals.last[None])
+    return summed(size, scale, q[None], k, v, of_block, slots, width)[0][0]
+
+
+def step_whole(scale: float, width: int, q, k, v, intervals: Intervals, slots: Array | None):
+    """Return what `step` does, from copies of whole rows of the caches, whose gradient JAX knows."""
+    k, v = part_of(k, v, slots, width, q.dtype, 0, k.shape[1])
+    return of_one_block(None, q, k, v, intervals, scale)
+
+
+def step_fwd(scale: float, width: int, *arrays):
+    return step(scale, width, *arrays), arrays
+
+
+def step_bwd(scale: float, width: int, arrays, d_o):
+    q, k, v, intervals, slots = arrays
+    _, pull = jax.vjp(lambda q, k, v: step_whole(scale, width, q, k, v, intervals, slots), q, k, v)
+    return *pull(d_o), None, None
+
+
+step.defvjp(step_fwd, step_bwd)
+
+
+def part_of(k, v, slots: Array | None, width: int, dtype, begin, size: int) -> tuple[Array, Array]:
+    """Return `size` keys and values from the key `begin` on, of the rows `slots` or of all rows."""
+
+    def read(x):
+        if size == x.shape[1]:  # all keys, whose number may be a symbol
+            return (x if slots is None else rows_of(x, slots)).astype(dtype)
+        if slots is None:
+            return jax.lax.dynamic_slice_in_dim(x, begin, size, 1).astype(dtype)
+        keys = begin + jnp.arange(size)
+        return x.at[slots[:, None], keys[None]].get(mode="fill", fill_value=0).astype(dtype)
+
+    part = read(k)
+    return part, part[..., :width] if v is None else read(v)
+
+
+def of_one_block(size: int | None, q, k, v, intervals: Intervals, scale: float | None) -> Float[Array, "B T Hq V"]:
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    o: Array = attend(size, scale, q[None], k, v, Intervals(intervals.first[None], intervals.last[None]))
     return o[0]
 
 
@@ -63,7 +131,7 @@ def attend_in_blocks(q, k, v, intervals: Intervals, scale: float | None) -> Floa
         return x.reshape(B, blocks, ROWS, *x.shape[2:]).swapaxes(0, 1)
 
     of_blocks = Intervals(divided(intervals.first, 0), divided(intervals.last, -1))
-    o: Array = attend(False, scale, divided(q, 0), k.astype(q.dtype), v.astype(q.dtype), of_blocks)
+    o: Array = attend(KEYS, scale, divided(q, 0), k.astype(q.dtype), v.astype(q.dtype), of_blocks)
     return o.swapaxes(0, 1).reshape(B, blocks * ROWS, *o.shape[3:])[:, :T]
 
 
@@ -86,7 +154,7 @@ def attend_by_sequence(
     is_own = (rows < cuts[own + 1][:, None]) & (numbers < ends[-1])[:, None]
     rows = jnp.where(is_own, rows, 0)
     of_blocks = Intervals(intervals.first[0, rows][:, None], jnp.where(is_own, intervals.last[0, rows], -1)[:, None])
-    o: Array = attend(False, scale, q[0, rows][:, None], k.astype(q.dtype), v.astype(q.dtype), of_blocks)
+    o: Array = attend(KEYS, scale, q[0, rows][:, None], k.astype(q.dtype), v.astype(q.dtype), of_blocks)
     places = jnp.arange(T)
     of_row = jnp.minimum(jnp.searchsorted(cuts[1:], places, side="right"), N - 1)
     back = places - cuts[of_row]
@@ -103,15 +171,24 @@ def is_small(T: int, S: int) -> bool:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def attend(whole: bool, scale: float, q, k, v, intervals: Intervals) -> Float[Array, "blocks B rows Hq V"]:
+def attend(size: int | None, scale: float, q, k, v, intervals: Intervals) -> Float[Array, "blocks B rows Hq V"]:
     """Return the outputs of blocks of rows. q: [blocks, B, rows, Hq, D]. k, v: [B, S, Hk, D or V]. intervals: of [blocks, B,
-    rows]. whole: whether a block reads all keys together, rather than `KEYS` at a time."""
-    return _fwd(whole, scale, q, k, v, intervals)[0]
+    rows]. size: how many keys a block reads together; all if None."""
+    return _fwd(size, scale, q, k, v, intervals)[0]
 
 
-def _fwd(whole: bool, scale: float, q, k, v, intervals: Intervals):
+def _fwd(size: int | None, scale: float, q, k, v, intervals: Intervals):
     q, k, v, intervals = aligned((q, k, v, intervals))
+    o, log_total = summed(size, scale, q, k, v, intervals, None, v.shape[-1])
+    return o, (q, k, v, intervals, o, log_total)
+
+
+def summed(size: int | None, scale: float, q, k, v, intervals: Intervals, slots: Array | None, width: int):
+    """Return the outputs, and the logarithms of the sums of exp(scores). size: as of `attend`. slots, width: as of
+    `attend_step`."""
+    q, k, v, intervals, slots = aligned((q, k, v, intervals, slots))
     dtype = jnp.promote_types(q.dtype, jnp.float32)
+    read = functools.partial(part_of, k, v, slots, width, q.dtype)
 
     def of_block(_, block):
         q, intervals = block
@@ -132,20 +209,21 @@ def _fwd(whole: bool, scale: float, q, k, v, intervals: Intervals):
 
         start = (
             jnp.full(q.shape[:-1], LOWEST, dtype),
-            *(jnp.zeros(x, dtype) for x in (q.shape[:-1], (*q.shape[:-1], v.shape[-1]))),
+            *(jnp.zeros(x, dtype) for x in (q.shape[:-1], (*q.shape[:-1], width))),
         )
-        highest, total, weighted = over_keys(whole, add, varying(start, q), k, v, intervals)
+        highest, total, weighted = over_keys(size, add, varying(start, q), k.shape[1], read, intervals)
         total = jnp.where(total > 0, total, 1)
         o = ungrouped(weighted / total[..., None]).astype(q.dtype)
         return None, (o, highest + jnp.log(total))
 
     _, (o, log_total) = over_blocks(of_block, None, (q, intervals))
-    return o, (q, k, v, intervals, o, log_total)
+    return o, log_total
 
 
-def _bwd(whole: bool, scale: float, saved, d_o):
+def _bwd(size: int | None, scale: float, saved, d_o):
     q, k, v, intervals, o, log_total = saved
     dtype = jnp.promote_types(q.dtype, jnp.float32)
+    read = functools.partial(part_of, k, v, None, v.shape[-1], q.dtype)
 
     def of_block(sums, block):
         q, intervals, o, log_total, d_o = block
@@ -166,7 +244,8 @@ def _bwd(whole: bool, scale: float, saved, d_o):
             dv = added(dv, begin, product("bhgts,bhgtv->bshv", weights.astype(q.dtype), d_o, dtype))
             return dk, dv, dq + product("bhgts,bshd->bhgtd", d_scores, k, dtype)
 
-        *sums, dq = over_keys(whole, add, (*sums, varying(jnp.zeros(q.shape, dtype), q)), k, v, intervals)
+        sums = *sums, varying(jnp.zeros(q.shape, dtype), q)
+        *sums, dq = over_keys(size, add, sums, k.shape[1], read, intervals)
         return tuple(sums), ungrouped(dq).astype(q.dtype)
 
     start = varying((jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype)), q)
@@ -185,22 +264,21 @@ def over_blocks(of_block: Callable, carry, blocks):
     return carry, jax.tree.map(lambda x: x[None], results)
 
 
-def over_keys(whole: bool, add: Callable, sums, k, v, intervals: Intervals):
-    """Return the sums behind sums = add(sums, begin, k, v, seen) for every part of the keys that the rows read.
+def over_keys(size: int | None, add: Callable, sums, S: int, read: Callable, intervals: Intervals):
+    """Return the sums behind sums = add(sums, begin, k, v, seen) for every part of the S keys that the rows read.
 
-    The part begins at the key `begin`. seen: [B, 1, 1, rows, keys of the part], whether a row reads a key.
+    The part begins at the key `begin`. read(begin, size): its keys and values. seen: [B, 1, 1, rows, keys of the part], whether
+    a row reads a key.
     """
-    S = k.shape[1]
-    if whole:
-        return add(sums, 0, k, v, intervals.hold(jnp.arange(S))[:, None, None])
-    (low, count), size = intervals.bounds(), min(KEYS, S)
+    if size is None:
+        return add(sums, 0, *read(0, S), intervals.hold(jnp.arange(S))[:, None, None])
+    (low, count), size = intervals.bounds(), min(size, S)
 
     def part(i, sums):
         begin = jnp.minimum(low + i * size, S - size)
         keys = begin + jnp.arange(size)
         seen = intervals.hold(keys) & (keys >= low + i * size)[None, None]  # the last part may begin before its place
-        rows = (jax.lax.dynamic_slice_in_dim(x, begin, size, 1) for x in (k, v))
-        return add(sums, begin, *rows, seen[:, None, None])
+        return add(sums, begin, *read(begin, size), seen[:, None, None])
 
     return jax.lax.fori_loop(0, -(-count // size), part, sums)
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from glax._src.core.recurrence import Outputs, Recurrence
-from glax._src.core.registry import KernelSpec, Role, kernel_registry
+from glax._src.core.registry import Backend, KernelSpec, Role, kernel_registry
 from glax._src.kernels import load_kernels
 from glax._src.solve.autodiff import solve
 from glax._src.solve.dispatch import Choice
@@ -165,17 +165,18 @@ def check_kernel(
     return results
 
 
-def check_kernels(cases: Sequence[Case] = CASES) -> Iterator[Result]:
+def check_kernels(cases: Sequence[Case] = CASES, backend: Backend | None = None) -> Iterator[Result]:
     """Yield the results of each registered kernel on each case, and of `recurrent` with its gradient on the quick cases.
 
-    Cases run in up to eight threads. The results come in the order of the cases.
+    backend: the device whose own kernels run, beside `recurrent`; None for all kernels. Cases run in up to eight threads. The
+    results come in the order of the cases.
 
     >>> results = glax.testing.check_kernels(glax.testing.CASES[:1])  # doctest: +SKIP
     >>> [result for result in results if result.status == "miss"]  # doctest: +SKIP
     []
     """
     load_kernels()
-    specs = list(kernel_registry.kernels.values())
+    specs = [spec for spec in kernel_registry.kernels.values() if backend in (None, spec.backend)]
     programs = {spec.name: jax.jit(spec.run, static_argnames="config") for spec in specs}
 
     def results_of(trial: Trial) -> list[Result]:

@@ -18,8 +18,8 @@ NumPy = Any  # a float64 NumPy array instead of a JAX array
 def reference(r: Recurrence, dtype=np.float64) -> Outputs:
     """Compute S_bar = exp(rows_t) S_{t-1} exp(columns_t),   S_t = S_bar + k_t u_t^T,   o_t = scale * S_t^T q_t.
 
-    u_t is v_t, or w_t * v_t - S_bar^T e_t with an erasure. dtype: the dtype of all arithmetic; float32 shows the error of
-    rounding alone.
+    u_t is v_t, or w_t * v_t - S_bar^T e_t with an erasure, or w_t * v_t - S_{t-1}^T e_t with one before the decay. dtype: the
+    dtype of all arithmetic; float32 shows the error of rounding alone.
     """
     x = _arrays(r, dtype)
     output: NumPy = np.zeros((*x.q.shape[:3], x.v.shape[3]), dtype)
@@ -62,6 +62,7 @@ def reference_gradient(r: Recurrence, d_output, d_final, dtype=np.float64) -> Re
     x = _arrays(r, dtype)
     do, dS = _plain(d_output).astype(dtype), _plain(d_final).astype(dtype)
     dq, dk, dv, de, dw, d_rows, d_columns = map(np.zeros_like, (x.q, x.k, x.v, x.k, x.v, x.rows, x.columns))
+    d_along: NumPy = np.zeros_like(x.k)
     d_initial: NumPy = dS.copy()
     d_scale: NumPy = np.zeros(r.num_sequences, dtype)
     d_constant: NumPy = np.zeros((r.num_sequences, r.num_heads), dtype)
@@ -78,20 +79,30 @@ def reference_gradient(r: Recurrence, d_output, d_final, dtype=np.float64) -> Re
             dq[b, t] = x.scale[n] * read
             d_scale[n] += (x.q[b, t] * read).sum()
             G += x.scale[n] * x.q[b, t][..., None] * do[b, t][..., None, :]
-            decay, S_bar, u = _written(states[i], x, b, t)
+            decay, S_bar, u, y = _written(states[i], x, b, t)
             dk[b, t] = np.einsum("hkv,hv->hk", G, u)
             du = np.einsum("hkv,hk->hv", G, x.k[b, t])
             dv[b, t], dw[b, t] = du if x.w is None else x.w[b, t] * du, du * x.v[b, t]
+            d_read: NumPy = 0.0
             if x.e is not None:
-                de[b, t] = -np.einsum("hkv,hv->hk", S_bar, du)
-                G = G - x.e[b, t][..., None] * du[..., None, :]
+                if x.along is not None:
+                    d_along[b, t] = -np.einsum("hkv,hv->hk", G, y)
+                d_erased = du if x.along is None else np.einsum("hkv,hk->hv", G, x.along[b, t])
+                de[b, t] = -np.einsum("hkv,hv->hk", _read_by_erasure(states[i], S_bar, x, b, t), d_erased)
+                d_read = -x.e[b, t][..., None] * d_erased[..., None, :]
+                if x.before_decay and x.resets is not None and x.resets[b, t]:
+                    d_read = 0.0
             if d_beta is not None:
                 d_beta[b, t] = (de[b, t] * x.k[b, t]).sum(-1) + dw[b, t].sum(-1)
                 dk[b, t] += beta[b, t] * de[b, t]
+            if not x.before_decay:
+                G = G + d_read
             d_log = G * S_bar
             d_rows[b, t], d_columns[b, t] = d_log.sum(-1), d_log.sum(-2)
             d_constant[n] += d_log.sum((-1, -2))
             G = G * decay
+            if x.before_decay:
+                G = G + d_read
         d_initial[n] = G
     decay, erasure = r.decay, None
     if r.erasure is not None:
@@ -99,6 +110,8 @@ def reference_gradient(r: Recurrence, d_output, d_final, dtype=np.float64) -> Re
             beta=d_beta,
             erase=None if r.erasure.erase is None else de,
             write=None if r.erasure.write is None else dw,
+            along=None if r.erasure.along is None else d_along,
+            before_decay=r.erasure.before_decay,
         )
     return Recurrence(
         q=_fold(dq, r.q.shape[2]),
@@ -119,19 +132,29 @@ def reference_gradient(r: Recurrence, d_output, d_final, dtype=np.float64) -> Re
 
 
 def _written(S, x: "_Arrays", b, t):
-    """Return (the decay, the decayed state, what the token writes beside its key)."""
+    """Return (the decay, the decayed state, what the token writes beside its key, what it erases along another key, or 0)."""
     decay = np.exp(x.rows[b, t][..., None] + x.columns[b, t][..., None, :])
     S_bar, u = S * decay, x.v[b, t]
+    y = np.zeros_like(u)
     if x.w is not None:
         u = x.w[b, t] * u
     if x.e is not None:
-        u = u - np.einsum("hkv,hk->hv", S_bar, x.e[b, t])
-    return decay, S_bar, u
+        erased = np.einsum("hkv,hk->hv", _read_by_erasure(S, S_bar, x, b, t), x.e[b, t])
+        u, y = (u - erased, y) if x.along is None else (u, erased)
+    return decay, S_bar, u, y
+
+
+def _read_by_erasure(S, S_bar, x: "_Arrays", b, t):
+    """Return the state that the erase vector of a token reads, of the states before and behind its decay."""
+    if not x.before_decay:
+        return S_bar
+    return np.zeros_like(S) if x.resets is not None and x.resets[b, t] else S
 
 
 def _step(S, x: "_Arrays", b, t):
-    _, S_bar, u = _written(S, x, b, t)
-    return S_bar + x.k[b, t][..., None] * u[..., None, :]
+    _, S_bar, u, y = _written(S, x, b, t)
+    S = S_bar + x.k[b, t][..., None] * u[..., None, :]
+    return S if x.along is None else S - x.along[b, t][..., None] * y[..., None, :]
 
 
 def _scans(r: Recurrence):
@@ -158,6 +181,9 @@ class _Arrays(NamedTuple):
     scale: NumPy
     e: NumPy
     w: NumPy
+    before_decay: bool = False
+    resets: NumPy = None
+    along: NumPy = None
 
 
 def _arrays(r: Recurrence, dtype) -> _Arrays:
@@ -167,7 +193,7 @@ def _arrays(r: Recurrence, dtype) -> _Arrays:
     H = r.num_heads
     q, k, v = (np.repeat(wide(x), H // x.shape[2], axis=2) for x in (r.q, r.k, r.v))
     rows, columns = np.zeros((*q.shape[:2], H, q.shape[3]), dtype), np.zeros((*q.shape[:2], H, v.shape[3]), dtype)
-    decay, e, w = r.decay, None, None
+    decay, e, w, resets = r.decay, None, None, None
     if decay.constant is not None:
         for n, b, tokens in _scans(r):
             rows[b, np.asarray(tokens, int)] += wide(decay.constant)[n][:, None]
@@ -185,8 +211,10 @@ def _arrays(r: Recurrence, dtype) -> _Arrays:
         e = w * k
     elif r.erasure is not None:
         e, w = wide(r.erasure.erase), None if r.erasure.write is None else wide(r.erasure.write)
+    before_decay = r.erasure is not None and r.erasure.before_decay
     state = np.zeros(r.state_shape, dtype) if r.initial_state is None else wide(r.initial_state)
-    return _Arrays(q, k, v, rows, columns, state, wide(r.scale), e, w)
+    along = None if r.erasure is None or r.erasure.along is None else wide(r.erasure.along)
+    return _Arrays(q, k, v, rows, columns, state, wide(r.scale), e, w, before_decay, resets, along)
 
 
 def _plain(x) -> NumPy:

@@ -1,6 +1,7 @@
 """Define the tolerances of docs/numerics.md, and compare a kernel's results with the reference by them."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +106,7 @@ def with_clear_padding(comparison: Comparison, r: Recurrence, x) -> Comparison:
 
 def named(r: Recurrence) -> dict[str, jax.Array]:
     """Return the float arrays of r, or of a gradient in it, by name."""
-    arrays = vars(r) | vars(r.decay) | ({} if r.erasure is None else vars(r.erasure))
+    arrays: dict[str, Any] = vars(r) | vars(r.decay) | ({} if r.erasure is None else r.erasure.arrays)
     return {name: x for name, x in arrays.items() if hasattr(x, "dtype") and name != "boundaries"}
 
 

@@ -16,6 +16,8 @@ from glax._src.kernels.cuda.config import CudaConfig
 from glax.testing.reference import reference
 from tests.cases import Case, all_cases, recurrence
 from tests.close import assert_close
+from tests.conformance.test_replay import assert_served, case_of, kernels_on_a_pool
+from tests.delta_cases import BEFORE_DECAY, DeltaCase, Draw
 from tests.emulate_cuda import emulated
 from tests.poison import dispatched, leaks, operands_of, packed, segmented
 from tests.suite import check_forward
@@ -48,6 +50,20 @@ TOKENS = [
         cuts=(0, 3, 3, 19),
         reverse=True,
     ),
+    DeltaCase("before-decay", ("gk",), ("erase", "write"), T=11, before_decay=True, draws=BEFORE_DECAY[3:8]),
+    DeltaCase(
+        "before-decay-head-packed",
+        ("g",),
+        ("erase",),
+        T=21,
+        K=40,
+        V=7,
+        cuts=(0, 3, 3, 19),
+        reverse=True,
+        before_decay=True,
+    ),
+    DeltaCase("along", ("g",), ("erase", "write"), T=11, K=24, along=True, dtype="bfloat16"),
+    DeltaCase("along-before-decay", ("gk",), ("erase",), T=11, heads=(1, 1, 2), along=True, before_decay=True),
 ]
 
 
@@ -108,6 +124,20 @@ def test_a_step_advances_the_rows_of_its_slots_alone(erasure, T, state):
     np.testing.assert_array_equal(np.asarray(after)[untouched], np.asarray(pool)[untouched])
 
 
+@pytest.mark.parametrize("T", [1, 9])
+@pytest.mark.parametrize("along", [False, True])
+def test_steps_and_drafts_erase_before_the_decay(T, along):
+    r = DeltaCase("step", erasure=("erase", "write"), before_decay=True, along=along, **POOLED, T=T).recurrence(
+        Draw("-inf on 5%")
+    )
+    pool, slots = pool_of(r, "float32")
+    tokens, config, want = r.replace(initial_state=None), CudaConfig(threads=64, columns=8), reference(r)
+    output, after = scan.recurrent_step(tokens, pool, slots, config)
+    for x in (output, scan.recurrent_verify(tokens, pool, slots, config)):
+        assert_close("output", x[USED], want.output[USED], 1e-5)
+    assert_close("pool", after[slots[USED]], want.final_state[USED], 1e-5)
+
+
 @pytest.mark.parametrize("erasure,T", [((), 9), (("beta",), 1)], ids=str)
 def test_verification_reads_the_rows_of_its_slots(erasure, T):
     r = recurrence(Case("verify", **POOLED, T=T, gates=("g",), state_dtype="bfloat16", erasure=erasure), "log-sigmoid")
@@ -115,6 +145,22 @@ def test_verification_reads_the_rows_of_its_slots(erasure, T):
     output = scan.recurrent_verify(r.replace(initial_state=None), pool, slots, CudaConfig(threads=64, columns=16))
     assert_close("output", output[USED], reference(r).output[USED], 1e-5)
     assert not np.asarray(output[1]).any()
+
+
+@pytest.mark.parametrize("form,erasure", [("key", ""), ("head", "+beta")])
+def test_replayed_states_are_read_and_advanced_in_the_pool(form, erasure):
+    """Steps and drafts of a `StatePool` with slots at places of their own, against the token loop."""
+    config = CudaConfig(threads=32, columns=8)
+
+    def step(r, pool, slots):
+        return scan.recurrent_step(r, pool, slots, config)
+
+    def verify(r, pool, slots):
+        return scan.recurrent_verify(r, pool, slots, config)
+
+    with kernels_on_a_pool(step, verify) as calls:
+        assert_served(case_of(form, erasure, T=6, heads=(1, 1, 2), V=8), Draw("-inf on 5%"), replay=3)
+    assert calls["step"] and calls["verify"]
 
 
 def test_every_shape_of_block_covers_the_state():

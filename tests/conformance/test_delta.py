@@ -31,7 +31,9 @@ FAST = ("T65", "head-packed-reverse", "bfloat16-head", "heads1-2-4")
 
 
 def takes(case: DeltaCase, spec: KernelSpec) -> bool:
-    return spec.erasing_forms is None or FORM_OF[case.gates] in spec.erasing_forms
+    takes_form = spec.erasing_forms is None or FORM_OF[case.gates] in spec.erasing_forms
+    before_decay = spec.erases_before_decay or not case.before_decay or not case.gates
+    return takes_form and before_decay and (spec.erases_along or not case.along)
 
 
 def on_each(cases: list[DeltaCase], specs: list[KernelSpec]):

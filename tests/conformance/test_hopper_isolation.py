@@ -50,6 +50,7 @@ ROUTES = {
     "no gates, one row, reversed": (packed(EDGE, T), dict(gates=(), reverse=True), 1),
     "constant, one row, cut into segments": (packed(INSIDE, T), dict(gates=("g_gamma",)), 2),
     "gated delta rule, one row": (packed(EDGE, T), HEAD | DELTA, 1),
+    "erase and write, one row": (packed(EDGE, T), HEAD | dict(erasure=("erase", "write")), 1),
     "per-key delta rule, each from a chunk's start": (packed(INSIDE, T), KEY | DELTA, 1),
     "per head, segment_ids": (segmented(INSIDE), HEAD, 1),
     "per head, segment_ids, shared heads, reversed": (

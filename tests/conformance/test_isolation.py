@@ -11,12 +11,22 @@ import numpy as np
 import pytest
 
 import glax
-from glax._src.core.registry import KernelSpec, kernel_registry
+from glax._src.core.registry import KernelSpec, Platform, kernel_registry
 from glax._src.kernels import load_kernels
 from glax._src.kernels.xla.isolated import run_checked
+from glax._src.solve.autodiff import solve
 from glax._src.solve.dispatch import Choice, run_spec
 from glax.testing.cases import Case
-from tests.poison import LAYOUTS, Layout, leaks, operands_of, spoiled
+from tests.poison import (
+    LAYOUTS,
+    Layout,
+    erasing_along,
+    gradient_of,
+    leaks,
+    operands_of,
+    second_derivatives,
+    spoiled,
+)
 
 load_kernels()
 NATIVE = ("recurrent/cpp/cpu", "recurrent.vjp/cpp/cpu")
@@ -26,6 +36,7 @@ FORMS = ("none", "constant", "head", "key", "key+value", "none beta", "head beta
 SAMPLE = {
     "segment_ids": {NATIVE: FORMS, CHUNKED: ("none", "key+value", "head beta"), TOKENS: ("key", "key erase")},
     "cu_seqlens": {NATIVE: ("head", "key beta"), CHUNKED: ("head", "key erase"), TOKENS: ("value",)},
+    "cu_seqlens, last": {NATIVE: ("key",), CHUNKED: ("head",), TOKENS: ("head", "key erase")},
     "rows": {NATIVE: ("key", "head beta"), CHUNKED: ("constant",), TOKENS: ("none",)},
 }
 
@@ -77,6 +88,50 @@ def test_public_calls_keep_segments_apart(options):
         poisoned = [x.at[:, 100].set(jnp.nan) if i == j else x for j, x in enumerate(arrays)]
         for got, want in zip(outputs_and_gradients(poisoned), clean, strict=True):
             np.testing.assert_allclose(got[:, others], want[:, others], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("before_decay", [False, True])
+@pytest.mark.parametrize("name", ["cu_seqlens", "cu_seqlens, last", "segment_ids", "rows"])
+def test_erasures_along_another_key_keep_documents_apart(name, before_decay):
+    layout, run = LAYOUTS[name], functools.partial(solve, Choice())
+    operands = erasing_along(operands_of(layout.case("key erase")), before_decay)
+    found = leaks(layout, operands, jax.jit(run), jax.jit(gradient_of(run)), few=True)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("platform", [Platform.CPP, Platform.XLA])
+@pytest.mark.parametrize("form", ["none", "constant", "head", "key+value", "head beta", "key erase+write"])
+@pytest.mark.parametrize("name", ["cu_seqlens", "segment_ids"])
+def test_second_derivatives_keep_documents_apart(name, form, platform):
+    layout = LAYOUTS[name]
+    operands = operands_of(layout.case(form))
+    # Of constant decays the clean call forms the difference of sums over all tokens, and the poisoned call sums products.
+    bar = 5e-3 if form == "constant" else 1e-3
+    for of_cotangents in (False, True):
+        program = second_derivatives(functools.partial(solve, Choice(platform)), of_cotangents)
+        found = leaks(layout, operands, None, program, few=True, bar=bar)
+        assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("spoiled", [False, True])
+def test_third_derivatives_keep_segments_apart(spoiled):
+    """Those of each segment are those of its sequence alone, also beside a segment of NaN."""
+    ids = jnp.asarray(np.repeat([1, 2, 3], (5, 4, 6)))[None]
+    x = jnp.sin(jnp.arange(15 * 3.0)).reshape(1, 15, 1, 3)
+    x = x.at[:, 6].set(jnp.nan) if spoiled else x
+
+    def third(x, **options):
+        def derivative(f):
+            return lambda x: (jax.grad(f)(x) ** 2 * 0.1).sum()
+
+        def value(x):
+            return (glax.recurrent(x, x, x, gk=-jnp.exp(x), **options).output ** 2).sum()
+
+        return jax.jit(jax.grad(derivative(derivative(value))))(x)
+
+    got = third(x, segment_ids=ids)
+    for low, high in ((0, 5), (9, 15)):
+        np.testing.assert_allclose(got[:, low:high], third(x[:, low:high]), rtol=2e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernel,form", [("chunked/xla/any", "head"), ("chunked.vjp/xla/any", "none")])

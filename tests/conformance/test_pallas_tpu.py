@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import glax
 from glax import parallel
-from glax._src.core.registry import Backend, kernel_registry
+from glax._src.core.registry import kernel_registry
 from glax._src.kernels import load_kernels
 from glax._src.kernels.pallas_tpu.config import TPUChunkedConfig, TPUGradientConfig
 from glax.testing.reference import reference, reference_gradient
@@ -173,12 +173,6 @@ def test_lowers(case, dtype):
     assert text.count("tpu_custom_call") == 1
     text = lowered(functools.partial(BACKWARD.run, config=backward), r, *cotangents(case, r))
     assert text.count("tpu_custom_call") == 2
-
-
-@pytest.fixture
-def on_tpu(monkeypatch):
-    """Chooses kernels as on a TPU. The tests lower the calls, and do not run them."""
-    monkeypatch.setattr(Backend, "here", classmethod(lambda cls: cls.TPU))
 
 
 LOWERED = dict(B=4, T=130, heads=(8, 8, 8), K=64, V=64, dtype="bfloat16")

@@ -101,8 +101,8 @@ def taken(case: Case) -> Case:
 
 
 POISONED = {
-    "chunked/triton/gpu": (TritonChunkedConfig(32, 32), ("none", "key", "head beta")),
-    "chunked.vjp/triton/gpu": (GradientConfig(32, 16, block=16), ("head", "key beta")),
+    "chunked/triton/gpu": (TritonChunkedConfig(32, 32), ("none", "key", "head beta", "key erase+write")),
+    "chunked.vjp/triton/gpu": (GradientConfig(32, 16, block=16), ("head", "key beta", "head erase+write")),
     "recurrent/triton/gpu": (TokenConfig(), ("key+value", "none erase")),
 }
 

@@ -54,6 +54,59 @@ KEY_CASES = [
     DeltaCase("bfloat16-key", ("gk",), T=70, K=64, V=64, dtype="bfloat16", draws=FEW[:2]),
     DeltaCase("float16-key", ("gk",), T=70, K=32, V=32, dtype="float16", draws=FEW[:2]),
 ]
+
+
+class FreeCase(DeltaCase):
+    """A case whose erase vectors are no multiples of the keys: of any direction, of norms up to 2, a fifth of them zero."""
+
+    def inputs(self, draw: Draw, seed: int = 0) -> dict[str, jax.Array]:
+        found, rng = super().inputs(draw, seed), np.random.default_rng(seed + 2)
+        e = rng.normal(size=found["erase"].shape)
+        e *= 2 * rng.random((*e.shape[:-1], 1)) / np.linalg.norm(e, axis=-1, keepdims=True)
+        e *= rng.random((*e.shape[:-1], 1)) < 0.8
+        for name, x in (("erase", e), ("write", rng.normal(size=(*e.shape[:-1], self.V)))):
+            if name in found:
+                x = np.where(np.isnan(found[name]), np.nan, x * (rng.random(x.shape) < 0.8))
+                found[name] = jnp.asarray(x, found[name].dtype)
+        return found
+
+
+HOSTILE = tuple(Draw(strength) for strength in ("log-sigmoid", "0", "-120", "-inf on 5%", "+0.05", "-100 on 5%"))
+BOTH = ("erase", "write")
+FREE = [
+    FreeCase("free-none", (), BOTH, T=70, draws=HOSTILE[:1]),
+    FreeCase("free-head", ("g",), ("erase",), T=70, draws=HOSTILE),
+    FreeCase("free-key", ("gk",), ("erase",), T=70, draws=HOSTILE),
+    FreeCase("free-key-write", ("gk",), BOTH, T=40, draws=HOSTILE[-1:]),
+    FreeCase("free-constant-packed", ("g_gamma",), ("erase",), **PACKED, draws=HOSTILE[:1]),
+    FreeCase("free-head-packed-reverse", ("g",), BOTH, reverse=True, **PACKED, draws=HOSTILE[:1]),
+    FreeCase("free-key-packed-reverse", ("gk",), BOTH, reverse=True, **PACKED, draws=HOSTILE[3:4]),
+    FreeCase("free-heads1-2-4", ("g",), BOTH, heads=(1, 2, 4), T=40, K=8, V=6, draws=HOSTILE[:1]),
+    FreeCase("free-heads4-2-2", ("gk",), BOTH, heads=(4, 2, 2), T=17, K=8, V=6, state=False, draws=HOSTILE[:1]),
+    FreeCase("free-T1", ("gk",), ("erase",), T=1, K=8, V=8, heads=(1, 1, 1), draws=HOSTILE[:1]),
+    FreeCase("free-head-bfloat16", ("g",), BOTH, T=137, K=64, V=64, dtype="bfloat16", draws=HOSTILE[::3]),
+    FreeCase("free-key-bfloat16", ("gk",), BOTH, T=70, K=64, V=64, dtype="bfloat16", draws=HOSTILE[::3]),
+    FreeCase("free-key-float16", ("gk",), ("erase",), T=70, K=32, V=32, dtype="float16", draws=HOSTILE[::3]),
+    *(dataclasses.replace(ALL[f"before-decay-{form}"], T=40) for form in ("head", "key")),
+    *(dataclasses.replace(ALL[f"before-decay-{form}-packed-reverse"], draws=HOSTILE[3:4]) for form in ("head", "key")),
+    *(ALL[f"before-decay-{name}"] for name in ("constant-packed", "T1", "bfloat16")),
+    dataclasses.replace(ALL["along-head-packed"], draws=HOSTILE[:1]),
+    dataclasses.replace(ALL["along-before-decay-key"], T=40),
+    dataclasses.replace(ALL["along-before-decay-key-packed-reverse"], draws=HOSTILE[3:4]),
+    DeltaCase(
+        "along-constant-reverse",
+        ("g_gamma",),
+        ("erase",),
+        along=True,
+        reverse=True,
+        heads=(1, 2, 4),
+        T=20,
+        draws=FEW[:1],
+    ),
+    FreeCase("free-before-head", ("g",), BOTH, T=70, before_decay=True, draws=HOSTILE),
+    FreeCase("free-before-key", ("gk",), BOTH, T=70, before_decay=True, draws=HOSTILE),
+    FreeCase("free-all-padding", ("g",), ("erase",), cuts=(0, 0, 0), T=10, draws=HOSTILE[:1]),
+]
 TOKENS = [
     dataclasses.replace(ALL["none"], T=20, draws=FEW),
     DeltaCase("value", ("gv",), T=20),
@@ -61,6 +114,8 @@ TOKENS = [
     dataclasses.replace(ALL["erase-write-key-packed-reverse"], draws=FEW[1:2]),
     dataclasses.replace(ALL["key+value-packed"], draws=FEW[:1]),
     DeltaCase("bfloat16-key", ("gk",), T=20, dtype="bfloat16", draws=FEW[:2]),
+    dataclasses.replace(ALL["before-decay-key+value-packed"], draws=FEW[:1]),
+    dataclasses.replace(ALL["before-decay-head"], T=20, draws=HOSTILE[2:4]),
 ]
 
 
@@ -77,7 +132,12 @@ def test_forward_with_key_gates(case):
     check_forward(case, run)
 
 
-@pytest.mark.parametrize("case", CASES + KEY_CASES, ids=str)
+@pytest.mark.parametrize("case", FREE, ids=str)
+def test_forward_of_free_erase_vectors(case):
+    check_forward(case, jax.jit(functools.partial(chunked, config=TritonChunkedConfig(32, 32))))
+
+
+@pytest.mark.parametrize("case", CASES + KEY_CASES + FREE, ids=str)
 def test_gradient(case):
     check_gradient(case, jax.jit(functools.partial(chunked_vjp, config=GradientConfig(32, 32, block=32))))
 
@@ -186,8 +246,6 @@ def test_heuristics_fit_their_kernels():
 @pytest.mark.parametrize(
     "case, reason",
     [
-        (DeltaCase("", ("g",), ("erase",), T=4), "by beta, not by erase"),
-        (DeltaCase("", ("g",), ("erase", "write"), T=4), "by beta, not by erase and write"),
         (
             DeltaCase("", ("g",), T=4, K=264, dtype="bfloat16"),
             "key (K) up to 256 wide and value (V) up to 256 wide, got 264",
@@ -199,4 +257,5 @@ def test_heuristics_fit_their_kernels():
 def test_refusals(case, reason):
     assert reason in support.chunked_refusal(case.recurrence(Draw()))
     for gates in (("gk",), ("g",), ("g_gamma",), ()):
-        assert support.chunked_refusal(DeltaCase("", gates, T=4).recurrence(Draw())) is None
+        for erasure in ERASURES:
+            assert support.chunked_refusal(DeltaCase("", gates, erasure, T=4).recurrence(Draw())) is None

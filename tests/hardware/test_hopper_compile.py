@@ -1,10 +1,12 @@
 """The Hopper kernels compiled to machine code for an H100 that is not here: registers, spills, shared memory, instructions."""
 
 import importlib.util
+import itertools
 import pathlib
 import re
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 if importlib.util.find_spec("jax_plugins") is None or not any(
@@ -14,8 +16,9 @@ if importlib.util.find_spec("jax_plugins") is None or not any(
     pytest.skip("needs JAX's CUDA plugin and NVIDIA's compiler and disassembler: make hopper", allow_module_level=True)
 
 from glax._src.core.registry import Backend
+from glax._src.kernels.pallas_gpu import repair
 from glax._src.kernels.pallas_gpu.device import cache as lowering_cache
-from tests.hopper_compile import compiled, lowered, spread_over_two
+from tests.hopper_compile import compiled, lowered, shaped, spread_over_two
 
 # How many kernels a call launches. None of them spills a register.
 KERNELS = {
@@ -79,12 +82,21 @@ KERNELS = {
     ("gradient, delta, groups", "key", "64x192"): 4,
     ("gradient, delta, groups, reverse", "key", "128"): 4,
     ("gradient, delta, segments, reverse", "key, float32", "128"): 6,
+    ("gradient, delta, erase, segments", "key, float32", "128"): 6,
+    ("gradient, delta, erase, write, groups, reverse", "key", "64"): 4,
+    ("forward, residuals, delta, erase, write, before", "key, float32", "128"): 2,
     ("gradient, delta, segments", "head", "128"): 6,
     ("gradient, delta, segments", "head", "64"): 6,
     ("gradient, delta, groups", "head", "128"): 4,
     ("gradient, delta", "head", "64"): 4,
     ("gradient, delta, groups", "head", "128x256"): 4,
     ("gradient, delta, segments", "head", "64x192"): 6,
+    ("forward, residuals, delta, erase, groups", "head", "128"): 2,
+    ("gradient, delta, erase, segments", "head", "128"): 6,
+    ("gradient, delta, erase, reverse", "head", "128"): 4,
+    ("gradient, delta, erase, before", "head", "128"): 4,
+    ("gradient, delta, erase", "head", "64"): 4,
+    ("gradient, delta, erase, write", "head", "128x256"): 4,
     ("forward, residuals, delta, groups", "head", "256x512"): 2,
     ("forward, delta", "head", "256"): 2,
     ("forward, delta, one row, segments", "head", "256"): 5,
@@ -142,6 +154,32 @@ def test_what_replaces_results_is_within_budget():
     _, found = compiled("repair", "", "128")
     assert len(found) == 1
     assert not any(x["spilled"] or x["waits"] or x["unwritten"] for x in found)
+
+
+def of_a_slice(flag, found, others):
+    """Write over a part of an array, as of results with more rows than the caller's."""
+    return repair.in_place(flag, [found[:, :210].reshape(105, 256)], [others])[0]
+
+
+def into_an_array(flag, found, others):
+    """Write results into a larger array in a loop."""
+
+    def step(i, whole):
+        written = repair.in_place(flag, [found[:, :210].reshape(105, 256) * i.astype(found.dtype)], [others])[0]
+        return jax.lax.dynamic_update_slice(whole, written, (i * 105, 0))
+
+    return jax.lax.fori_loop(0, 4, step, jnp.zeros((420, 256), found.dtype))
+
+
+@pytest.mark.parametrize("call", [of_a_slice, into_an_array])
+def test_a_call_that_writes_over_an_operand_is_no_part_of_a_fusion(call):
+    """A fusion has memory of its own for what it returns, which such a call does not fill."""
+    shapes = shaped(1, dtype=jnp.int32), shaped(1, 216, 2, 64), shaped(105, 256)
+    text = jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",)).compile().as_text()
+    found = re.findall(r"(?m)^(?:ENTRY )?%([\w.-]+) .*\{$|(output_to_operand_aliasing)", text)
+    computations = list(itertools.accumulate((name for name, _ in found), lambda last, name: name or last))
+    within = [name for name, (_, aliased) in zip(computations, found, strict=True) if aliased]
+    assert within and not any("fusion" in name or "fused" in name for name in within), within
 
 
 @pytest.fixture

@@ -91,6 +91,8 @@ CASES = {
     "constant, joined, wide, reversed": Call(
         B=4, T=310, K=256, V=320, gate="g_gamma", strength="mild", reverse=True, states=False
     ),
+    "none, joined, last chunk of 18 rows": Call(B=3, T=70, K=64, V=64, gate=None, states=False),
+    "head, joined, last chunk of 18 rows": Call(B=3, T=70, K=64, V=64, gate="g", states=False),
     "delta rule, head, groups": Call(B=2, T=300, heads=(1, 1, 4), gate="g", strength="mild", beta=True),
     "delta rule, -inf, packed, reversed": Call(T=600, gate="g", strength=-np.inf, cuts=PACKED, reverse=True, beta=True),
     "delta rule, segments": Call(T=500, heads=(1, 1, 2), gate="g", strength="mild", beta=True, parts=2),
@@ -103,6 +105,9 @@ CASES = {
     ),
     "delta rule, key, float32 gates, segments": Call(
         T=500, K=64, gate="gk", strength=-100.0, gate_dtype=jnp.float32, beta=True, parts=2
+    ),
+    "delta rule, key, float32 gates, last chunk of 22 rows": Call(
+        B=3, T=150, K=64, V=64, gate="gk", gate_dtype=jnp.float32, beta=True
     ),
     "delta rule, keys of 256, groups": Call(
         B=2, T=300, heads=(1, 1, 2), K=256, V=512, gate="g", strength="mild", beta=True
@@ -158,8 +163,10 @@ def results(given, cotangents, *, platform, reverse, cuts, cfg=None, states=True
 
 
 def poison(like):
-    """Frees memory of the sizes that a call will take, full of NaN."""
-    for x in jax.block_until_ready([jnp.full(x.shape, jnp.nan, x.dtype) for x in jax.tree.leaves(like)] * 3):
+    """Frees memory of the sizes that a call will take, and large blocks, full of NaN."""
+    small = [jnp.full(x.shape, jnp.nan, x.dtype) for x in jax.tree.leaves(like) * 3]
+    large = [jnp.full(2**20 << i, jnp.nan, jnp.bfloat16) for i in range(8)]
+    for x in jax.block_until_ready(small + large):
         x.delete()
 
 

@@ -1,9 +1,9 @@
 """Check that what glax saves loads in fla and transformers with the same logits: in two environments, one after the other.
 
-python -m tests.models.check_saved OUT                       # with JAX: changes each fixture and saves it
+python -m tests.models.check_saved OUT [NAME ...]            # with JAX: changes each fixture and saves it
 env/bin/python tests/models/check_saved.py OUT --compare     # with PyTorch: see make_fixtures.py
 
-OUT: a folder for the saved models.
+OUT: a folder for the saved models. NAME: a fixture; all if none is named.
 """
 
 import pathlib
@@ -12,7 +12,7 @@ import sys
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 
 
-def write(out: pathlib.Path):
+def write(out: pathlib.Path, names: list[str]):
     """Take one step of gradient descent on every fixture, and save the model with its logits."""
     import jax
     import numpy as np
@@ -21,7 +21,7 @@ def write(out: pathlib.Path):
 
     import glax.models
 
-    for folder in sorted(FIXTURES.iterdir()):
+    for folder in [FIXTURES / name for name in names] or sorted(FIXTURES.iterdir()):
         model, tokens = glax.models.from_pretrained(folder), load_file(folder / "expected.safetensors")["tokens"]
         graph, params = nnx.split(model)
         step = jax.jit(lambda p, graph=graph, tokens=tokens: jax.grad(lambda p: nnx.merge(graph, p).loss(tokens))(p))
@@ -41,7 +41,7 @@ def compare(out: pathlib.Path):
     for folder in sorted(out.iterdir()):
         config_class, model_class, _ = make_fixtures.CASES[folder.name]
         config = config_class.from_pretrained(folder)
-        config._experts_implementation = "eager"  # as in make_fixtures
+        config.get_text_config()._experts_implementation = "eager"  # as in make_fixtures
         model, info = model_class.from_pretrained(folder, config=config, output_loading_info=True)
         assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
         expected = load_file(folder / "expected.st")
@@ -55,4 +55,7 @@ def compare(out: pathlib.Path):
 
 if __name__ == "__main__":
     folder = pathlib.Path(sys.argv[1])
-    (compare if "--compare" in sys.argv else write)(folder)
+    if "--compare" in sys.argv:
+        compare(folder)
+    else:
+        write(folder, sys.argv[2:])

@@ -1,8 +1,9 @@
 """Count the tensors' elements of the published configs by the models' own code, on PyTorch's meta device, into
 published/index.json.
 
-    env/bin/python tests/models/count_parameters.py
+    env/bin/python tests/models/count_parameters.py [NAME ...]
 
+Where an entry has `counted`, the script of this name counts.
 The environment is the one of read_keys.py. A parameter that several layers share counts once. Buffers that a checkpoint holds
 count, except those that the config determines. mamba_ssm needs a GPU's compiler: see `state_spaces`.
 """
@@ -18,6 +19,7 @@ import fla_on_cpu  # noqa: F401, before fla
 import fla.layers.attn
 import fla.models  # registers its types
 import torch
+import transformers
 from read_keys import classes_of, number_or_object
 
 FOLDER = pathlib.Path(__file__).parent / "published"
@@ -48,16 +50,21 @@ def state_spaces(values: dict) -> int:
 
 
 def count(values: dict) -> int:
-    if "ssm_cfg" in values:
+    # transformers' Mamba keeps the key, and reads others.
+    if "ssm_cfg" in values and values.get("model_type") != "mamba":
         return state_spaces(values)
     kind = values["model_type"]
     kind += "_fla" if kind == "mamba2" and any(key in values for key in OF_FLA) else ""
     config_class, model_class = classes_of(kind)
     values = {key: value for key, value in values.items() if key not in ("quantization_config", "auto_map")}
+    config = config_class(**values)
+    if kind == "glm5_next":  # the head belongs to the whole model
+        model_class = transformers.Glm5NextTextModel
     with torch.device("meta"):
-        model = model_class(config_class(**values))
+        model = model_class(config.get_text_config())
     model.tie_weights()
-    return sum(x.numel() for x in (*model.parameters(), *stored_buffers(model)))
+    head = 0 if kind != "glm5_next" or config.tie_word_embeddings else model.embed_tokens.weight.numel()
+    return head + sum(x.numel() for x in (*model.parameters(), *stored_buffers(model)))
 
 
 def stored_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -73,7 +80,7 @@ if __name__ == "__main__":
     index = json.loads((FOLDER / "index.json").read_text())
     for name, entry in index.items():
         values = json.loads((FOLDER / f"{name}.json").read_text(), object_hook=number_or_object)
-        if "refused" not in entry:
+        if entry.keys().isdisjoint({"refused", "counted"}) and (not sys.argv[1:] or name in sys.argv[1:]):
             entry["parameters"] = count(values)
             print(name, f"{entry['parameters']:,}", file=sys.stderr, flush=True)
     (FOLDER / "index.json").write_text(json.dumps(index, indent=1) + "\n")

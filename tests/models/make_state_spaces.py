@@ -11,7 +11,8 @@ import json
 import pathlib
 
 import torch
-from make_fixtures import FOLDER, TOKENS, in_float64, randomise
+from make_fixtures import FOLDER
+from random_models import TOKENS, in_float64, randomise
 from safetensors.torch import save_file
 from transformers import Mamba2Config, Mamba2ForCausalLM
 

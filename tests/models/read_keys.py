@@ -1,8 +1,9 @@
 """Derive which keys of a config the models' own code reads, and write glax/models/read_keys.py.
 
-    env/bin/python tests/models/read_keys.py [--write]
+    RING=CLONE env/bin/python tests/models/read_keys.py [--write]
 
-Use the environment of make_fixtures.py, with fla-core instead of flash-linear-attention where one likes. For each type:
+CLONE is as in make_ling.py. Use the environment of make_fixtures.py, with fla-core instead of flash-linear-attention where one
+likes. For each type:
 
 1. Attributes: the names that the type's modelling files read from a config (by their syntax trees), and those that any other
    code reads while the fixtures' configs are built and run (by a recording `__getattribute__`). Reads by code of configs do not
@@ -19,6 +20,7 @@ import importlib.util
 import inspect
 import json
 import logging
+import os
 import pathlib
 import sys
 import textwrap
@@ -31,19 +33,41 @@ import fla_on_cpu  # noqa: F401, before fla
 
 import fla.layers.attn
 import fla.models  # registers its types
+import fused_xlstm  # noqa: F401
 import torch
 import transformers
 import transformers.quantizers.auto
+from fla.models.mamba import MambaConfig as FLAMambaConfig
+from fla.models.mamba import MambaForCausalLM as FLAMambaForCausalLM
 from fla.models.mamba2 import Mamba2Config as FLAMamba2Config
 from fla.models.mamba2 import Mamba2ForCausalLM as FLAMamba2ForCausalLM
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 HERE = pathlib.Path(__file__).parent
 TABLE = HERE.parents[1] / "glax" / "models" / "read_keys.py"
-FLA = ("delta_net", "gated_deltanet", "gla", "hgrn2", "kda", "retnet", "rwkv6")
-TRANSFORMERS = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "minimax", "nemotron_h", "qwen3_next", "zamba2")
+FLA = (
+    "comba",
+    "delta_net",
+    "gated_deltanet",
+    "gated_deltaproduct",
+    "gla",
+    "gsa",
+    "hgrn",
+    "hgrn2",
+    "kda",
+    "retnet",
+    "rwkv6",
+    "rwkv7",
+)
+TRANSFORMERS = (
+    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "glm5_next_text", "granitemoehybrid", "jamba", "kimi_linear",
+    "lara_mini", "lfm2", "lfm2_moe", "llama", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "xlstm", "zamba2",
+)  # fmt: skip
+HEADLESS = ("glm5_next_text",)  # models of a whole one that have no head of their own
+WHOLE = ("glm5_next", "qwen3_5", "qwen3_5_moe")  # configs that hold the config of a language model
 PROBES = (
     1, 3, 0.5, True, False, "probe", [1], [0.5, 0.7], {"0": {"hidden_size": 4}},
     {"rope_type": "linear"}, {"rope_type": "linear", "factor": 2.0}, {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0},
@@ -54,12 +78,18 @@ fla.layers.attn.flash_attn_func = len  # models are built, and their softmax att
 
 
 def classes_of(kind: str) -> tuple[type, type]:
+    if kind == "mamba_fla":
+        return FLAMambaConfig, FLAMambaForCausalLM
     if kind == "mamba2_fla":
         return FLAMamba2Config, FLAMamba2ForCausalLM
+    if kind == "mamba":  # fla registers types of its and the next name
+        return transformers.MambaConfig, transformers.MambaForCausalLM
     if kind == "mamba2":
         return transformers.Mamba2Config, transformers.Mamba2ForCausalLM
     config = CONFIG_MAPPING[kind]
-    return config, MODEL_FOR_CAUSAL_LM_MAPPING[config]
+    if kind == "glm5_next":
+        return config, transformers.Glm5NextForConditionalGeneration
+    return config, (MODEL_MAPPING if kind in HEADLESS else MODEL_FOR_CAUSAL_LM_MAPPING)[config]
 
 
 def number_or_object(values: dict) -> dict | float:
@@ -72,6 +102,7 @@ def fixtures_of(kind: str) -> list[dict]:
     found = []
     for path in sorted((HERE / "fixtures").glob("*/config.json")):
         name, values = path.parent.name, json.loads(path.read_text(), object_hook=number_or_object)
+        values = values["text_config"] if kind in HEADLESS and "text_config" in values else values
         if values.get("model_type") != kind.removesuffix("_fla") or ("_fla" in name) != kind.endswith("_fla"):
             continue
         found.append(values)
@@ -90,10 +121,12 @@ def is_config(node: ast.expr) -> bool:
     return isinstance(node, ast.Attribute) and node.attr.endswith("config")
 
 
-def attributes_in(path: str) -> set[str]:
-    """Return the names that a file's code reads from a config."""
-    found = set()
-    for node in ast.walk(ast.parse(pathlib.Path(path).read_text())):
+def attributes_in(path: str, classes: set[str] | None = None) -> set[str]:
+    """Return the names that a file's code reads from a config. classes: the classes whose code counts; all if None."""
+    found, tree = set(), ast.parse(pathlib.Path(path).read_text())
+    if classes is not None:
+        tree.body = [node for node in tree.body if not isinstance(node, ast.ClassDef) or node.name in classes]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and is_config(node.value):
             found.add(node.attr)
         is_getattr = (
@@ -105,14 +138,15 @@ def attributes_in(path: str) -> set[str]:
 
 
 @contextlib.contextmanager
-def recording(found: set[str]):
-    """Add the names of attributes that code outside of configs reads."""
+def recording(found: set[str], of: type = PreTrainedConfig):
+    """Add the names of attributes that code outside of configs reads from configs of class `of`."""
     original = PreTrainedConfig.__getattribute__
 
     def read(self, name):
         frame = sys._getframe(1)
         file = frame.f_code.co_filename
-        if not any(part in file for part in ("configuration_", "dataclasses.py", "heterogeneity", "generation/")):
+        is_own = any(part in file for part in ("configuration_", "dataclasses.py", "heterogeneity", "generation/"))
+        if issubclass(type(self), of) and not is_own:
             found.add(name)
         return original(self, name)
 
@@ -123,20 +157,20 @@ def recording(found: set[str]):
         PreTrainedConfig.__getattribute__ = original
 
 
-def own_files(model: torch.nn.Module) -> set[str]:
-    """Return the files of modelling code of the model, its bases and its modules."""
-    found = set()
+def own_classes(model: torch.nn.Module) -> dict[str, set[str]]:
+    """Return the classes of the model, its bases and its modules, by the file of modelling code that holds them."""
+    found: dict[str, set[str]] = {}
     for module in model.modules():
         for base in type(module).__mro__:
             file = inspect.getsourcefile(base) if base.__module__.split(".")[0] in ("fla", "transformers") else None
             if file is not None and "/models/" in file and "modeling_" in file:
-                found.add(file)
+                found.setdefault(file, set()).add(base.__name__)
     return found
 
 
 def attributes_of(kind: str) -> set[str]:
     config_class, model_class = classes_of(kind)
-    found, files = set(), set()
+    found, files = set(), {}
     for values in fixtures_of(kind):
         config = config_class(**copy.deepcopy(values))
         config._experts_implementation = "eager"  # the others need widths that the fixtures do not have
@@ -144,12 +178,15 @@ def attributes_of(kind: str) -> set[str]:
             model = model_class(config)
             if config_class.__module__.startswith("transformers"):
                 tokens = torch.arange(10)[None] % config.vocab_size
-                model(tokens, labels=tokens, use_cache=False)
-                cache = model.eval()(tokens, use_cache=True).past_key_values
-                model(tokens[:, :1], past_key_values=cache, use_cache=True)
-        files |= own_files(model)
-    for path in (*files, transformers.quantizers.auto.__file__):
-        found |= attributes_in(path)
+                model(tokens, use_cache=False, **({} if kind in HEADLESS else dict(labels=tokens)))
+                if kind != "xlstm":  # its cache needs widths that the fixtures do not have
+                    cache = model.eval()(tokens, use_cache=True).past_key_values
+                    model(tokens[:, :1], past_key_values=cache, use_cache=True)
+        for path, classes in own_classes(model).items():
+            files[path] = files.get(path, set()) | classes
+    for path, classes in files.items():
+        found |= attributes_in(path, classes)
+    found |= attributes_in(transformers.quantizers.auto.__file__)
     methods = {name for name in dir(config_class) if callable(getattr(config_class, name, None))}
     return {name for name in found if not name.startswith("__")} - methods
 
@@ -225,6 +262,31 @@ def keys_of(kind: str) -> list[str]:
     return sorted(key for key in direct | indirect if not key.startswith("_") and not key.endswith("_plan"))
 
 
+def keys_of_whole(kind: str) -> list[str]:
+    """Return the keys that are read beside those of `text_config` when a config makes a language model."""
+    config_class, _ = classes_of(kind)
+    found = {"text_config", "tie_word_embeddings"}  # the second by the whole model, which the files are written by
+    with recording(found, config_class):
+        if kind == "glm5_next":  # which AutoModelForCausalLM does not make
+            transformers.Glm5NextForConditionalGeneration(config_class(**fixtures_of(kind)[0]))
+        else:
+            transformers.AutoModelForCausalLM.from_config(config_class(**fixtures_of(kind)[0]))
+    return sorted(
+        key for key in found & candidates_of(config_class) if not key.startswith("_") and not key.endswith("_plan")
+    )
+
+
+def ring_keys() -> list[str]:
+    """Return the names that the own code of Ring-2.5 reads from a config, by its file in a clone that the variable RING names."""
+    files = pathlib.Path(os.environ["RING"], "models").glob("modeling_*.py")
+    found = set().union(*(attributes_in(str(path)) for path in files))
+    # Read by transformers' initialisation of rotary positions.
+    rotary = "partial_rotary_factor rope_theta rope_scaling max_position_embeddings head_dim hidden_size"
+    found |= set(rotary.split())
+    properties = {"use_return_dict"}  # of the class, and no keys of a file
+    return sorted(name for name in found - properties if not name.startswith("_"))
+
+
 def state_spaces_keys() -> list[str]:
     """Return the fields of the config of mamba_ssm, whose class refuses all other keys."""
     path = pathlib.Path(importlib.util.find_spec("mamba_ssm").origin).parent / "models" / "config_mamba.py"
@@ -233,10 +295,13 @@ def state_spaces_keys() -> list[str]:
 
 def table() -> str:
     """Return the text of glax/models/read_keys.py."""
-    keys = {"mamba2_state_spaces": set(state_spaces_keys())}
-    for kind in (*FLA, *TRANSFORMERS, "mamba2_fla"):
+    keys = {"mamba2_state_spaces": set(state_spaces_keys()), "bailing_moe_v2_5": set(ring_keys())}
+    for kind in (*FLA, *TRANSFORMERS, "mamba_fla", "mamba2_fla", "mamba3"):
         keys[kind] = set(keys_of(kind))
         print(kind, len(keys[kind]), file=sys.stderr)
+    for kind in WHOLE:
+        keys[kind] = set(keys_of_whole(kind))
+        print(kind, sorted(keys[kind]), file=sys.stderr)
     versions = (f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "fla-core", "mamba-ssm"))
     return text_of(keys, ", ".join(versions))
 

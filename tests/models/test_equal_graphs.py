@@ -14,8 +14,9 @@ from glax.models.generation import loop
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 LAYERS = """
-Attention DeltaNet GatedDeltaNet GatedLinearAttention HGRN2Attention KimiDeltaAttention LightningAttention Mamba2
-MultiScaleRetention RWKV6Attention SimpleGatedLinearAttention
+Attention Comba DeltaNet GatedDeltaNet GatedDeltaProduct GatedLinearAttention GatedSlotAttention HGRN2Attention
+HGRNAttention KimiDeltaAttention LightningAttention MLSTM Mamba1 Mamba2 Mamba3 MultiScaleRetention RWKV6Attention
+RWKV7Attention SimpleGatedLinearAttention
 """
 
 
@@ -42,7 +43,8 @@ def test_the_second_load_of_a_folder_compiles_nothing():
 @pytest.mark.fast
 @pytest.mark.parametrize("layer", LAYERS.split())
 def test_layers_do_not_store_functions_of_their_first_values(layer):
-    more = dict(num_heads=2) if layer != "Mamba2" else dict(num_heads=2, head_width=16, state_width=8)
+    of_states = dict(num_heads=2, head_width=16, state_width=8)
+    more = {"HGRNAttention": {}, "Mamba1": {}, "Mamba2": of_states, "Mamba3": of_states}.get(layer, dict(num_heads=2))
     more |= dict(layer_idx=0, num_layers=2) if layer == "LightningAttention" else {}
 
     def graph():

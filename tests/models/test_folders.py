@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 import glax.models
 from glax_cli import main
 from tests.models.folders import (
+    FIXTURES,
     INDEX,
     WEIGHTS,
     assert_same,
@@ -58,6 +59,22 @@ def test_a_tied_weight_may_be_stored_under_the_heads_name_alone(tmp_path, name):
     assert_same(glax.models.from_pretrained(folder), wanted)
     change_weights(folder, lambda x: x | {embedding: x["lm_head.weight"] + 1})
     with pytest.raises(ValueError, match=r"lm_head\.weight and .* differ, but its config ties them"):
+        glax.models.from_pretrained(folder)
+
+
+def test_the_oldest_files_of_rwkv7_hold_the_mixtures_of_a_layer_as_one_tensor(tmp_path):
+    """fla's code for these files takes rows 0 to 5 of x_x as x_r, x_w, x_k, x_v, x_a and x_g."""
+    folder = copied(tmp_path / "oldest", "rwkv7")
+
+    def joined(weights):
+        layers = {name.removesuffix("x_r") for name in weights if name.endswith(".x_r")}
+        rows = {f"{layer}x_x": np.stack([weights.pop(f"{layer}x_{x}")[0, 0] for x in "rwkvag"]) for layer in layers}
+        return weights | rows
+
+    change_weights(folder, joined)
+    assert_same(glax.models.from_pretrained(folder), glax.models.from_pretrained(FIXTURES / "rwkv7"))
+    change_weights(folder, lambda weights: {name: x[:5] if name.endswith("x_x") else x for name, x in weights.items()})
+    with pytest.raises(ValueError, match=r"attn\.x_x in .* must be \[6, columns\], got shape \[5, 16\]"):
         glax.models.from_pretrained(folder)
 
 
@@ -122,7 +139,10 @@ def test_tensors_of_too_few_axes_are_named(tmp_path):
     ("names", "text"),
     [
         ([], "it is empty"),
-        (["adapter_config.json", "adapter_model.safetensors"], "it holds an adapter. Merge it into its base model"),
+        (
+            ["adapter_config.json", "adapter_model.safetensors"],
+            "it holds an adapter. Load its base model, and then the adapter by glax.models.load_adapter. Merge it",
+        ),
         (["tiny.Q4_K_M.gguf", "README.md"], "it holds tiny.Q4_K_M.gguf, and GGUF is not read"),
         (["sub/config.json"], "Name one of "),
         (["snapshots/abc/config.json"], "it is a cache of huggingface_hub. Name one of "),

@@ -24,13 +24,11 @@ def temporary_bytes(compiled) -> int:
 
 def test_padded_prompts_take_no_more_memory_than_full_ones(model):
     """Scores of all rows by the rows of all caches would take 75 MiB: 4 heads of 8 x 256 by 8 x 288."""
-    graph, params = nnx.split(model)
-    found = []
+    greedy, found = (1, None, 0.0, None, None, 1.0, None, False), []
     for lengths in (None, np.full(8, 200)):
-        prompts, sampling, arrays = generation.prepare(
-            model, np.ones((8, 256), np.int32), lengths, "right", None, 0.0, None, None, None
-        )
-        found.append(temporary_bytes(generation.loop.lower(graph, sampling, 32, params, prompts, arrays).compile()))
+        call = generation.prepare(model, np.ones((8, 256), np.int32), 32, lengths, "right", greedy, None, None)
+        operands = call.params, call.prompts, call.arrays, np.int32(32), call.progress, call.pools
+        found.append(temporary_bytes(generation.loop.lower(call.graph, call.sampling, *operands).compile()))
     assert found[1] <= found[0]
 
 

@@ -18,19 +18,49 @@ from glax.models.names import checkpoint_name, parameters, stored_names
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 NAMES = sorted(path.name for path in FIXTURES.iterdir())
 READ_IN_ALL_WAYS = [
+    "bailing_hybrid",
+    "bailing_hybrid_options",
+    "ling_2_5",
+    "ling_2_5_options",
     "delta_net_options",
     "falcon_h1",
+    "falcon_mamba",
     "gated_deltanet_options",
+    "comba_options",
+    "gated_deltaproduct_options",
     "gla_hybrid",
+    "glm5_next",
+    "glm5_next_options",
     "gla_options",
+    "gsa_options",
+    "hgrn",
+    "hgrn_options",
     "hgrn2",
+    "jamba",
+    "jamba_options",
     "kda_options",
+    "kimi_linear",
+    "kimi_linear_options",
+    "lara_mini_options",
+    "lfm2_moe_options",
+    "lfm2_options",
+    "mamba_options",
     "mamba2_attention",
     "mamba2_options",
+    "mamba3_inputs",
+    "mamba3_options",
     "nemotron_h",
+    "olmo_hybrid_options",
+    "qwen3_options",
+    "qwen3_5_options",
+    "qwen3_5_moe_text",
     "qwen3_next",
     "retnet",
     "rwkv6",
+    "rwkv7",
+    "rwkv7_options",
+    "xlstm_options",
+    "xlstm_parts_fused",
     "zamba2_options",
 ]
 LOGITS, GRADIENTS = 2e-5, 1e-4
@@ -188,7 +218,7 @@ def copied(tmp_path, name="gla", **changes) -> pathlib.Path:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        (dict(model_type="llama"), "model_type='llama' in config.json is not supported: supported are bamba, "),
+        (dict(model_type="gpt2"), "model_type='gpt2' in config.json is not supported: supported are bailing_hybrid, "),
         (
             dict(rope_scaling={"type": "linear"}),
             "options that are not supported for model_type 'gla': rope_scaling={'type",
@@ -380,6 +410,83 @@ def test_layers_of_multi_token_prediction_are_not_read(tmp_path):
     save_file(weights | {"mtp.norm.weight": np.zeros(16, np.float32)}, folder / "model.safetensors")
     model = glax.models.from_pretrained(folder)
     np.testing.assert_array_equal(model.norm.scale[...], weights["model.norm.weight"])
+
+
+def test_tensors_of_other_models_are_named_and_saved_again_or_left_out(tmp_path, caplog):
+    folder = copied(tmp_path / "in", "qwen3_5")
+    weights = load_file(folder / "model.safetensors")
+    others = {name: x for name, x in weights.items() if name.startswith("model.visual.")}
+    others["mtp.norm.weight"] = np.ones(16, np.float32)
+    save_file(weights | others, folder / "model.safetensors")
+    with caplog.at_level("WARNING", logger="glax"):
+        model = glax.models.from_pretrained(folder)
+    [message] = [record.getMessage() for record in caplog.records]
+    assert message.endswith(f"not read: {len(others) - 1} of model.visual.*, 1 of mtp.*")
+    for whole in (True, False):
+        out = tmp_path / f"out-{whole}"
+        glax.models.save_pretrained(model, out, others=whole)
+        saved = load_file(out / "model.safetensors")
+        assert saved.keys() == (weights.keys() | others if whole else weights.keys() - others)
+        for name in others if whole else ():
+            np.testing.assert_array_equal(saved[name], others[name])
+    shutil.rmtree(folder)
+    with pytest.warns(UserWarning, match="no tensors of other models"):
+        glax.models.save_pretrained(model, tmp_path / "alone")
+
+
+@pytest.mark.parametrize("name", ["olmo_hybrid", "olmo_hybrid_options"])
+def test_filters_in_equal_parts_and_other_names_of_norms_are_read(tmp_path, name):
+    """transformers saves the rows of q, k and v in three equal parts, whatever their widths; its modules have other names."""
+    folder, (model, _) = copied(tmp_path / "in", name), loaded(name)
+    weights = load_file(folder / "model.safetensors")
+    for key in [key for key in weights if ".q_conv1d." in key]:
+        names = [key.replace("q_conv1d", f"{x}_conv1d") for x in "qkv"]
+        rows = np.concatenate([weights[one] for one in names])
+        weights |= zip(names, map(np.ascontiguousarray, np.array_split(rows, 3)), strict=True)
+    renamed = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
+    for old, new in renamed.items():
+        weights = {key.replace(f".{old}.", f".{new}."): x for key, x in weights.items()}
+    save_file(weights, folder / "model.safetensors")
+    again = glax.models.from_pretrained(folder)
+    for (path, x), (_, want) in zip(parameters(again), parameters(model), strict=True):
+        np.testing.assert_array_equal(x[...], want[...], err_msg=path)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_5_moe_text"])
+def test_experts_in_one_tensor_are_read_as_those_that_lie_apart(tmp_path, name):
+    """Published files of Qwen3.5 hold them so; transformers writes them apart."""
+    folder, (model, _) = copied(tmp_path / "in", name), loaded(name)
+    weights = load_file(folder / "model.safetensors")
+    for layer in {key.partition(".experts.")[0] for key in weights if ".experts." in key}:
+        parts = {
+            part: np.stack([weights.pop(f"{layer}.experts.{i}.{part}_proj.weight") for i in range(4)])
+            for part in ("gate", "up", "down")
+        }
+        weights[f"{layer}.experts.gate_up_proj"] = np.concatenate([parts["gate"], parts["up"]], 1)
+        weights[f"{layer}.experts.down_proj"] = parts["down"]
+    save_file(weights, folder / "model.safetensors")
+    again = glax.models.from_pretrained(folder)
+    for (path, x), (_, want) in zip(parameters(again), parameters(model), strict=True):
+        np.testing.assert_array_equal(x[...], want[...], err_msg=path)
+    name = next(key for key in weights if key.endswith("gate_up_proj"))
+    save_file(weights | {name: weights[name][0]}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"gate_up_proj in .* must be \[experts, rows, columns\]"):
+        glax.models.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(("name", "old", "new"), [
+    ("qwen3_5", "model.language_model.", "model."), ("qwen3_5_text", "model.", "model.language_model."),
+])  # fmt: skip
+def test_a_language_model_is_read_under_the_names_that_it_has_alone_and_in_the_whole(tmp_path, name, old, new):
+    folder, (model, _) = copied(tmp_path / "in", name), loaded(name)
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {key.replace(old, new) if key.startswith(old) else key: x for key, x in weights.items()},
+        folder / "model.safetensors",
+    )
+    again = glax.models.from_pretrained(folder)
+    for (path, x), (_, want) in zip(parameters(again), parameters(model), strict=True):
+        np.testing.assert_array_equal(x[...], want[...], err_msg=path)
 
 
 def test_missing_and_left_over_weights_are_listed(tmp_path):

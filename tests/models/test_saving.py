@@ -1,7 +1,9 @@
 """Saving: one whole model whatever is interrupted, nothing left of older ones, and nothing that nobody loads."""
 
+import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -44,6 +46,31 @@ def test_an_index_that_names_the_single_file_goes_and_the_file_stays(folder):
     assert not (folder / INDEX).exists()
 
 
+@pytest.mark.parametrize("size", [10_000, "10KB", "9.765625 KiB", "1B"])
+def test_shards_of_a_size_are_read_back(folder, tmp_path, size):
+    model = scaled(glax.models.from_pretrained(folder))
+    glax.models.save_pretrained(model, tmp_path / "out", max_shard_size=size)
+    files = sorted(x.name for x in (tmp_path / "out").iterdir() if x.name.endswith(".safetensors"))
+    assert len(files) > 2 and WEIGHTS not in files
+    assert all(re.fullmatch(rf"model-\d{{5}}-of-{len(files):05}\.safetensors", name) for name in files)
+    contents = [load_file(tmp_path / "out" / name) for name in files]
+    assert all(len(x) == 1 or sum(y.nbytes for y in x.values()) <= 10_000 for x in contents)
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    assert index["weight_map"] == {name: file for file, x in zip(files, contents, strict=True) for name in x}
+    assert index["metadata"]["total_size"] == sum(y.nbytes for x in contents for y in x.values())
+    assert_same(glax.models.from_pretrained(tmp_path / "out"), model)
+    glax.models.save_pretrained(model, tmp_path / "out")
+    assert sorted(x.name for x in (tmp_path / "out").iterdir()) == ["config.json", WEIGHTS]
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 1.5, None, "5", "GB", "5 pounds", "0MB"])
+def test_a_size_of_no_sense_is_refused(folder, tmp_path, size):
+    model = glax.models.from_pretrained(folder)
+    with pytest.raises(ValueError, match="max_shard_size must be a number of bytes, or such as"):
+        glax.models.save_pretrained(model, tmp_path / "out", max_shard_size=size)
+    assert not (tmp_path / "out").exists()
+
+
 def test_saving_beside_a_pickle_says_so(folder):
     model = glax.models.from_pretrained(folder)
     (folder / "pytorch_model.bin").write_bytes(b"old")
@@ -57,7 +84,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 from glax._src.core.files import newest
 from glax.models.folders import files_of, read_config
-from glax.models.saving import write
+from glax.models.saving import Stored, write
 
 place = pathlib.Path(sys.argv[1])
 OLD, NEW = ({"a": np.full((8, 8), x, np.float32), "b": np.full(3, x, np.float32)} for x in (1.0, 2.0))
@@ -83,13 +110,13 @@ def make(folder, shards):
         save_file(OLD, folder / "model.safetensors")
 
 
-def save(folder, x):
+def save(folder, x, most=10**9):
     (place / "vocab.txt").write_text(str(x))
-    tensors = NEW if x == 2.0 else OLD
-    write(folder, tensors, json.dumps(dict(x=x)), {"vocab.txt": place / "vocab.txt"})
+    tensors = {name: Stored.of(value) for name, value in (NEW if x == 2.0 else OLD).items()}
+    write(folder, tensors, json.dumps(dict(x=x)), {"vocab.txt": place / "vocab.txt"}, most)
 
 
-def killed_at(count, folder):
+def killed_at(count, folder, most):
     left = [count]
 
     def hook(event, args):
@@ -101,21 +128,21 @@ def killed_at(count, folder):
     child = os.fork()
     if child == 0:
         sys.addaudithook(hook)
-        save(folder, 2.0)
+        save(folder, 2.0, most)
         os._exit(0)
     return os.waitpid(child, 0)[1] != 0
 
 
 seen, left_behind = set(), 0
-for shards in (False, True):
+for shards, most in ((False, 10**9), (True, 10**9), (False, 100), (True, 100)):  # older shards, and the size of new ones
     count = 0
     while True:
         count += 1
-        folder = place / f"{shards}-{count}"
+        folder = place / f"{shards}-{most}-{count}"
         make(folder, shards)
-        was_killed = killed_at(count, folder)
+        was_killed = killed_at(count, folder, most)
         found = content(folder)
-        assert found in ({1.0}, {2.0}), (shards, count, found)
+        assert found in ({1.0}, {2.0}), (shards, most, count, found)
         left_behind += any(x.name.startswith(".glax") for x in folder.iterdir())
         save(folder, 1.0)
         assert content(folder) == {1.0}

@@ -95,6 +95,9 @@ struct Outputs {
     glax::Problem p;
     p.B = c.B, p.T = c.T, p.N = N, p.H = H, p.K = K, p.V = V, p.reverse = c.reverse, p.block = c.block;
     if (c.packed()) p.boundaries = in.boundaries.data();
+    std::vector<int32_t> marks;
+    for (int64_t b = 0; b < c.B; ++b) marks.insert(marks.end(), c.marks.begin(), c.marks.end());
+    if (!marks.empty()) p.marks = marks.data();
     p.q = heads(in.q, K), p.k = heads(in.k, K), p.v = heads(in.v, V);
     p.head = heads(in.head, 1), p.key = heads(in.key, K), p.value = heads(in.value, V);
     p.constant = in.constant.floats(), p.initial = in.initial.floats(), p.scale = in.scale.floats();
@@ -147,3 +150,5 @@ void test_steps();
 void test_delta();
 void test_threads();
 void test_delta_threads();
+void test_selective();
+void test_selective_threads();

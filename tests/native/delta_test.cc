@@ -13,14 +13,27 @@ struct DeltaCase {
   Type type = Type::f32;
   bool reverse = false, repeats_keys = false;
   double gate = 1;  // times log-sigmoid
-  std::vector<int32_t> boundaries;
+  std::vector<int32_t> boundaries, marks;
 
   int64_t N() const { return boundaries.empty() ? B : int64_t(boundaries.size()) - 1; }
   int64_t q_heads() const { return query_heads ? query_heads : H; }
   std::string name() const {
     const auto number = [](const char* of, int64_t x) { return std::string(" ") + of + std::to_string(x); };
     return name_of(gates) + number("erases ", int(erases)) + number("T", T) + number("H", H) + number("K", K) + number("V", V) +
-           number("N", N()) + " gate " + std::to_string(gate) + (reverse ? " reverse" : "") + (type == Type::f32 ? "" : " 16 bits");
+           number("N", N()) + " gate " + std::to_string(gate) + (reverse ? " reverse" : "") + (type == Type::f32 ? "" : " 16 bits") +
+           (marks.empty() ? "" : " marks");
+  }
+  // Tokens first to last of row b in the order of the scan, without padding.
+  std::vector<int64_t> scan(int64_t b, int64_t first, int64_t last) const {
+    std::vector<int64_t> tokens;
+    for (int64_t t = first; t < last; ++t)
+      if (marks.empty() || marks[size_t(b * T + t)] != glax::padding) tokens.push_back(t);
+    if (reverse) std::reverse(tokens.begin(), tokens.end());
+    return tokens;
+  }
+  // Whether a token of a scan starts from a state of zeros: it is marked, or padding lies before it.
+  bool resets(int64_t b, const std::vector<int64_t>& scan, size_t s) const {
+    return !marks.empty() && s > 0 && (marks[size_t(b * T + scan[s])] == glax::resets || std::abs(scan[s] - scan[s - 1]) > 1);
   }
 };
 
@@ -77,6 +90,7 @@ struct DeltaArrays {
     glax::Problem p;
     p.B = c.B, p.T = c.T, p.N = c.N(), p.H = c.H, p.K = c.K, p.V = c.V, p.reverse = c.reverse, p.block = 1;
     if (!c.boundaries.empty()) p.boundaries = c.boundaries.data();
+    if (!c.marks.empty()) p.marks = c.marks.data();
     p.q = heads(q, c.K), p.k = heads(k, c.K), p.v = heads(v, c.V), p.head = heads(head, 1), p.key = heads(key, c.K);
     p.beta = heads(beta, 1), p.erase = heads(erase, c.K), p.write = heads(write, c.V);
     p.constant = constant.floats(), p.initial = initial.floats(), p.scale = scale.floats();
@@ -96,7 +110,14 @@ struct DeltaArrays {
             {"d_beta", &d_beta}, {"d_erase", &d_erase},         {"d_write", &d_write}, {"d_initial", &d_initial},
             {"d_scale", &d_scale}};
   }
+  std::vector<Array*> by_token() { return {&q, &k, &v, &head, &key, &beta, &erase, &write, &d_output}; }
 };
+
+// Sets the numbers of one token.
+void set_token(const DeltaCase& c, Array& x, int64_t b, int64_t t, double to) {
+  const int64_t row = x.count() / (c.B * c.T);
+  for (int64_t i = 0; i < row; ++i) x.set((b * c.T + t) * row + i, to);
+}
 
 Numbers zeros(int64_t count) { return Numbers(static_cast<size_t>(count)); }
 
@@ -113,9 +134,9 @@ Results delta_reference(const DeltaCase& c, const DeltaArrays& in) {
     for (int64_t h = 0; h < H; ++h) {
       const int64_t head = n * H + h, first = c.boundaries.empty() ? 0 : c.boundaries[size_t(n)];
       const int64_t last = c.boundaries.empty() ? c.T : c.boundaries[size_t(n) + 1], b = c.boundaries.empty() ? n : 0;
+      const std::vector<int64_t> scan = c.scan(b, first, last);
       std::vector<int64_t> rows;
-      for (int64_t t = first; t < last; ++t) rows.push_back((b * c.T + t) * H + h);
-      if (c.reverse) std::reverse(rows.begin(), rows.end());
+      for (int64_t t : scan) rows.push_back((b * c.T + t) * H + h);
       const auto query = [&](int64_t row, int64_t x) { return in.q[(row / H * c.q_heads() + h * c.q_heads() / H) * K + x]; };
       const auto erase = [&](int64_t row, int64_t x) {
         return in.beta.data() ? in.beta[row] * in.k[row * K + x] : in.erase[row * K + x];
@@ -132,9 +153,11 @@ Results delta_reference(const DeltaCase& c, const DeltaArrays& in) {
       const Numbers* state = &S;
       std::vector<Numbers> states;
       states.reserve(rows.size());
-      for (int64_t row : rows) {
+      for (size_t s = 0; s < rows.size(); ++s) {
+        const int64_t row = rows[s];
+        const bool resets = c.resets(b, scan, s);
         Numbers bar = *state, u = zeros(V), after;
-        for (int64_t i = 0; i < K * V; ++i) bar[size_t(i)] *= decay(row, i / V);
+        for (int64_t i = 0; i < K * V; ++i) bar[size_t(i)] = resets ? 0 : bar[size_t(i)] * decay(row, i / V);
         for (int64_t y = 0; y < V; ++y) {
           u[size_t(y)] = factor(row, y) * in.v[row * V + y];
           for (int64_t x = 0; x < K; ++x) u[size_t(y)] -= bar[size_t(x * V + y)] * erase(row, x);
@@ -153,6 +176,7 @@ Results delta_reference(const DeltaCase& c, const DeltaArrays& in) {
       double d_scale = 0, d_constant = 0;
       for (size_t s = rows.size(); s-- > 0;) {
         const int64_t row = rows[s];
+        const bool resets = c.resets(b, scan, s);
         Numbers du = zeros(V);
         double d_head = 0, d_beta = 0;
         for (int64_t x = 0; x < K; ++x) {
@@ -172,8 +196,8 @@ Results delta_reference(const DeltaCase& c, const DeltaArrays& in) {
             double& g = G[size_t(x * V + y)];
             of_k += g * writes[s][size_t(y)], of_e -= bars[s][size_t(x * V + y)] * du[size_t(y)];
             g -= erase(row, x) * du[size_t(y)];
-            of_gate += g * bars[s][size_t(x * V + y)];
-            g *= decay(row, x);
+            of_gate += resets ? 0 : g * bars[s][size_t(x * V + y)];
+            g = resets ? 0 : g * decay(row, x);
           }
           d_beta += in.k[row * K + x] * of_e, d_head += of_gate;
           write("dk", row * K + x, of_k + (in.beta.data() ? in.beta[row] * of_e : 0));
@@ -197,6 +221,40 @@ void check(Group& group, const DeltaCase& c) {
     const bool single = name == "d_scale" || name == "d_constant";
     group.within(error_of(got.numbers(), wanted, (single ? 10 : 2) * bar_of(c.type, name[0] == 'd')), c.name() + ": " + name);
   }
+}
+
+// Rows in three runs with padding, which holds NaN. NaN in one run leaves the results of the others as they are.
+void check_marks(Group& group, DeltaCase c) {
+  constexpr int64_t first = 12, last = 20;  // of the second run of row 0
+  c.B = 2, c.T = 33, c.marks.assign(size_t(c.B * c.T), glax::continues);
+  for (int64_t t : {int64_t(0), int64_t(1), int64_t(30), int64_t(31), int64_t(32)}) c.marks[size_t(t)] = glax::padding;
+  c.marks[size_t(c.reverse ? first - 1 : first)] = c.marks[size_t(c.reverse ? last : last + 1)] = glax::resets;
+  c.marks[size_t(c.T + 9)] = glax::padding;
+  const auto hold = [&](Array DeltaArrays::* spoilt, int64_t at) {
+    DeltaArrays arrays(c);
+    if (spoilt && !(arrays.*spoilt).data()) return;
+    for (Array* x : arrays.by_token())
+      for (int64_t b = 0; b < c.B && x->data(); ++b)
+        for (int64_t t = 0; t < c.T; ++t)
+          if (c.marks[size_t(b * c.T + t)] == glax::padding) set_token(c, *x, b, t, NOT_A_NUMBER);
+    if (spoilt) set_token(c, arrays.*spoilt, 0, at, NOT_A_NUMBER);
+    Pool pool(1);
+    arrays.run(c, pool);
+    for (auto [name, wanted] : delta_reference(c, arrays)) {
+      Numbers got = arrays.results().at(name)->numbers();
+      const bool sum = name == "d_scale" || name == "d_constant", state = name == "final_state" || name == "d_initial";
+      const int64_t row = int64_t(got.size()) / (sum || state ? c.B : c.B * c.T), from = sum ? 0 : first * row;
+      const int64_t until = sum ? row : (last + 1) * row;  // the run that is spoilt, or the sum of row 0
+      for (int64_t i = from; i < until && spoilt && !state; ++i) got[size_t(i)] = wanted[size_t(i)] = 0;
+      group.within(error_of(got, wanted, (sum ? 10 : 2) * bar_of(c.type, name[0] == 'd')),
+                   c.name() + ": " + name + (spoilt ? " beside NaN" : ""));
+    }
+  };
+  hold(nullptr, 0);
+  for (int64_t at : {first, last})
+    for (Array DeltaArrays::* x : {&DeltaArrays::q, &DeltaArrays::k, &DeltaArrays::v, &DeltaArrays::head, &DeltaArrays::key,
+                                   &DeltaArrays::beta, &DeltaArrays::erase, &DeltaArrays::write, &DeltaArrays::d_output})
+      hold(x, at);
 }
 
 void check_threads(Group& group, const DeltaCase& c) {
@@ -280,6 +338,18 @@ void test_delta() {
     c = {};
     c.T = 0;
     check(group, c);
+  }
+  {
+    Group group("delta rule: marks");
+    for (Gates gates : {Gates::none, Gates::constant, Gates::head, Gates::key}) {
+      for (Erases erases : {Erases::beta, Erases::erase, Erases::erase_and_write}) {
+        DeltaCase c;
+        c.gates = gates, c.erases = erases, c.K = 9, c.V = 5;
+        check_marks(group, c);
+        c.reverse = true;
+        check_marks(group, c);
+      }
+    }
   }
   {
     Group group("delta rule: steps");

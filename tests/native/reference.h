@@ -22,7 +22,7 @@ struct Case {
   int64_t query_heads = 0, key_heads = 0, value_heads = 0;  // 0: H
   Type type = Type::f32, gate_type = Type::f32;
   bool reverse = false, initial = true;
-  std::vector<int32_t> boundaries;
+  std::vector<int32_t> boundaries, marks;  // [T], of every row
   std::function<double(Random&)> gate = mild;
   bool extreme = false;  // a few gates of -100 or -inf among mild ones, which have a bar of their own
 
@@ -34,9 +34,14 @@ struct Case {
     const int64_t first = packed() ? std::clamp<int64_t>(boundaries[n], 0, T) : 0;
     const int64_t last = packed() ? std::clamp<int64_t>(boundaries[n + 1], 0, T) : T;
     std::vector<int64_t> found;
-    for (int64_t t = first; t < last; ++t) found.push_back(t);
+    for (int64_t t = first; t < last; ++t)
+      if (marks.empty() || marks[size_t(t)] != glax::padding) found.push_back(t);
     if (reverse) std::reverse(found.begin(), found.end());
     return found;
+  }
+  // Whether a token of a scan starts from a state of zeros: it is marked, or padding lies before it.
+  bool resets(const std::vector<int64_t>& scan, size_t s) const {
+    return !marks.empty() && s > 0 && (marks[size_t(scan[s])] == glax::resets || std::abs(scan[s] - scan[s - 1]) > 1);
   }
   // The gradient of a query, key or value that heads share is a sum over these heads, in float32.
   Type gradient_type(int64_t heads) const { return heads && heads != H ? Type::f32 : type; }
@@ -44,6 +49,7 @@ struct Case {
     const auto number = [](const char* of, int64_t x) { return std::string(" ") + of + std::to_string(x); };
     return name_of(gates) + number("B", B) + number("T", T) + number("H", H) + number("K", K) + number("V", V) +
            number("N", N()) + number("block ", block) + (reverse ? " reverse" : "") + (initial ? " initial" : "") +
+           (marks.empty() ? "" : " marks") +
            (type == Type::f32 ? "" : type == Type::bf16 ? " bfloat16" : " float16");
   }
 };
@@ -135,7 +141,9 @@ inline Results reference(const Case& c, const Inputs& in) {
       const std::vector<int64_t> scan = c.tokens(n);
       std::vector<Numbers> states(1, Numbers(size_t(K * V))), decays;  // before each token; of each element at each token
       for (int64_t i = 0; i < K * V && c.initial; ++i) states[0][size_t(i)] = in.initial[head * K * V + i];
-      for (int64_t t : scan) {
+      for (size_t s = 0; s < scan.size(); ++s) {
+        const int64_t t = scan[s];
+        const bool resets = c.resets(scan, s);
         const int64_t q = row(in.q, K, b, t, h), k = row(in.k, K, b, t, h), v = row(in.v, V, b, t, h);
         const int64_t full = (b * c.T + t) * H + h;  // row of an array that has all heads
         const double of_head = in.head.data() ? in.head[full] : in.constant.data() ? in.constant[head] : 0;
@@ -148,7 +156,7 @@ inline Results reference(const Case& c, const Inputs& in) {
           for (int64_t y = 0; y < V; ++y) {
             const size_t i = size_t(x * V + y);
             decay[i] = of_key * of_value[size_t(y)];
-            state[i] = decay[i] * states.back()[i] + kx * in.v[v + y];
+            state[i] = (resets ? 0 : decay[i] * states.back()[i]) + kx * in.v[v + y];
             o[full * V + y] += qx * state[i];
           }
         }
@@ -162,6 +170,7 @@ inline Results reference(const Case& c, const Inputs& in) {
       if (d_constant) d_constant[head] = 0;
       for (size_t s = scan.size(); s-- > 0;) {
         const int64_t t = scan[s], full = (b * c.T + t) * H + h;
+        const bool resets = c.resets(scan, s);
         const int64_t q = row(in.q, K, b, t, h), k = row(in.k, K, b, t, h), v = row(in.v, V, b, t, h);
         double of_head = 0;
         for (int64_t y = 0; y < V; ++y) dv[full * V + y] = 0;
@@ -176,8 +185,8 @@ inline Results reference(const Case& c, const Inputs& in) {
             dS[i] += scale * qx * d;
             of_k += dS[i] * in.v[v + y];
             dv[full * V + y] += dS[i] * kx;
-            dS[i] *= decays[s][i];
-            const double of_gate = dS[i] * states[s][i];
+            dS[i] = resets ? 0 : dS[i] * decays[s][i];
+            const double of_gate = resets ? 0 : dS[i] * states[s][i];
             of_key += of_gate;
             if (d_value) d_value[full * V + y] += of_gate;
           }

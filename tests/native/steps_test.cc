@@ -86,9 +86,81 @@ void check(Group& group, const StepCase& c) {
   group.expect(untouched, c.name() + ": a state of no sequence was changed");
 }
 
+// Several tokens of each sequence: the outputs, with the states written or not, against a loop.
+void check_tokens(Group& group, const StepCase& c, int64_t T, bool writes) {
+  Random random{5};
+  const int64_t B = c.slots.size(), H = c.H, K = c.K, V = c.V, rows = B * T;
+  const auto draw = [&](int64_t count, Type type, bool is_gate = false) {
+    Array x(count, type);
+    x.fill([&] { return is_gate ? c.gate * random.log_sigmoid() : random.normal(); });
+    return x;
+  };
+  Array q = draw(rows * H * K, c.type), k = draw(rows * H * K, c.type), v = draw(rows * H * V, c.type);
+  Array head, key, value, constant, scale(B), state = draw(c.P * H * K * V, c.state_type), output(rows * H * V, c.type);
+  if (c.gates == Gates::head) head = draw(rows * H, c.type, true);
+  if (c.gates == Gates::constant) constant = draw(B * H, Type::f32, true);
+  if (c.gates == Gates::key || c.gates == Gates::key_and_value) key = draw(rows * H * K, c.type, true);
+  if (c.gates == Gates::value || c.gates == Gates::key_and_value) value = draw(rows * H * V, c.type, true);
+  scale.fill([&] { return random.uniform(); });
+  for (int64_t i = 0; i < rows * H * K; ++i)
+    if (i / (H * K) % T % 3 == 1) q.set(i, 0);  // a token without a query
+
+  const Numbers before = state.numbers();
+  Numbers wanted = before, wanted_output(size_t(rows * H * V));
+  for (int64_t b = 0; b < B; ++b) {
+    const int64_t slot = c.slots[size_t(b)];
+    for (int64_t i = 0; i < T * H * K * V && slot >= 0 && slot < c.P; ++i) {
+      const int64_t y = i % V, x = i / V % K, h = i / (V * K) % H, t = i / (V * K * H), full = (b * T + t) * H + h;
+      double gate = head.data() ? head[full] : constant.data() ? constant[b * H + h] : 0;
+      gate += (key.data() ? key[full * K + x] : 0) + (value.data() ? value[full * V + y] : 0);
+      double& s = wanted[size_t(((slot * H + h) * K + x) * V + y)];
+      s = std::exp(gate) * s + k[full * K + x] * v[full * V + y];
+      wanted_output[size_t(full * V + y)] += scale[b] * q[full * K + x] * s;
+    }
+  }
+  glax::Step p;
+  p.B = B, p.T = T, p.H = H, p.K = K, p.V = V, p.P = c.P, p.slots = c.slots.data(), p.writes = writes;
+  p.q = q.tensor(H, K), p.k = k.tensor(H, K), p.v = v.tensor(H, V);
+  p.head = head.tensor(H, 1), p.key = key.tensor(H, K), p.value = value.tensor(H, V);
+  p.constant = constant.floats(), p.scale = scale.floats();
+  p.state = state.tensor(H, K * V), p.output = output.tensor(H, V);
+  Pool pool(2);
+  glax::run_tokens(pool, p);
+  const std::string name = c.name() + " T" + std::to_string(T);
+  group.within(error_of(output.numbers(), wanted_output, bar_of(c.type, false)), name + ": output");
+  group.within(error_of(state.numbers(), writes ? wanted : before, bar_of(c.state_type, false)), name + ": state");
+}
+
+void test_tokens() {
+  Group group("tokens of a pool");
+  const int64_t widths[][2] = {{1, 3}, {16, 17}, {40, 100}, {128, 128}, {20, 300}};
+  for (const auto& [K, V] : widths) {
+    for (Gates gates : ALL_GATES) {
+      StepCase c;
+      c.gates = gates, c.K = K, c.V = V;
+      for (int64_t T : {1, 2, 9}) check_tokens(group, c, T, T != 2);
+    }
+  }
+  for (Type type : {Type::bf16, Type::f16}) {
+    StepCase c;
+    c.gates = Gates::key_and_value, c.type = type, c.K = 33, c.V = 70;
+    check_tokens(group, c, 5, true);
+    c.type = Type::f32, c.state_type = type;
+    check_tokens(group, c, 5, true);
+  }
+  for (Gates gates : ALL_GATES) {
+    for (double gate : {0., 1e-6, 20., 120., INFINITE}) {
+      StepCase c;
+      c.gates = gates, c.gate = gate;
+      check_tokens(group, c, 64, true);
+    }
+  }
+}
+
 }  // namespace
 
 void test_steps() {
+  test_tokens();
   Group group("steps");
   const int64_t widths[][2] = {{1, 3}, {3, 1}, {16, 17}, {17, 16}, {40, 100}, {100, 40}, {128, 128}, {300, 20}, {20, 300}};
   for (const auto& [K, V] : widths) {

@@ -87,6 +87,38 @@ void packed() {
   }
 }
 
+// Rows in three runs with padding, which holds NaN. NaN in the second run of row 0 leaves all other results as they are.
+void marked() {
+  Group group("marks of runs and padding");
+  constexpr int64_t first = 12, last = 20;
+  for (Gates gates : ALL_GATES) {
+    for (bool reverse : {false, true}) {
+      Case c;
+      c.gates = gates, c.T = 33, c.B = 2, c.K = 18, c.V = 7, c.block = 8, c.reverse = reverse;
+      c.marks.assign(size_t(c.T), glax::continues);
+      for (int64_t t : {0, 1, 30, 31, 32}) c.marks[size_t(t)] = glax::padding;
+      c.marks[size_t(reverse ? first - 1 : first)] = c.marks[size_t(reverse ? last : last + 1)] = glax::resets;
+      check(group, c);
+      for (int64_t at : {first, last}) {
+        for (Array Inputs::* x : {&Inputs::q, &Inputs::k, &Inputs::v, &Inputs::head, &Inputs::key, &Inputs::value, &Inputs::d_output}) {
+          Inputs in(c, 1);
+          const int64_t row = (in.*x).count() / (c.B * c.T);
+          for (int64_t i = 0; i < row; ++i) (in.*x).set(at * row + i, NOT_A_NUMBER);
+          Pool pool(1);
+          Results got = Outputs(c, in, pool).results(), wanted = reference(c, in);
+          for (auto& [name, numbers] : wanted) {
+            const bool sum = name == "d_scale" || name == "d_constant", state = name == "final_state" || name == "d_initial";
+            const int64_t each = int64_t(numbers.size()) / (sum || state ? c.B : c.B * c.T), from = sum ? 0 : first * each;
+            const int64_t until = sum ? each : (last + 1) * each;
+            for (int64_t i = from; i < until && !state; ++i) got[name][size_t(i)] = numbers[size_t(i)] = 0;
+          }
+          compare(group, c, got, wanted);
+        }
+      }
+    }
+  }
+}
+
 void garbage() {
   Group group("boundaries that are garbage");
   constexpr int32_t least = std::numeric_limits<int32_t>::min(), most = std::numeric_limits<int32_t>::max();
@@ -263,6 +295,6 @@ void spoilt() {
 }  // namespace
 
 void test_values() {
-  widths(), lengths(), heads(), heads_together(), large(), packed(), garbage(), storage(), strengths();
+  widths(), lengths(), heads(), heads_together(), large(), packed(), marked(), garbage(), storage(), strengths();
   magnitudes(), long_steady(), segments(), exponential(), spoilt();
 }

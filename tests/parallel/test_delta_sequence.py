@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -67,3 +68,28 @@ def test_bytes_do_not_grow_with_the_sequence():
         assert moved(compiled(lambda q, v: run(q, q, v, q[..., 0]).output, q, v)) == {
             "all-gather": [4 * K * (K + V) * H * 4]
         }
+
+
+@pytest.mark.parametrize("packing", ["cu_seqlens", "segment_ids", None])
+@pytest.mark.parametrize("along", [False, True])
+def test_an_erasure_before_the_decay_over_shards_equals_one_device(packing, along):
+    rng = np.random.default_rng(0)
+    H, K, V, T = 2, 6, 10, 45
+    q, k, e = (jnp.asarray(rng.normal(size=(1, T, H, K)) / K**0.5, jnp.float32) for _ in range(3))
+    v, g = jnp.asarray(rng.normal(size=(1, T, H, V)), jnp.float32), -jnp.asarray(rng.random((1, T, H)), jnp.float32)
+    places = dict(cu_seqlens=jnp.array([0, 0, 30, 31, 40]), segment_ids=jnp.asarray(np.arange(T)[None] // 14))
+    options = {} if packing is None else {packing: places[packing]}
+    b = jnp.asarray(rng.normal(size=(1, T, H, K)) / K**0.5, jnp.float32)
+
+    def loss(run, *arrays):
+        q, k, v, g, e, b = arrays
+        output, state = run(q, k, v, g, erase=e, erase_along=b if along else None, erase_before_decay=True, **options)
+        return jnp.square(output).sum() + jnp.square(state).sum()
+
+    on_mesh = functools.partial(parallel.recurrent, mesh=mesh_of(s=4), sequence_axis="s")
+    got, want = (
+        jax.jit(jax.grad(functools.partial(loss, run), argnums=(0, 1, 2, 3, 4, 5)))(q, k, v, g, e, b)
+        for run in (on_mesh, glax.recurrent)
+    )
+    for name, x, y in zip("qkvgeb", got, want, strict=True):
+        assert_close(name, x, np.asarray(y, np.float64), 2e-5)

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +113,40 @@ def test_prompts_pools_and_continuations_on_a_mesh(name, kind):
     np.testing.assert_array_equal(streamed, written)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"), [("qwen3_next", AxisType.Explicit), ("lara_mini", AxisType.Auto)], ids=str
+)  # "split" and "fused" experts
+def test_experts_lie_on_the_devices_of_their_shard(name, kind, caplog):
+    model = glax.models.from_pretrained(FIXTURES / name, mesh=mesh_of(kind, fsdp=2, expert=2))
+    assert not warnings_of(caplog)
+    stacks = [x[...] for path, x in glax.models.names.parameters(model) if ".experts." in path]
+    assert stacks
+    for x in stacks:
+        assert x.sharding.spec[0] == "expert" and x.addressable_shards[0].data.size == x.size // 4
+    logits = nnx.jit(CausalLM.__call__)(model, expected(name)["tokens"])
+    assert_near(logits, expected(name)["logits"], LOGITS)
+
+
+@pytest.mark.parametrize("routing", ["softmax", "sigmoid"])
+def test_experts_on_a_mesh_read_the_rows_of_their_device(routing):
+    mesh, x = mesh_of(data=2, expert=2), jax.random.normal(jax.random.key(0), (8, 64, 16))
+    mlp = nn.SparseMLP(16, 24, count=4, top_k=2, routing=routing, rngs=nnx.Rngs(0))
+
+    def gradient(mlp, x):
+        return nnx.grad(lambda mlp, x: (mlp(x) ** 2).mean(), argnums=(0, 1))(mlp, x)
+
+    want = nnx.jit(gradient)(mlp, x)
+    glax.models.shard(mlp, mesh)
+    mlp.experts.rows = NamedSharding(mesh, P(("data", "expert"), None))
+    x = jax.device_put(x, NamedSharding(mesh, P(("data", "expert"))))
+    for one, other in zip(jax.tree.leaves(nnx.jit(gradient)(mlp, x)), jax.tree.leaves(want), strict=True):
+        assert_near(one, other, LOGITS)
+    graph, params = nnx.split(mlp)
+    text = jax.jit(lambda params, x: gradient(nnx.merge(graph, params), x)).lower(params, x).compile().as_text()
+    sizes = set(re.findall(r"f32\[(\d+),", text))  # 2 experts for each of 512 rows, on 4 devices
+    assert "256" in sizes and not sizes & {"512", "1024"}
+
+
 @pytest.mark.parametrize("in_context", [False, True])
 def test_a_model_on_explicit_axes_runs_without_jit_and_in_a_context(in_context):
     model, mesh = loaded("gla")
@@ -193,7 +228,7 @@ def test_heads_of_queries_are_sharded_beside_few_heads_of_keys(caplog):
     [
         (
             dict(tp=2),
-            "the axes 'tp' of the mesh shard no parameter: axes that shard parameters are called 'fsdp', 'model'",
+            "the axes 'tp' of the mesh shard no parameter: axes that shard parameters are called 'expert', 'fsdp', 'model'",
         ),
         (dict(fsdp=2, tp=2), "the axes 'tp' of the mesh shard no parameter"),
         (dict(data=2), "the axes 'data' of the mesh shard no parameter"),

@@ -2,17 +2,20 @@
 
 import functools
 import pathlib
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import glax
 import glax.parallel
+from glax._src.core import backend
 from glax._src.kernels.xla.chunk_scan import ChunkedConfig
 from glax._src.solve import partitioning
+from glax._src.solve.lowering import warn_of_automatic_axes
 from tests.cases import Case, inputs
 from tests.close import assert_close
 from tests.compiling import quick_jit
@@ -173,3 +176,33 @@ def test_segments_stay_apart_on_a_mesh():
         assert_close("row 1", got[1], want[1], 2e-5)
         assert_close("other segments", got[0, others], want[0, others], 2e-5)
         assert jnp.isnan(got[0, 12:19]).any()
+
+
+def program_for_tpus(mesh, **options) -> str:
+    """The gradient of a call whose rows lie on a mesh, lowered for a TPU on a machine without one."""
+    x = jax.ShapeDtypeStruct((4, 64, 2, 64), jnp.float32, sharding=NamedSharding(mesh, P("batch")))
+
+    def total(q):
+        return glax.recurrent(q, q, q, gk=-abs(q), **options).output.sum()
+
+    return jax.jit(jax.grad(total)).trace(x).lower(lowering_platforms=("tpu",)).as_text()
+
+
+def test_a_program_for_tpus_on_explicit_axes_has_the_kernels_of_each_devices_rows():
+    """The mesh is of TPUs, and this machine, for which the kernel was first chosen, is not."""
+    device = AbstractDevice("TPU v5 lite", 1, "tpu")
+    mesh = AbstractMesh((4,), ("batch",), axis_types=(AxisType.Explicit,), abstract_device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        text = program_for_tpus(mesh)
+    assert "tpu_custom_call" in text and "all_gather" not in text and "glax_forward" not in text
+
+
+def test_a_program_for_tpus_on_automatic_axes_has_xlas_kernels_and_says_so_once(mesh, monkeypatch):
+    monkeypatch.setattr(backend, "target_platform", lambda: backend.lowering_platform.value or "tpu")
+    warn_of_automatic_axes.cache_clear()
+    with pytest.warns(UserWarning, match="XLA's kernels .* explicit axes") as said:
+        assert all("tpu_custom_call" not in program_for_tpus(mesh) for _ in range(2))
+    assert len(said) == 1
+    with pytest.raises(glax.UnsupportedError, match="over automatic axes on a TPU"):
+        program_for_tpus(mesh, platform="pallas")

@@ -37,8 +37,9 @@ LAYERS = [
     ["glax._src"],
     ["glax.testing", "glax.configs"],
     ["glax"],
-    ["glax.compat", "glax.nn", "glax.parallel"],
+    ["glax.compat", "glax.nn", "glax.parallel", "glax.serving"],
     ["glax.models"],
+    ["glax.server"],
     ["glax_cli"],
     ["glax.cli"],
     ["glax.__main__"],
@@ -135,7 +136,7 @@ def test_optional_packages_stay_in_their_folders():
             outside -= {"rich"}  # for the progress bar of `tune`
         if module == "glax._src.kernels.triton.launch":
             outside -= {"triton", "jax_triton"}  # at the first call that runs there
-        assert not outside or module.startswith(("glax.nn", "glax.models", "glax.cli", "glax_cli")), (
+        assert not outside or module.startswith(("glax.nn", "glax.models", "glax.server", "glax.cli", "glax_cli")), (
             f"{module} imports {outside}"
         )
 

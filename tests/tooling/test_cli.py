@@ -18,7 +18,8 @@ from glax._src.core.registry import Backend, Platform, kernel_registry
 from glax._src.kernels import load_kernels
 from glax._src.kernels.common.library import REMEDY
 from glax.cli import check, doctor, output
-from glax.testing import CASES, Case, check_kernels
+from glax.cli.processes import start_processes
+from glax.testing import CASES, Case, check_kernels, states
 from glax.testing.cases import QUICK, recurrence
 from glax_cli import main
 from tests.tooling.command import SHAPE, json_of, wrong
@@ -26,6 +27,28 @@ from tests.tooling.command import SHAPE, json_of, wrong
 load_kernels()
 pytestmark = pytest.mark.usefixtures("cache")
 KEY = next(case for case in CASES if case.name == "key")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("variables", "is_joined"),
+    [
+        (dict(SLURM_JOB_ID="7", SLURM_NTASKS="4"), False),  # a script of sbatch, or a shell of salloc
+        (dict(SLURM_JOB_ID="7", SLURM_NTASKS="4", SLURM_STEP_NUM_TASKS="4", SLURM_STEP_NODELIST="n[1-4]"), True),
+        (dict(SLURM_JOB_ID="7", SLURM_NTASKS="4", SLURM_STEP_NUM_TASKS="1", SLURM_STEP_NODELIST="n1"), False),
+        (dict(OMPI_COMM_WORLD_SIZE="2"), True),
+        ({}, False),
+    ],
+)
+def test_processes_join_where_a_launcher_started_several(monkeypatch, variables, is_joined):
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "TPU_", "JAX_"))]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    joined = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *given: joined.append(given))
+    start_processes()
+    assert joined == [()] * is_joined
 
 
 # ---- usage -----------------------------------------------------------------------------------------------------------
@@ -295,13 +318,36 @@ def test_check_passes(register, capsys, monkeypatch):
             assert result["status"] == "pass" and 0 < result["error"] <= result["bar"]
 
 
+def test_check_of_one_platform(capsys, monkeypatch):
+    """The kernels of one device run, and what a report needs is printed; another device is refused."""
+    monkeypatch.setattr(check, "CASES", (dataclasses.replace(KEY, T=20),))
+    assert main(["check", "--platform", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert "recurrent/cpp/cpu" in shown and "/xla/" not in shown
+    assert f"To report, with all lines above: glax {glax.__version__}, jax {jax.__version__}, jaxlib " in shown
+    assert main(["check", "--platform", "tpu"]) == 2
+    refused = "glax check: --platform tpu needs a tpu, JAX computes on cpu here: glax doctor says what is missing"
+    assert refused in capsys.readouterr().err
+
+
 def test_check_states(capsys):
-    code, report = json_of(capsys, "check", "--states")
+    code, report = json_of(capsys, "check", "--states", "--quick")
     assert code == 0
     assert {(x["dtype"], x["stochastic"]) for x in report["errors"]} == set(check.STORED)
     assert all(0 < x["error"] < 1e-5 for x in report["errors"] if x["dtype"] == "float32")
-    main(["check", "--states"])
+    main(["check", "--states", "--quick"])
     assert "relative RMS error of the state after 4096 decoded tokens" in capsys.readouterr().out
+
+
+def test_check_states_says_whose_errors_grow(capsys, monkeypatch):
+    monkeypatch.setattr(check, "STORED", (("float32", False), ("bfloat16", False), ("int8", False)))
+    monkeypatch.setattr(states, "STORED", check.STORED)
+    main(["check", "--states"])
+    shown = capsys.readouterr().out
+    for steps in (4096, 65536):
+        assert f"relative RMS error of the state after {steps} decoded tokens" in shown
+    assert "int8      with rests" in shown
+    assert "errors grow with the tokens in bfloat16 rounded to nearest; the default is float32" in shown
 
 
 ERASES_ALONE = "recurrent.vjp/xla/any"  # forms the gradients of the delta rule, and no others

@@ -17,7 +17,7 @@ from glax.cli import bench, peers
 from glax.cli.cases import GATES, Problem, problems_of
 from glax.cli.measure import Way
 from glax.cli.tune import tuned
-from glax_cli import main
+from glax_cli import main, published
 from glax_cli.parser import DTYPES, MODES, build_parser
 from glax_cli.published import LAYERS
 from tests.tooling.command import SHAPE, json_of, wrong
@@ -263,7 +263,7 @@ def test_a_peer_of_jax_is_right(capsys, monkeypatch):
     package.ops = types.ModuleType("jla.ops")
     package.ops.linear_attention = linear_attention
     monkeypatch.setitem(sys.modules, "jla", package)
-    monkeypatch.setattr(peers, "PACKAGES", {})
+    monkeypatch.setitem(published.PEERS, "jla", {})
     monkeypatch.setattr(bench, "ceilings", lambda dtypes, iters: dict(copy_gbytes=1.0, matmul_gflops=dict(float32=1.0)))
     for options in (["--gate", "key", "--packed", "2"], ["--gate", "constant", "--delta"]):
         call = ["bench", "--shape", "1,12,2,4,4,6", "--iters", "1", "--mode", "train", "--peer", "jla", *options]

@@ -56,7 +56,18 @@ def script(name: str):
     return module
 
 
-PUBLIC = ("glax", "configs", "parallel", "nn", "models", "testing", "compat.easydel", "compat.ejkernel")
+PUBLIC = (
+    "glax",
+    "configs",
+    "serving",
+    "server",
+    "parallel",
+    "nn",
+    "models",
+    "testing",
+    "compat.easydel",
+    "compat.ejkernel",
+)
 
 
 @pytest.mark.parametrize("module", PUBLIC)
@@ -67,8 +78,17 @@ def test_every_public_name_stands_on_the_page_of_its_module(module):
     assert missing == ["__version__"] * (module == "glax") + ["configs"] * (module == "glax")
 
 
-# Instances, what other modules define, and an error that nobody raises by hand.
-WITHOUT_EXAMPLE = {"__version__", "configs", "kernel_registry", "CASES", "MODEL_TYPES", "UnsupportedOption"}
+# Instances, what other modules define, and errors that nobody raises by hand.
+WITHOUT_EXAMPLE = {
+    "__version__",
+    "configs",
+    "kernel_registry",
+    "CASES",
+    "MODEL_TYPES",
+    "UnsupportedOption",
+    "QueueFull",
+    "Stopped",
+}
 
 
 def test_every_public_docstring_has_an_example_that_runs(tmp_path, monkeypatch):
@@ -77,8 +97,7 @@ def test_every_public_docstring_has_an_example_that_runs(tmp_path, monkeypatch):
     sizes = dict(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_heads=2, intermediate_size=16)
     model, folder = glax.models.from_config(dict(model_type="gla", **sizes), rngs=nnx.Rngs(0)), tmp_path / "model"
     glax.models.save_pretrained(model, folder)
-    modules = "glax glax.parallel glax.testing glax.compat.easydel glax.compat.ejkernel glax.nn glax.models"
-    for module in modules.split():
+    for module in ("glax", *(f"glax.{name}" for name in PUBLIC if name not in ("glax", "configs"))):
         public = importlib.import_module(module)
         for name in sorted(set(public.__all__) - WITHOUT_EXAMPLE):
             names = dict(glax=glax, jax=jax, jnp=jnp, nn=nn, nnx=nnx, model=model, folder=folder)
@@ -105,6 +124,12 @@ def test_the_table_of_parameters_is_that_of_the_models():
     assert set(made.MODELS) == set(glax.models.MODEL_TYPES)
     for kind in made.MODELS:
         assert f"| {kind} | `embedding.embedding` |" in made.table([kind])
+
+
+def test_the_table_of_model_types_is_what_their_functions_do():
+    made = script("model_types")
+    assert made.between(made.table()) in made.PAGE.read_text(), "python docs/model_types.py --write"
+    assert {code.kind for code in made.codes()} == set(glax.models.MODEL_TYPES)
 
 
 def test_figures_are_those_of_the_files_of_results():

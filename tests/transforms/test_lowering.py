@@ -69,7 +69,7 @@ def test_each_platform_has_its_own_kernels(call):
     native = foreign_code(traced.lower())
     assert native and all(name.startswith("glax_") for name in native)
     tpu = foreign_code(traced.lower(lowering_platforms=("tpu",)))
-    assert tpu == (set() if call in ("step", "pool") else {"tpu_custom_call"})  # a token goes through XLA's there
+    assert tpu == {"tpu_custom_call"}
     for unknown in ("cuda", "rocm", "no_such_platform"):  # of GPUs it is not known which this would be
         assert foreign_code(traced.lower(lowering_platforms=(unknown,))) == set()
     assert foreign_code(traced.lower(lowering_platforms=("cpu", "tpu"))) == native | tpu

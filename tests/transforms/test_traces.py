@@ -43,6 +43,22 @@ def test_no_trace_stays(call):
     assert stored() - before == collections.Counter()
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_jitted_function_of_the_caller_lets_its_traces_go(ends):
+    """With the function, or by clear_cache. Until then JAX keeps them: explain traces a jitted function anew each time."""
+    f = jax.jit(lambda x: glax.recurrent(x, x, x, gk=x).output)
+    glax.explain(f, X)
+    f.clear_cache()
+    before = stored()
+    for _ in range(3):
+        glax.explain(f, X)
+    if ends:
+        del f
+    else:
+        f.clear_cache()
+    assert stored() - before == collections.Counter()
+
+
 def test_explain_lists_the_same_each_time():
     """Also through a function that jit has traced before, which is traced again."""
     f = jax.jit(lambda x: glax.recurrent(x, x, x, gk=x).output)

@@ -1,14 +1,18 @@
 """The delta rule through the public functions: arguments, serving, transformations."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.test_util import check_grads
 
 import glax
 from glax._src.core.bind import bind
 from glax._src.kernels import load_kernels
-from glax.testing.reference import reference
+from glax.testing.reference import reference, reference_gradient
+from glax.testing.tolerances import named
 from tests.close import assert_close
 
 B, T, H, K, V = 2, 12, 2, 6, 10
@@ -33,6 +37,7 @@ def wanted(**options):
         (dict(beta=beta, bonus=jnp.ones((H, K))), "bonus must come without beta"),
         (dict(beta=beta[:, :3]), "beta must be"),
         (dict(erase=v), "erase must be"),
+        (dict(beta=beta, erase_before_decay=True), "erase_before_decay must come with erase"),
     ],
 )
 def test_arguments_that_contradict_each_other(arguments, message):
@@ -130,9 +135,66 @@ def test_vmap_merges_into_the_batch():
     assert_close("output", got, reference(r).output, BAR)
 
 
-def test_explain_names_the_kernels_that_do_not_erase():
+BEFORE = dict(erase=0.8 * k + 0.1 * q, write=0.5 * v, erase_before_decay=True)
+
+
+def before_decay(start, end):
+    return {name: x if name == "erase_before_decay" else x[:, start:end] for name, x in BEFORE.items()}
+
+
+@pytest.mark.parametrize("gate", [g, jnp.where(g < -0.9, -jnp.inf, g)], ids=["usual", "-inf on some"])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_an_erasure_before_the_decay_reads_nothing_of_another_segment(gate, reverse):
+    ids = jnp.asarray([[1] * 5 + [2] * 4 + [0] * 3, [3] * 1 + [1] * 11])
+    options = dict(initial_state=state, segment_ids=ids, pad_id=0, reverse=reverse)
+    r = bind(q, k, v, g=gate, **BEFORE, **options)
+    d = jnp.ones_like(v), state
+    want, want_gradient = reference(r), named(reference_gradient(r, *d))
+    outputs = functools.partial(glax.recurrent, q, k, v, **options, erase_before_decay=True)
+
+    def both(g, erase, write):
+        return tuple(outputs(g=g, erase=erase, write=write))
+
+    got, pull = jax.vjp(both, gate, BEFORE["erase"], BEFORE["write"])
+    for name, x, y in zip(("output", "final_state"), got, want, strict=True):
+        assert_close(name, x, y, BAR)
+    for name, x in zip(("head", "erase", "write"), pull(d), strict=True):
+        assert_close(name, x, want_gradient[name], 5 * BAR)
+
+
+def test_steps_drafts_and_prompts_erase_before_the_decay():
+    want, S = reference(bind(q, k, v, g=g, initial_state=state, **BEFORE)), state
+    for t in range(3):
+        own = {name: x[:, 0] if hasattr(x, "shape") else x for name, x in before_decay(t, t + 1).items()}
+        o, S = glax.recurrent_step(q[:, t], k[:, t], v[:, t], S, g[:, t], **own)
+        assert_close("output", o, want.output[:, t], BAR)
+    drafted, draft = glax.recurrent_verify(q[:, :6], k[:, :6], v[:, :6], state, g[:, :6], **before_decay(0, 6))
+    assert_close("output", drafted, want.output[:, :6], BAR)
+    assert_close("state", glax.commit(state, draft, jnp.array([3, 3])), np.asarray(S, np.float64), BAR)
+    output, pool = glax.prefill_into(state, jnp.array([0, 1]), q, k, v, g, **BEFORE)
+    assert_close("output", output, want.output, BAR)
+    assert_close("pool", pool, want.final_state, BAR)
+
+
+@pytest.mark.parametrize("platform", ["xla", None])
+def test_second_derivatives_before_the_decay(platform):
+    with jax.enable_x64(True):
+        arrays = tuple(x[:1, :5].astype(jnp.float64) for x in (k, g, BEFORE["erase"]))
+
+        def loss(k, g, erase):
+            options = dict(erase=erase, erase_before_decay=True, platform=platform)
+            return jnp.square(glax.recurrent(q[:1, :5].astype(k.dtype), k, k, g, **options).output).sum()
+
+        check_grads(loss, arrays, order=2, modes=["rev"], atol=1e-6, rtol=1e-6)
+
+
+def test_kernels_name_the_erasure_that_they_do_not_take():
     load_kernels()
-    reasons = {s.name: s.refusal(bind(q, k, v, beta=beta)) for s in glax.kernel_registry.kernels.values()}
-    on_tpu = [s for s in glax.kernel_registry.kernels.values() if s.backend is glax.Backend.TPU]
-    assert on_tpu and not any(s.erases for s in on_tpu)
-    assert reasons["chunked/xla/any"] is None and reasons["recurrent/xla/any"] is None
+    specs = glax.kernel_registry.kernels
+    plain, before = bind(q, k, v, beta=beta), bind(q, k, v, g=g, erase=k, erase_before_decay=True)
+    for name in ("chunked/xla/any", "recurrent/xla/any"):
+        assert specs[name].refusal(plain) is None and specs[name].refusal(before) is None
+    assert specs["recurrent/cpp/cpu"].refusal(plain) is None
+    assert "got erase_before_decay" in str(specs["recurrent/cpp/cpu"].refusal(before))
+    on_tpu = [s for s in specs.values() if s.backend is glax.Backend.TPU]
+    assert on_tpu and all(s.erases and s.erases_before_decay == s.is_pooled for s in on_tpu)

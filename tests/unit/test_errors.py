@@ -15,7 +15,7 @@ from glax._src.core.registry import Config
 from glax._src.kernels.cpu.recurrent import NativeConfig
 from glax._src.kernels.cuda.config import CudaConfig
 from glax._src.kernels.pallas_gpu.config import HopperConfig
-from glax._src.kernels.pallas_tpu.config import TPUChunkedConfig, TPUGradientConfig
+from glax._src.kernels.pallas_tpu.config import TPUChunkedConfig, TPUGradientConfig, TPUPoolConfig
 from glax._src.kernels.triton import config as triton
 from glax._src.kernels.xla.chunk_scan import ChunkedConfig
 from glax.compat import easydel, ejkernel
@@ -127,6 +127,7 @@ CONFIGS = {
     ChunkedConfig: dict(chunk=(1, 4096)),
     TPUChunkedConfig: dict(chunk=(32, 256), units=(1, 1024)),
     TPUGradientConfig: dict(chunk=(32, 256), units=(1, 1024)),
+    TPUPoolConfig: dict(),
     triton.TritonChunkedConfig: dict(
         chunk=(16, 512), columns=(16, 512), segment=(0, 2**31 - 1), warps=(1, 32), stages=(1, 16), block=(0, 512)
     ),

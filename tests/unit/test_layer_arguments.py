@@ -10,15 +10,20 @@ from flax import nnx
 
 from glax import nn
 
-SIZES = dict(width=16, num_heads=2, inside=8, count=4, top_k=2)
+SIZES = dict(width=16, num_heads=2, inside=8, count=4, top_k=2, latent_width=4, head_width=8, shared_width=4)
 LAYERS = {name: getattr(nn, name) for name in nn.__all__}
 NAN, INF = float("nan"), float("inf")
 FLAG, NO_SIZE, NO_NUMBER = ("str", 1), (0, -1, 2.5, True, "3", np.uint8(2)), (NAN, INF, "x", True)
 # What a parameter must refuse, by its name; by its annotation elsewhere.
 REFUSED = {
     "theta": (-1.0, 0, *NO_NUMBER), "temperature": (-1.0, 0, *NO_NUMBER), "lower_bound": (1.0, 0, *NO_NUMBER),
-    "dt_floor": (-1.0, 0, *NO_NUMBER), "scale": NO_NUMBER, "clamp_min": NO_NUMBER,
-    "norm_eps": (-1.0, *NO_NUMBER), "epsilon": (-1.0, *NO_NUMBER), "conv_init": (-1.0, *NO_NUMBER),
+    "dt_floor": (-1.0, 0, *NO_NUMBER), "A_floor": (-1.0, 0, *NO_NUMBER), "gate_cap": (-1.0, 0, *NO_NUMBER),
+    "limit": (-1.0, 0, *NO_NUMBER), "sum_floor": (-1.0, 0, *NO_NUMBER), "correction_factor": NO_NUMBER,
+    "scale": NO_NUMBER, "clamp_min": NO_NUMBER,
+    "scaling": NO_NUMBER,
+    "norm_eps": (-1.0, *NO_NUMBER), "epsilon": (-1.0, *NO_NUMBER), "eps": (-1.0, *NO_NUMBER),
+    "key_epsilon": (-1.0, *NO_NUMBER), "conv_init": (-1.0, *NO_NUMBER),
+    "dt_scale": (-1.0, *NO_NUMBER),
     "A_range": ((-1.0, 1.0), (2.0, 1.0), (NAN, 1.0), (1.0, INF), (1.0,), "ab", 3),
     "dt_range": ((0.0, 1.0), (1.0, INF), (NAN, 1.0), (1.0,), "ab", 3),
     "dt_limit": ((-1.0, 1.0), (2.0, 1.0), (NAN, 1.0), (1.0,), "ab", 3),

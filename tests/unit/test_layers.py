@@ -74,7 +74,134 @@ def lightning_by_formula(p, x):
     return (o * sigmoid(x @ p["output_gate.kernel"])) @ p["output.kernel"]
 
 
+def mamba1_by_formula(p, x):
+    """12 channels with states of 3, and a convolution of 2 rows. The scale of each norm tells its part."""
+
+    def normed(x, name):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-2) * p[f"{name}_norm.scale"]
+
+    u, z = np.split(x @ p["input.kernel"] + p["input.bias"], 2, -1)
+    before = np.concatenate([np.zeros((1, 12)), u[:-1]])
+    u = np.tanh(before * p["conv.filter"][0] + u * p["conv.filter"][1] + p["conv.bias"])
+    dt, B, C = np.split(u @ p["parts.kernel"], [2, 5], -1)
+    dt = np.logaddexp(0, normed(dt, "dt") @ p["dt.kernel"] + p["dt_bias"])
+    B, C, A = normed(B, "B"), normed(C, "C"), -np.exp(p["A_log"])
+    h, rows = np.zeros((12, 3)), []
+    for t in range(len(x)):
+        h = np.exp(dt[t][:, None] * A) * h + np.outer(dt[t] * u[t], B[t])
+        rows.append((h @ C[t] + p["D"] * u[t]) * silu(z[t]))
+    return np.stack(rows) @ p["output.kernel"] + p["output.bias"]
+
+
+def mlstm_by_formula(p, x):
+    """Two heads of 3 keys and 5 values, without a stabiliser; gates within 4."""
+
+    def projected(name, *shape):
+        return (x @ p[f"{name}.kernel"] + p[f"{name}.bias"]).reshape(len(x), *shape)
+
+    q, k, v = projected("query", 2, 3) / np.sqrt(3), projected("key", 2, 3), projected("value", 2, 5)
+    i = np.exp(4 * np.tanh(projected("input_gate", 2) / 4))
+    f = sigmoid(4 * np.tanh(projected("forget_gate", 2) / 4))
+    C, n, m, rows = np.zeros((2, 3, 5)), np.zeros((2, 3)), np.zeros(2), []
+    for t in range(len(x)):
+        C = f[t][:, None, None] * C + i[t][:, None, None] * k[t][:, :, None] * v[t][:, None, :]
+        n, m = f[t][:, None] * n + i[t][:, None] * k[t], np.maximum(np.log(f[t]) + m, np.log(i[t]))
+        below = np.maximum(abs((n * q[t]).sum(1)), 1) + 0.1 * np.exp(m)
+        rows.append(np.einsum("hk,hkv->hv", q[t], C) / below[:, None])
+    h = np.stack(rows)
+    h = (h - h.mean(-1, keepdims=True)) / np.sqrt(h.var(-1, keepdims=True) + 1e-3)
+    h = h.reshape(len(x), -1) * p["norm.scale"] + p["norm.bias"]
+    return (sigmoid(projected("output_gate", 10)) * h) @ p["output.kernel"] + p["output.bias"]
+
+
+def slots_by_formula(p, x):
+    """Four heads of 2 keys and 3 values, which read 2 heads of 5 slots; temperature 3."""
+
+    def projected(name, heads):
+        return (x @ p[f"{name}.kernel"]).reshape(len(x), heads, -1)
+
+    q, k = (np.maximum(projected(name, heads) @ p["feature.kernel"], 0) for name, heads in (("query", 4), ("key", 2)))
+    v, f = silu(projected("value", 2)), sigmoid(projected("slot_gate", 2)) ** (1 / 3)
+    k, v, f = (y.repeat(2, 1) for y in (k, v, f))
+    keys, values, rows = np.zeros((4, 2, 5)), np.zeros((4, 5, 3)), []
+    for t in range(len(x)):
+        keys = keys * f[t][:, None, :] + k[t][:, :, None] * (1 - f[t])[:, None, :]
+        values = values * f[t][:, :, None] + (1 - f[t])[:, :, None] * v[t][:, None, :]
+        score = np.exp(np.einsum("hk,hkm->hm", q[t], keys))
+        rows.append(np.einsum("hm,hmv->hv", score / score.sum(-1, keepdims=True), values).ravel())
+    o = silu(np.stack(rows))
+    return (o / np.sqrt((o**2).mean(-1, keepdims=True) + 1e-3) * p["norm.scale"]) @ p["output.kernel"]
+
+
+def hgrn_by_formula(p, x):
+    """12 channels, and convolutions of 2 rows."""
+
+    def projected(name):
+        y = x @ p[f"{name}.kernel"]
+        before = np.concatenate([np.zeros((1, 12)), y[:-1]])
+        return before * p[f"{name}_conv.filter"][0] + y * p[f"{name}_conv.filter"][1] + p[f"{name}_conv.bias"]
+
+    f, i, h, rows = sigmoid(projected("forget")), silu(projected("input")), np.zeros(12), []
+    for t in range(len(x)):
+        h = f[t] * h + (1 - f[t]) * i[t]
+        rows.append(h)
+    h = np.stack(rows)
+    h = h / np.sqrt((h**2).mean(-1, keepdims=True) + 1e-3) * p["norm.scale"]
+    return (h * silu(x @ p["output_gate.kernel"])) @ p["output.kernel"]
+
+
 LAYERS = {
+    "slots": (
+        lambda: nn.GatedSlotAttention(
+            WIDTH,
+            num_heads=4,
+            num_kv_heads=2,
+            key_width=2,
+            value_width=3,
+            num_slots=5,
+            temperature=3.0,
+            feature_map="relu",
+            learned_feature_map=True,
+            norm_eps=1e-3,
+            rngs=nnx.Rngs(0),
+        ),
+        slots_by_formula,
+    ),
+    "hgrn": (
+        lambda: nn.HGRNAttention(
+            WIDTH, inside=12, use_short_conv=True, conv_size=2, conv_bias=True, norm_eps=1e-3, rngs=nnx.Rngs(0)
+        ),
+        hgrn_by_formula,
+    ),
+    "mamba1": (
+        lambda: nn.Mamba1(
+            WIDTH,
+            inside=12,
+            state_width=3,
+            rank=2,
+            conv_size=2,
+            bias=True,
+            act="tanh",
+            part_norm="scaled",
+            norm_eps=1e-2,
+            rngs=nnx.Rngs(0),
+        ),
+        mamba1_by_formula,
+    ),
+    "mlstm": (
+        lambda: nn.MLSTM(
+            WIDTH,
+            num_heads=2,
+            key_width=3,
+            value_width=5,
+            gate_cap=4.0,
+            bias=True,
+            norm_eps=1e-3,
+            eps=0.1,
+            rngs=nnx.Rngs(0),
+        ),
+        mlstm_by_formula,
+    ),
     "simple_gla": (
         lambda: nn.SimpleGatedLinearAttention(WIDTH, num_heads=2, num_kv_heads=1, conv_size=3, rngs=nnx.Rngs(0)),
         simple_gla_by_formula,
@@ -124,11 +251,15 @@ def test_slopes_by_name_are_those_of_lightning_attention(slopes):
 def test_dtypes_of_activations_parameters_and_states():
     options = dict(dtype=jnp.bfloat16, param_dtype=jnp.float16, rngs=nnx.Rngs(0))
     layers = [
+        nn.Mamba1(WIDTH, state_width=4, **options),
         nn.Mamba2(WIDTH, num_heads=4, head_width=4, state_width=4, **options),
         nn.RWKV6Attention(WIDTH, num_heads=2, **options),
+        nn.RWKV7Attention(WIDTH, num_heads=2, **options),
         nn.HGRN2Attention(WIDTH, num_heads=2, use_short_conv=True, **options),
         nn.DeltaNet(WIDTH, num_heads=2, **options),
         nn.GatedDeltaNet(WIDTH, num_heads=4, num_qk_heads=2, **options),
+        nn.GatedDeltaProduct(WIDTH, num_heads=4, num_qk_heads=2, num_updates=3, **options),
+        nn.Comba(WIDTH, num_heads=4, num_qk_heads=2, **options),
         nn.KimiDeltaAttention(WIDTH, num_heads=2, lower_bound=-5.0, **options),
     ]
     for layer in layers:
@@ -157,13 +288,22 @@ def test_layers_on_a_mesh_read_across_shards_of_the_sequence():
     assert "collective-permute" in program and "all-gather" not in program
 
 
-def test_gated_delta_net_on_a_mesh_is_the_layer_on_one_device():
-    """Shards of the sequence exchange a dense transition, with fewer heads of q and k than of v."""
+@pytest.mark.parametrize(
+    ("make", "sizes"),
+    [
+        (nn.GatedDeltaNet, dict(num_heads=4, num_qk_heads=2, allow_neg_eigval=True)),  # a dense transition
+        (nn.MLSTM, dict(num_heads=2)),
+        (nn.GatedSlotAttention, dict(num_heads=2, num_slots=4)),
+        (nn.HGRNAttention, dict(inside=24, use_short_conv=True)),
+    ],
+    ids=lambda x: x.__name__ if isinstance(x, type) else "",
+)
+def test_a_layer_on_a_mesh_is_the_layer_on_one_device(make, sizes):
+    """Shards of the sequence exchange what the states before them do to those behind."""
     mesh = jax.make_mesh((2, 4), ("data", "sequence"), axis_types=(AxisType.Auto,) * 2)
     recurrence = functools.partial(parallel.recurrent, mesh=mesh, batch_axis="data", sequence_axis="sequence")
-    sizes = dict(num_heads=4, num_qk_heads=2, allow_neg_eigval=True)
-    plain = randomised(nn.GatedDeltaNet(WIDTH, **sizes, rngs=nnx.Rngs(0)))
-    spread = nn.GatedDeltaNet(WIDTH, **sizes, recurrence=recurrence, rngs=nnx.Rngs(0))
+    plain = randomised(make(WIDTH, **sizes, rngs=nnx.Rngs(0)))
+    spread = make(WIDTH, **sizes, recurrence=recurrence, rngs=nnx.Rngs(0))
     nnx.update(spread, nnx.state(plain, nnx.Param))
     x = normal(2, 32, WIDTH)
     placed = jax.device_put(x, NamedSharding(mesh, P("data", "sequence")))

@@ -9,8 +9,10 @@ from flax import nnx
 from glax.models import from_config
 from glax.nn import Attention, LightningAttention, ShortConvolution, SimpleGatedLinearAttention
 from glax.nn.losses import next_token_loss
+from glax.nn.mamba3 import Mamba3
 from glax.nn.mlp import SparseMLP
 from glax.nn.rwkv6 import RWKV6FeedForward
+from glax.nn.rwkv7 import RWKV7Attention
 
 WIDTH, T = 8, 12
 IDS = np.array(
@@ -36,6 +38,8 @@ def outputs_and_gradients(layer, x, weights):
 LAYERS = {
     "attention": lambda: Attention(WIDTH, num_heads=2, qk_norm=True, gated=True, rngs=nnx.Rngs(0)),
     "channel mixing": lambda: RWKV6FeedForward(WIDTH, 16, rngs=nnx.Rngs(0)),
+    "Mamba-3": lambda: Mamba3(WIDTH, num_heads=2, head_width=4, state_width=8, mimo_rank=2, rngs=nnx.Rngs(0)),
+    "RWKV-7": lambda: RWKV7Attention(WIDTH, num_heads=2, rngs=nnx.Rngs(0)),
     "convolution": lambda: ShortConvolution(WIDTH, 3, rngs=nnx.Rngs(0)),
     "lightning": lambda: LightningAttention(WIDTH, num_heads=2, rngs=nnx.Rngs(0)),
     "simple gla": lambda: SimpleGatedLinearAttention(WIDTH, num_heads=2, rngs=nnx.Rngs(0)),

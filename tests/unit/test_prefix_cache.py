@@ -95,7 +95,10 @@ def pool_of(seed: int = 3):
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_prefill_reads_one_slot_and_writes_others(traced):
-    """Three packed prompts and a null one: one goes on from a prefix, one is fresh in a stale slot, one leaves no state."""
+    """Three packed prompts and a null one: two go on from one prefix, one is fresh in a stale slot, one leaves no state.
+
+    Slots that repeat are an error without write_slots.
+    """
     pool, arguments = pool_of().at[7].set(jnp.nan), arguments_of()
     cuts = jnp.array([0, 130, 131, 195, 195])
     slots, write = jnp.array([2, 7, 2, -1]), jnp.array([5, 7, -1, 8])
@@ -107,10 +110,8 @@ def test_prefill_reads_one_slot_and_writes_others(traced):
             state_slots=state_slots,
         )  # fmt: skip
 
-    if not traced:
-        with pytest.raises(ValueError, match="slots must not repeat, got 2 more than once"):
-            run(pool, slots, write, fresh, state_slots)
-        slots = slots.at[2].set(3)
+    with pytest.raises(ValueError, match="slots must not repeat, got 2 more than once"):
+        run(pool, slots, None, fresh, state_slots)
     output, new = (jax.jit(run) if traced else run)(pool, slots, write, fresh, state_slots)
     start = pool[slots[2]]
     want = {
@@ -126,6 +127,21 @@ def test_prefill_reads_one_slot_and_writes_others(traced):
     whole = glax.recurrent(**{name: x[None] for name, x in rows(arguments, 131, 195).items()}, initial_state=start)
     assert_close("output", output[131:195], np.asarray(whole.output[0]), 2e-6)
     assert not np.asarray(output[195:]).any()
+
+
+def test_a_fresh_sequence_without_slots_is_read_and_its_pieces_are_stored():
+    pool, arguments = pool_of(), arguments_of()
+    output, new = glax.prefill_into(
+        pool, jnp.array([2, -1, -1]), **rows(arguments, 0, 200), cu_seqlens=jnp.array([0, 70, 135, 200]),
+        fresh=jnp.array([False, True, False]), write_slots=jnp.array([5, -1, 3]), states_every=64,
+        state_slots=jnp.array([-1, 9, 1]),
+    )  # fmt: skip
+    whole = glax.recurrent(**{name: x[None] for name, x in rows(arguments, 70, 135).items()})
+    assert_close("output", output[70:135], np.asarray(whole.output[0]), 2e-6)
+    assert not output[135:].any()
+    assert_close("piece", new[9], np.asarray(state_behind(arguments, 64, None, 70)), 2e-6)
+    assert_close("final", new[5], np.asarray(state_behind(arguments, 70, pool[2])), 2e-6)
+    np.testing.assert_array_equal(*(np.delete(x, (5, 9), axis=0) for x in (new, pool)))
 
 
 def test_slots_out_of_range_touch_no_other_row():

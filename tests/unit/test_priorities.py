@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,30 @@ RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "nvidia
 
 
 def rows_of(name: str) -> list[dict]:
-    return json.loads((RESULTS / name).read_text())["rows"]
+    """Return the calls of a file, each with its times by mode and platform."""
+    found = json.loads((RESULTS / name).read_text())
+    return found["rows"] if "rows" in found else rows_of_lines(found["results"])
+
+
+def rows_of_lines(lines: list[dict]) -> list[dict]:
+    rows: dict[tuple, dict] = {}
+    for line in lines:
+        B, T, H, G, K, V = re.fullmatch(r"(\d+),(\d+),(\d+)(?: \((\d+) .*\))?,(\d+),(\d+)", line["problem"]).groups()
+        kind = line["gate"].replace("delta rule, ", "delta-").replace("per ", "")
+        sizes = dict(B=int(B), T=int(T), heads=[int(G or H), int(H)], K=int(K), V=int(V))
+        row = rows.setdefault((kind, line["problem"], line["dtype"]), dict(kind=kind, dtype=line["dtype"], **sizes))
+        times = row.setdefault("forward" if line["mode"] == "forward" else "gradient", {})
+        times[line["implementation"].removeprefix("glax, ")] = line.get("ms", line.get("refusal"))
+    return list(rows.values())
+
+
+def test_lines_of_the_present_benchmark_are_read_as_rows():
+    line = dict(problem="1,64,4 (2 query and key heads),16,32", gate="delta rule, per key", dtype="bfloat16")
+    measured = (("forward", "pallas", 1.0), ("forward", "triton", 2.0), ("with gradient", "pallas", 3.0))
+    lines = [line | dict(mode=mode, implementation=f"glax, {name}", ms=ms) for mode, name, ms in measured]
+    sizes = dict(B=1, T=64, heads=[2, 4], K=16, V=32)
+    times = dict(forward=dict(pallas=1.0, triton=2.0), gradient=dict(pallas=3.0))
+    assert rows_of_lines(lines) == [dict(kind="delta-key", dtype="bfloat16", **sizes, **times)]
 
 
 def recurrence_of(row: dict) -> Recurrence:

@@ -67,6 +67,13 @@ def test_frequencies_replace_the_base():
     assert np.abs(other(x)[0] - base(x)[0]).max() > 1e-7
 
 
+@pytest.mark.parametrize("layer", [nn.Attention, nn.LightningAttention])
+@pytest.mark.parametrize(("name", "value"), [("rotary_width", 4), ("frequencies", [1.0, 0.1])])
+def test_arguments_of_a_rotation_without_a_base_are_refused(layer, name, value):
+    with pytest.raises(ValueError, match=f"{name} must be None where theta is None, which means no rotation, got "):
+        layer(16, num_heads=2, theta=None, rngs=nnx.Rngs(0), **{name: value})
+
+
 @pytest.mark.parametrize("frequencies", [[1.0], [1.0, np.nan], np.ones((2, 1))])
 def test_frequencies_of_no_sense_are_refused(frequencies):
     with pytest.raises(ValueError, match="frequencies must be rotary_width / 2 = 2 finite numbers"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from glax.nn import Attention, softmax
+from glax.nn import Attention, MultiHeadLatentAttention, softmax
 from glax.nn.passes import Parallel
 from glax.nn.softmax import Intervals
 
@@ -242,3 +242,55 @@ def test_a_prefill_reads_the_caches_of_its_own_sequences():
     pool = jax.ShapeDtypeStruct((8, 4096, 1, 4), jnp.float32)
     cache = dict(key=pool, value=pool, length=jax.ShapeDtypeStruct((8,), jnp.int32))
     assert temporary_bytes(prefill, x, x, x, cache, cuts) < 4 * 2**20
+
+
+SLOTS = np.array([3, 0, 7, 9])  # of a pool of 9: the last is no row
+
+
+@pytest.mark.parametrize("is_latent", [False, True], ids=["values", "latent"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_step_reads_the_rows_of_its_slots_in_parts(monkeypatch, window, is_latent):
+    monkeypatch.setattr(softmax, "STEP_KEYS", 16)
+    draw, length = np.random.default_rng(1), np.array([37, 4, 50, 0])
+    q, k, v, d_o = (
+        draw.standard_normal(x).astype(np.float32) for x in ((4, 1, H, D), (9, 64, KV, D), (9, 64, KV, V), (4, 1, H, V))
+    )
+    last = np.where(SLOTS < 9, length, -1)[:, None]
+    first = np.maximum(last - (window or 64) + 1, 0)
+
+    def attend(q, k, v):
+        seen = Intervals(jnp.asarray(first), jnp.asarray(last))
+        values = None if is_latent else v
+        return softmax.attend_step(q, k, values, seen, None, width=V, slots=jnp.asarray(SLOTS))
+
+    o, pull = jax.vjp(jax.jit(attend), q, k, v)
+    rows = np.minimum(SLOTS, 8)
+    values = k[..., :V] if is_latent else v
+    want, dq, dk, dv = naive(q, k[rows], values[rows], first, last, d_o)
+    if is_latent:
+        dk[..., :V] += dv
+    pool = np.zeros(k.shape)
+    pool[SLOTS[:3]] = dk[:3]
+    found = pull(d_o)
+    for name, got, expected in (("o", o, want), ("dq", found[0], dq), ("dk", found[1], pool)):
+        np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("size", [4, 6, 16], ids="pool of {}".format)
+@pytest.mark.parametrize("kind", ["attention", "latent"])
+def test_the_memory_of_a_step_does_not_grow_with_the_cache(kind, size):
+    """A copy of a cache, or of the rows of its slots, would take 16 times as much for the longer one."""
+    common = dict(num_heads=4, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    sizes = dict(latent_width=64, head_width=32, shared_width=16)
+    layer = Attention(64, **common) if kind == "attention" else MultiHeadLatentAttention(64, **sizes, **common)
+    graph, params = nnx.split(layer)
+
+    def step(params, x, pool, slots):
+        return nnx.merge(graph, params).step(x, pool, slots)
+
+    found = []
+    for length in (1024, 16384):
+        pool = layer.initial_state(size, max_length=length)
+        run = jax.jit(step, donate_argnums=2).lower(params, jnp.ones((4, 64)), pool, jnp.arange(4)).compile()
+        found.append(run.memory_analysis().temp_size_in_bytes)
+    assert found[1] <= found[0] + 1024, found

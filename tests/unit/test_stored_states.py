@@ -1,12 +1,14 @@
 """States stored in bfloat16 and float16, rounded to nearest or stochastically; other dtypes are refused by name."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import glax
-from glax._src.serving.stored_states import stored
+from glax._src.serving.stored_states import CompactStates, stored
 from glax.testing import states
 from tests.cases import Case, inputs
 from tests.close import assert_close
@@ -79,8 +81,12 @@ def test_the_gradient_is_that_of_a_cast_and_states_without_pool_are_rounded():
         assert_close(f"d {name}", x, np.asarray(want[name]), 1e-5)
 
 
-def test_rounding_to_nearest_loses_slow_decays():
+def test_rounding_to_nearest_loses_slow_decays_and_states_with_rests_do_not():
     errors = {(x.dtype, x.stochastic, x.decay): x.error for x in states.state_errors()}
+    for decay in states.DECAYS:
+        assert errors["int8", False, decay] < 0.02
+        assert errors["int8", False, decay] < 3 * errors["bfloat16", False, decay]
+        assert errors["float8_e4m3fn", False, decay] < 0.04
     slow = max(states.DECAYS)
     assert errors["float32", False, slow] < 1e-5
     assert errors["bfloat16", False, slow] > 0.1 > errors["bfloat16", True, slow]
@@ -118,3 +124,32 @@ def test_what_is_no_key_is_refused(key, error, text):
     pool, arguments = pool_and_tokens(1, "bfloat16")
     with pytest.raises(error, match=text):
         glax.recurrent_step(**{name: x[:, 0] for name, x in arguments.items()}, state=pool[:3], rounding_key=key)
+
+
+@pytest.mark.parametrize(("dtype", "rounded", "whole"), [("int8", 9e-3, 4e-5), ("float8_e4m3fn", 3e-2, 8e-4)])
+@pytest.mark.parametrize("shape", [(2, 3, 64, 48), (1, 2, 6, 5), (1, 1, 1, 1), (1, 1, 128, 128)])
+def test_states_in_8_bits_are_whole_with_their_rests(dtype, rounded, whole, shape):
+    """Each head and block of rows has a scale of its own, also where its numbers are subnormal or close to the largest."""
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    sizes = np.array([1e-30, 1.0, 1e30], np.float32)[: shape[1], None, None]
+    states = jnp.asarray(x * sizes)
+    got = CompactStates.of(states, dtype)
+    assert got.values.dtype == got.rests.dtype == dtype
+    assert got.shape == shape and got.scale.shape == (*shape[:2], shape[2] // math.gcd(shape[2], 32))
+    slots = jnp.arange(shape[0])
+    for h in range(shape[1]):
+        want = np.asarray(states[:, h], np.float64)
+        assert_close("whole", got.whole()[:, h], want, whole)
+        assert_close("rounded", got.without_rests(slots)[:, h], want, rounded)
+    assert not CompactStates.of(0 * states, dtype).whole().any()
+    tiny = CompactStates.of(jnp.full(shape, 1e-40), dtype).whole()
+    assert (jnp.abs(tiny) < 1e-36).all()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_number_that_is_not_finite_shows_in_8_bits(dtype, value):
+    """As NaN in its own block of rows alone."""
+    got = CompactStates.of(jnp.ones((1, 2, 64, 4)).at[0, 1, 40, 2].set(value), dtype).whole()
+    assert jnp.isnan(got[0, 1, 32:]).all()
+    assert jnp.isfinite(got[0, 0]).all() and jnp.isfinite(got[0, 1, :32]).all()

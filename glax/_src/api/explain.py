@@ -10,6 +10,7 @@ from glax._src.api.recurrent import recurrent
 from glax._src.core.bind import check_flag
 from glax._src.core.registry import KernelSpec, Platform, UnsupportedError
 from glax._src.solve.dispatch import executor
+from glax._src.solve.selective_scan import SelectiveKernel
 from glax._src.tuning.cache import Measurement, overlay
 from glax._src.tuning.executor import Decision, decisions, listening, trace
 from glax._src.tuning.invocation import Invocation
@@ -39,6 +40,9 @@ def explain(fn, *args, **kwargs) -> Explanation:
 
     Under jax.grad the list includes the gradient's kernels. Calls of the same kernel on the same shapes appear once. A vmapped
     call appears twice: as written, and merged into the batch, as it runs.
+
+    JAX keeps the traces of functions that the caller has jitted, one for each call of `explain`, until such a function ends or
+    its clear_cache() is called. JAX has no public way to drop one trace.
 
     >>> q = jnp.ones((1, 8, 2, 4))
     >>> glax.explain(glax.recurrent, q, q, q, platform="xla")[0].kernel
@@ -82,7 +86,7 @@ def detect_platform(fn=recurrent, *args, **kwargs) -> Platform:
     if not args and not kwargs and takes_arguments(fn):
         args = (jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.float32),) * 3
     kernels = [decision.invocation.kernel for decision in decisions(fn, *args, **kwargs)]
-    platforms = [kernel.platform for kernel in kernels if isinstance(kernel, KernelSpec)]
+    platforms = [kernel.platform for kernel in kernels if isinstance(kernel, KernelSpec | SelectiveKernel)]
     if not platforms:
         raise ValueError(f"fn must make a call of glax, got {fn!r}, which makes none")
     return platforms[0]

@@ -88,6 +88,8 @@ def recurrent(
     beta: Float[Array, "B T H"] | None = None,
     erase: Float[Array, "B T H K"] | None = None,
     write: Float[Array, "B T H V"] | None = None,
+    erase_along: Float[Array, "B T H K"] | None = None,
+    erase_before_decay: bool = False,
     use_qk_l2norm: bool = False,
     states_every: int | None = None,
     states_dtype: DTypeLike | None = None,
@@ -116,6 +118,8 @@ def recurrent(
 
     beta [B, T, H], after its sigmoid and of any size: e = beta k and w = beta. erase [B, T, H, K] and write [B, T, H, V]: e and
     w themselves; without write, w = 1. `use_qk_l2norm` divides each query and key by its norm: x * rsqrt(sum x^2 + 1e-6).
+    With `erase_before_decay` e reads the state before the token's own decay: S_t = S_bar_t + k_t (w_t * v_t - S_{t-1}^T e_t)^T.
+    With `erase_along` b [B, T, H, K] what e reads is taken along b: S_t = S_bar_t + k_t (w_t * v_t)^T - b_t (S_bar_t^T e_t)^T.
 
     Returns output [B, T, H, V] in the query's dtype and final_state [N, H, K, V]. Rows behind cu_seqlens[-1] are padding:
     output 0, no effect. An empty sequence hands its initial state through. With segment_ids, the initial state of a row enters
@@ -135,10 +139,10 @@ def recurrent(
     """
     arrays = dict(
         query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv, beta=beta, erase=erase, write=write,
-        softmax_scale=softmax_scale, initial_state=initial_state, cu_seqlens=cu_seqlens, segment_ids=segment_ids,
-        bonus=bonus,
+        erase_along=erase_along, softmax_scale=softmax_scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
+        segment_ids=segment_ids, bonus=bonus,
     )  # fmt: skip
-    options = ScanOptions(reverse, pad_id, states_every, states_dtype, use_qk_l2norm)
+    options = ScanOptions(reverse, pad_id, states_every, states_dtype, use_qk_l2norm, erase_before_decay)
     check_before_tracing(arrays, platform, cfg, options)
     return bind_and_solve(Choice(Platform.parse(platform), cfg), options.static, transferred(arrays))
 
@@ -214,24 +218,10 @@ def recurrent_attention(
     """
     check_flag("return_state", return_state)
     outputs = recurrent(
-        query,
-        key,
-        value,
-        g,
-        g_gamma,
-        gk,
-        gv,
-        softmax_scale,
-        initial_state,
-        reverse,
-        cu_seqlens,
-        segment_ids=segment_ids,
-        pad_id=pad_id,
-        states_every=states_every,
-        states_dtype=states_dtype,
-        platform=platform,
+        query, key, value, g, g_gamma, gk, gv, softmax_scale, initial_state, reverse, cu_seqlens,
+        segment_ids=segment_ids, pad_id=pad_id, states_every=states_every, states_dtype=states_dtype, platform=platform,
         cfg=cfg,
-    )
+    )  # fmt: skip
     return outputs if return_state or states_every is not None else outputs.output
 
 

@@ -32,12 +32,20 @@ SHAPES = dict(
     beta=("B T H",),
     erase=("B T H K",),
     write=("B T H V",),
+    erase_along=("B T H K",),
     initial_state=("N H K V", "H K V"),
+    erase_key=("B T Hk K",),
+    erase_gate=("B T H K",),
+    write_gate=("B T H V",),
+    log_decay=("B T H K",),
+    input_gate=("B T H",),
+    a=("B T H K",),
+    b=("B T H K",),
 )
 DTYPES = ("float32", "bfloat16", "float16", "float64")  # the dtypes of query, key and value
 LARGEST = {name: float(np.finfo(name).max) for name in ("float32", "float64")}
 # Arguments by token. They have no B in packed [T, heads, width] input, and no T in a step of one token.
-ROWWISE = ("query", "key", "value", "g", "gk", "gv", "beta", "erase", "write")
+ROWWISE = tuple(name for name in SHAPES if name not in ("g_gamma", "initial_state"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +57,7 @@ class ScanOptions:
     states_every: int | None = None
     states_dtype: DTypeLike | None = None
     use_qk_l2norm: bool = False
+    erase_before_decay: bool = False
 
     @property
     def static(self) -> "ScanOptions":
@@ -56,16 +65,23 @@ class ScanOptions:
         pad_id = None if self.pad_id is None else known_integer("pad_id", self.pad_id)
         every = None if self.states_every is None else known_integer("states_every", self.states_every)
         dtype = None if self.states_dtype is None else str(jnp.dtype(self.states_dtype))
-        return ScanOptions(bool(self.reverse), pad_id, every, dtype, bool(self.use_qk_l2norm))
+        flags = bool(self.use_qk_l2norm), bool(self.erase_before_decay)
+        return ScanOptions(bool(self.reverse), pad_id, every, dtype, *flags)
 
     @property
     def of_bind(self) -> dict:
         """Return the options that `bind` takes, by name."""
-        return dict(reverse=self.reverse, pad_id=self.pad_id, use_qk_l2norm=self.use_qk_l2norm)
+        return dict(reverse=self.reverse, pad_id=self.pad_id, **self.flags)
+
+    @property
+    def flags(self) -> dict:
+        """Return the options of a token, by name."""
+        return dict(use_qk_l2norm=self.use_qk_l2norm, erase_before_decay=self.erase_before_decay)
 
     def check(self, has_segments: bool):
         check_flag("reverse", self.reverse)
         check_flag("use_qk_l2norm", self.use_qk_l2norm)
+        check_flag("erase_before_decay", self.erase_before_decay)
         if self.pad_id is not None:
             known_integer("pad_id", self.pad_id)
             if not has_segments:
@@ -82,15 +98,15 @@ class ScanOptions:
 
 def bind(
     query, key, value, *, g=None, g_gamma=None, gk=None, gv=None,
-    beta=None, erase=None, write=None, softmax_scale=None, initial_state=None, cu_seqlens=None, segment_ids=None,
-    reverse=False, pad_id=None, use_qk_l2norm=False, one_token=False,
+    beta=None, erase=None, write=None, erase_along=None, softmax_scale=None, initial_state=None, cu_seqlens=None,
+    segment_ids=None, reverse=False, pad_id=None, use_qk_l2norm=False, erase_before_decay=False, one_token=False,
 ) -> Recurrence:  # fmt: skip
     """Check every argument, add a missing B, fold the gates, and broadcast g_gamma and initial_state to all sequences.
 
     one_token: the arguments by token are [B, ...] without T, and the recurrence has T = 1.
     """
     arrays = dict(query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv)
-    arrays |= dict(beta=beta, erase=erase, write=write, initial_state=initial_state)
+    arrays |= dict(beta=beta, erase=erase, write=write, erase_along=erase_along, initial_state=initial_state)
     arrays = {name: as_float(name, x) for name, x in arrays.items() if x is not None}
     check_dtypes(arrays)
     flat = arrays["query"].ndim == 3 and not one_token
@@ -119,14 +135,19 @@ def bind(
         initial_state=arrays.get("initial_state"),
         boundaries=boundaries,
         scale=jnp.broadcast_to(jnp.asarray(scale, wide), (N,)),
-        erasure=Erasure.from_arguments(*(arrays.get(name) for name in ("beta", "erase", "write"))),
+        erasure=Erasure.from_arguments(
+            *(arrays.get(name) for name in ("beta", "erase", "write", "erase_along")), before_decay=erase_before_decay
+        ),
         reverse=reverse,
         segments=segments,
     )
     if use_qk_l2norm:
         r = r.replace(q=l2_normalized(r, r.q), k=l2_normalized(r, r.k))
     gates = (arrays.get(name) for name in ("g", "g_gamma", "gk", "gv"))
-    return r.replace(decay=Decay.from_gates(*gates, to_tokens=r.by_token, dtype=r.dtype))
+    r = r.replace(decay=Decay.from_gates(*gates, to_tokens=r.by_token, dtype=r.dtype))
+    if r.erasure is not None and r.decay.form == "none":  # the state is the same before and behind the decay
+        return r.replace(erasure=r.erasure.replace(before_decay=False))
+    return r
 
 
 def l2_normalized(r: Recurrence, x: Float[Array, "B T _ K"]) -> Float[Array, "B T _ K"]:
@@ -369,6 +390,13 @@ def known_integer(name: str, x) -> int:
         x = x if (value := known_number(x)) is None else value
     check_integer(name, x)
     return int(x)
+
+
+def checked_size(name: str, x, least: int) -> int:
+    """Return an integer, known while tracing, of at least `least`. Raises TypeError or ValueError for anything else."""
+    if (size := known_integer(name, x)) < least:
+        raise ValueError(f"{name} must be at least {least}, got {size}")
+    return size
 
 
 def check_real(name: str, x, dtype=np.float32):

@@ -1,4 +1,4 @@
-"""Fold the arguments `beta`, `erase` and `write` of the delta rule into one value, `Erasure`."""
+"""Fold the arguments of the delta rule, `beta` and those of `erase`, into one value, `Erasure`."""
 
 import dataclasses
 
@@ -11,21 +11,30 @@ from jaxtyping import Array, Float
 class Erasure:
     """Hold the erase vector e and the write gate w of the delta rule: S = S_bar + k (w * v - S_bar^T e)^T.
 
-    S_bar is the decayed state before the token. There are three forms: `beta` (e = beta k and w = beta), `erase` (w = 1), and
-    `erase` with `write`. The form is part of the tree's structure, so it is known while tracing.
+    S_bar is the decayed state before the token. `form` names the arrays that are given: `beta` (e = beta k and w = beta), `erase`
+    (w = 1) or `erase+write`, the last two also with `+along`. It is part of the tree's structure, so it is known while tracing.
+
+    With `before_decay` e reads the state before the token's own decay: S = S_bar + k (w * v - S_{t-1}^T e)^T. Only the side that
+    reads for e changes: it takes the sum of gates before the token, G_{i-1}, where it else takes the sum through the token, G_i.
+    No decay is divided out, so decays of 0 are exact. A token that begins a sequence or a segment reads that one's initial state.
+
+    With `along` what e reads is taken from the state along another key than the value is written: S = S_bar + k (w * v)^T -
+    along (S_bar^T e)^T.
     """
 
     beta: Float[Array, "B T H"] | None = None
     erase: Float[Array, "B T H K"] | None = None
     write: Float[Array, "B T H V"] | None = None
+    along: Float[Array, "B T H K"] | None = None
+    before_decay: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
     replace = dataclasses.replace
 
     @classmethod
-    def from_arguments(cls, beta, erase, write) -> "Erasure | None":
-        """Return the erasure that `beta`, `erase` and `write` of `recurrent` describe. Return None if all three are None.
+    def from_arguments(cls, beta, erase, write, along=None, before_decay: bool = False) -> "Erasure | None":
+        """Return the erasure that the arguments of `recurrent` describe. Return None if all are None.
 
-        Raises ValueError if `beta` comes with `erase` or `write`, or if `write` comes without `erase`.
+        Raises ValueError if `beta` comes with `erase` or `write`, or if another argument comes without `erase`.
         """
         if beta is not None and not (erase is None and write is None):
             other = "write" if erase is None else "erase"
@@ -35,15 +44,22 @@ class Erasure:
             )
         if write is not None and erase is None:
             raise ValueError("write must come with erase, got write alone: pass erase, zeros where nothing is erased")
+        for name, is_given in dict(erase_along=along is not None, erase_before_decay=before_decay).items():
+            if is_given and erase is None:
+                raise ValueError(f"{name} must come with erase, got it without: pass erase, such as beta * key")
         if beta is None and erase is None:
             return None
-        return cls(beta, erase, write)
+        return cls(beta, erase, write, along, before_decay)
 
     @property
     def form(self) -> str:
-        """Return the name of the form: "beta", "erase" or "erase+write"."""
-        names = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not None]
-        return "+".join(names)
+        """Return the name of the form: "beta", "erase" or "erase+write", and "+along"."""
+        return "+".join(name for name, x in self.arrays.items() if x is not None)
+
+    @property
+    def arrays(self) -> dict[str, Array | None]:
+        """Return beta, erase, write and along by name, None for each that is absent."""
+        return dict(beta=self.beta, erase=self.erase, write=self.write, along=self.along)
 
     def vectors(self, k: Float[Array, "*rows K"]) -> tuple[Array, Array | None]:
         """Return e [*rows, K] and w. The shape of w is [*rows, V] or [*rows, 1], and w is None where it is 1.
@@ -59,14 +75,18 @@ class Erasure:
         """Return the gradient of the erasure and the term that it adds to the gradient of k.
 
         de: the gradient of e. d_written: the gradient of the written value w * v. Every array has the rows of k, and beta is
-        [*rows, 1]. The term of dk is beta * de for the form "beta", and None for the other forms.
+        [*rows, 1]. The term of dk is beta * de for the form "beta", and None for the other forms. The result's `along` is
+        still this erasure's own: callers replace it by its gradient.
         """
         if self.beta is not None:
             d_beta = (de * k).sum(-1, keepdims=True) + (d_written * v).sum(-1, keepdims=True)
-            return Erasure(beta=d_beta), self.beta * de
-        return Erasure(erase=de, write=None if self.write is None else d_written * v), None
+            return self.replace(beta=d_beta), self.beta * de
+        return self.replace(erase=de, write=None if self.write is None else d_written * v), None
 
 
 def arrays_of(erasure: Erasure | None) -> tuple[Array | None, Array | None, Array | None]:
-    """Return beta, erase and write, with None for each that is absent; three times None without an erasure."""
+    """Return beta, erase and write, with None for each that is absent; three times None without an erasure.
+
+    `along` is not among them. A kernel that takes it reads `erasure.along`.
+    """
     return (None, None, None) if erasure is None else (erasure.beta, erasure.erase, erasure.write)

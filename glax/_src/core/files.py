@@ -21,6 +21,7 @@ DEPTH = 32  # levels of nesting; an export has 8
 KINDS = {"l": "a link", "d": "a directory", "p": "a FIFO", "c": "a device", "b": "a device", "s": "a socket"}
 
 STAGED, COMMITTED = ".glax-", ".glax.saved"  # a folder being written (a random name follows), and one complete
+REMOVED = ".removed"  # in such a folder, the names of files that go when its own take their places
 
 Stamp = tuple[int, ...]
 
@@ -167,11 +168,11 @@ def children(x) -> list:
 
 
 def unique(pairs: list[tuple[str, object]]) -> dict:
-    names = [name for name, _ in pairs]
-    content = dict(pairs)
-    if len(content) < len(names):
-        twice = next(name for name in content if names.count(name) > 1)
-        raise ContentError(f"the key {twice!r:.80} stands twice")
+    content = {}
+    for name, value in pairs:
+        if name in content:
+            raise ContentError(f"the key {name!r:.80} stands twice")
+        content[name] = value
     return content
 
 
@@ -194,8 +195,9 @@ def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 @contextlib.contextmanager
-def replacing_together(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yield a temporary folder. At the end, the files written there replace those of the same names in `folder` in one step.
+def replacing_together(folder: pathlib.Path) -> Iterator[tuple[pathlib.Path, set[str]]]:
+    """Yield a temporary folder and an empty set. At the end, the files written there replace those of the same names in
+    `folder`, and the files whose names were added to the set go, in one step.
 
     The step is the temporary folder's new name, COMMITTED. Before it, `folder` is unchanged. After it, `newest` finds every new
     file, whether it was moved to its place already or not. Moves that a kill prevented are done by the next call.
@@ -204,7 +206,10 @@ def replacing_together(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """
     move_committed(folder)
     with staging(folder) as private:
-        yield private
+        removed: set[str] = set()
+        yield private, removed
+        if removed:
+            (private / REMOVED).write_text("\n".join(sorted(removed)))
         for path in private.iterdir():
             if (folder / path.name).is_dir():
                 raise IsADirectoryError(errno.EISDIR, "A folder is in the place of the file", str(folder / path.name))
@@ -217,16 +222,26 @@ def replacing_together(folder: pathlib.Path) -> Iterator[pathlib.Path]:
 def newest(folder: pathlib.Path, name: str) -> pathlib.Path:
     """Return the path of the file `name` of a folder that `replacing_together` may have left with moves to do."""
     waiting = folder / COMMITTED
-    is_own = not waiting.is_symlink() and os.path.lexists(waiting / name)
+    is_own = not waiting.is_symlink() and (os.path.lexists(waiting / name) or name in removed_names(waiting))
     return waiting / name if is_own else folder / name
+
+
+def removed_names(waiting: pathlib.Path) -> list[str]:
+    path = waiting / REMOVED
+    return path.read_text().splitlines() if path.is_file() and not path.is_symlink() else []
 
 
 def move_committed(folder: pathlib.Path):
     waiting = folder / COMMITTED
     if waiting.is_symlink() or not waiting.is_dir():
         return
-    for path in waiting.iterdir():
-        os.replace(path, folder / path.name)
+    new = {path.name for path in waiting.iterdir()} - {REMOVED}
+    for name in removed_names(waiting):
+        if name == pathlib.Path(name).name and name not in new:
+            (folder / name).unlink(missing_ok=True)
+    for name in new:
+        os.replace(waiting / name, folder / name)
+    (waiting / REMOVED).unlink(missing_ok=True)
     waiting.rmdir()
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from glax._src.core.decay import Decay, promoted
 from glax._src.core.erasure import Erasure
-from glax._src.core.segments import Segments
+from glax._src.core.segments import Segments, expanded
 
 
 @jax.tree_util.register_dataclass
@@ -98,7 +98,13 @@ class Recurrence:
         if s is None:
             return self
         decay = s.folded(self.decay, self.by_token, (self.q.shape[0], self.q.shape[1], self.num_heads), self.dtype)
-        return self.replace(segments=None).map_tokens(s.masked).replace(decay=decay)
+        folded = self.replace(segments=None).map_tokens(s.masked).replace(decay=decay)
+        erasure = folded.erasure
+        if erasure is None or not erasure.before_decay or erasure.erase is None:
+            return folded
+        # Before its gate of -inf, a token that resets would read the last segment's state.
+        erase = jnp.where(expanded(s.resets, 4), 0, erasure.erase)
+        return folded.replace(erasure=erasure.replace(erase=erase))
 
     @property
     def without_padding(self) -> "Recurrence":
@@ -333,7 +339,8 @@ def describe(r: Recurrence) -> str:
     parts = [f"B{B} T{bucket(T)} Hq{Hq} Hk{r.k.shape[2]} Hv{r.v.shape[2]} K{K} V{r.v.shape[3]} {r.q.dtype}"]
     parts += [f"{name}={gate.dtype}" for name, gate in vars(r.decay).items() if gate is not None]
     if r.erasure is not None:
-        parts += [f"{name}={x.dtype}" for name, x in vars(r.erasure).items() if x is not None]
+        parts += [f"{name}={x.dtype}" for name, x in r.erasure.arrays.items() if x is not None]
+        parts += ["before-decay"] * r.erasure.before_decay
     if r.initial_state is not None:
         parts.append(f"state={r.initial_state.dtype}")
     if r.boundaries is not None:

@@ -123,6 +123,8 @@ class KernelSpec:
     saves_residuals: recurrence -> whether residuals are worth their memory
     forms:    the forms of decay that the kernel computes (`Decay.form`). It refuses every other form
     erases:   whether the kernel runs recurrences with an `erasure`, which are of the delta rule
+    erases_before_decay: whether it also runs those whose erase vector reads the state before the token's decay
+    erases_along: whether it also runs those that take what is erased along another key than the value is written
     erasing_forms: the forms of decay that it computes with an erasure; None for `forms`
     supports: recurrence -> None, or why the kernel refuses it for another reason, whatever the machine and the config
     priority: recurrence -> number; of the able kernels, the one with the highest is chosen
@@ -151,6 +153,8 @@ class KernelSpec:
     forward_with_residuals: Callable[..., Any] | None = None
     saves_residuals: Callable[[Recurrence], bool] = lambda r: True
     erases: bool = False
+    erases_before_decay: bool = False
+    erases_along: bool = False
     route: Callable[..., tuple[str, dict[str, str]]] = lambda r, *cotangents, config: ("", {})
     stores_states: Callable[[Recurrence], str | None] = lambda r: "does not store the states behind every n tokens"
     omits_d_final: Callable[[Recurrence], bool] = lambda r: False
@@ -209,6 +213,10 @@ class KernelSpec:
         `Decay.form`."""
         if r.erasure is not None and not self.erases:
             return "does not erase, as beta and erase require"
+        if r.erasure is not None and r.erasure.before_decay and not self.erases_before_decay:
+            return "reads what it erases behind the token's decay, got erase_before_decay"
+        if r.erasure is not None and r.erasure.along is not None and not self.erases_along:
+            return "takes what is erased along the key alone, got erase_along"
         forms = self.forms
         if r.erasure is not None and self.erasing_forms is not None:
             forms = self.erasing_forms

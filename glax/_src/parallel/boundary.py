@@ -32,7 +32,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Recurrence, aligned, spread_heads, sum_heads
-from glax._src.parallel.exchange import Edge, Factors, apply_decay
+from glax._src.parallel.exchange import Edge, Factors, apply_decay, of_sequences
 
 FIRST_ROWS = 256  # rows of the first window, which is always read; log-sigmoid gates underflow within it
 NEXT_ROWS = 4096  # rows of each further window
@@ -61,7 +61,8 @@ class BoundaryRows:
     @property
     def window_rows(self) -> tuple[int, int]:
         """Return (the rows of the first window, the rows of each further window)."""
-        first, following = (FIRST_ROWS, NEXT_ROWS) if self.r.decay.by_token else (CONSTANT_ROWS, CONSTANT_ROWS)
+        ends_early = self.r.decay.by_token or self.r.segments is not None
+        first, following = (FIRST_ROWS, NEXT_ROWS) if ends_early else (CONSTANT_ROWS, CONSTANT_ROWS)
         return min(self.r.q.shape[1], first), min(self.r.q.shape[1], following)
 
     @property
@@ -74,7 +75,7 @@ class BoundaryRows:
     def num_next_windows(self) -> Int[Array, ""]:
         """Count the windows after the first that have rows of the sequence that crosses the edge of the shard."""
         first, following = self.window_rows
-        return -(-jnp.maximum(self.edge.rows - first, 0) // following)
+        return -(-jnp.maximum(self.edge.rows.max() - first, 0) // following)
 
     @property
     def first_window(self) -> "Window":
@@ -124,12 +125,13 @@ class Window:
         return jnp.clip(self.offset if self.rows.from_low else T - self.offset - self.size, 0, T - self.size)
 
     @property
-    def mask(self) -> Bool[Array, "C 1 1"]:
-        """Return whether each row of the slice belongs to the window and to the crossing sequence, [size, 1, 1]."""
+    def mask(self) -> Bool[Array, "*B C 1 1"]:
+        """Return whether each row of the slice belongs to the window and to what crosses the edge: [size, 1, 1], or with segments
+        [B, size, 1, 1]."""
         row = self.start + jnp.arange(self.size)
         distance = row if self.rows.from_low else self.rows.r.q.shape[1] - 1 - row
         end = jnp.minimum(self.offset + self.size, self.rows.edge.rows)
-        return ((distance >= self.offset) & (distance < end))[:, None, None]
+        return ((distance >= self.offset) & (distance < end[..., None]))[..., None, None]
 
     def read(self, x: Float[Array, "B T heads D"]) -> Float[Array, "B C H D"]:
         """Return the window of x, [B, size, H, D]: one head for each head of the states, and 0 outside of `mask`."""
@@ -213,7 +215,7 @@ def row_major(x: Array) -> Array:
 
 def state_and_decay(
     rows: BoundaryRows,
-    spans: Bool[Array, ""],
+    spans: Bool[Array, "*E"],
     begun: Float[Array, "N H K V"],
     a: Float[Array, "B T _ K"],
     b: Float[Array, "B T _ V"],
@@ -239,17 +241,17 @@ def state_and_decay(
     if adjoint:
         S = S * edge.pick(r.scale, rows.packed)[:, None, None, None]
     S = S + apply_decay(edge.pick(begun, rows.packed), *passed)
-    return jnp.where(edge.crosses, S, 0), *decay_of(rows, spans, passed)
+    return of_sequences(edge.crosses, S), *decay_of(rows, spans, passed)
 
 
-def decay_of(rows: BoundaryRows, spans: Bool[Array, ""], passed: Factors) -> tuple[Array, Array | None]:
+def decay_of(rows: BoundaryRows, spans: Bool[Array, "*E"], passed: Factors) -> tuple[Array, Array | None]:
     """Return the decay through the shard as factors of the state's rows and columns, 0 unless `spans`."""
     row_decay, column_decay = passed
     row_decay = jnp.ones((*rows.state_shape[:2], 1), rows.r.dtype) if row_decay is None else row_decay
-    return jnp.where(spans, row_decay, 0), column_decay
+    return of_sequences(spans, row_decay), None if column_decay is None else of_sequences(spans, column_decay)
 
 
-def total_decay(rows: BoundaryRows, spans: Bool[Array, ""]) -> tuple[Array, Array | None]:
+def total_decay(rows: BoundaryRows, spans: Bool[Array, "*E"]) -> tuple[Array, Array | None]:
     """Return D of `state_and_decay` from all rows together, for differentiation: a loop whose number of steps depends on data
     has no gradient."""
     logs = Window(rows, 0, rows.r.q.shape[1]).logs()

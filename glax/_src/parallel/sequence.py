@@ -4,12 +4,15 @@ edges.
     S_out = D S_in + S       S: a shard's final state if none enters it, D: the decay through all its rows
 
 A message consists of D and S, and its size does not depend on T. Both are computed before the shard's outputs. Every function
-here runs inside shard_map over `axis` of n shards, in the order of T. r has the rows of this shard, and the states, boundaries
-and scales of all sequences; `shard_map` treats these as varying over the axis.
+here runs inside shard_map over `axis` of n shards, in the order of T. r has the rows and segments of this shard, and the states,
+boundaries and scales of all sequences; `shard_map` treats these as varying over the axis. No segment is padding.
 
 **The delta rule** has a matrix in the place of D:
 
-    S_out = M S_in C + S        M [K, K]: the product of (I - k e^T) diag(exp(rows)) over the tokens, C: the decay of columns
+    S_out = M S_in C + S        C: the decay of columns
+
+M [K, K] is the product over the tokens of D - b e^T D, where D is diag(exp(rows)) and b is k or `along`. With `before_decay` it
+is the product of D - b e^T.
 
 A shard sends M and S, which are K (K + V) numbers per head for any T, and in reverse time the adjoint of the map:
 
@@ -30,17 +33,19 @@ from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.core.registry import Backend
 from glax._src.parallel.boundary import BoundaryRows, correct_gradient, correct_output, state_and_decay, total_decay
-from glax._src.parallel.exchange import Shard, apply_decay, exchange_states, of_sequences, shard_of
+from glax._src.parallel.exchange import Message, Shard, apply_decay, exchange_states, of_sequences, shard_of
 from glax._src.solve.autodiff import gradient, gradient_with_vjp, solve, solve_with_residuals, solve_with_vjp
 from glax._src.solve.dispatch import (
     Choice,
     Resolution,
     begin,
+    by_folding,
     finish,
     finish_with_residuals,
     resolve,
     runs_in_two_phases,
 )
+from glax._src.solve.isolation import if_finite, isolating
 from glax._src.solve.partitioning import Axis
 
 
@@ -55,7 +60,7 @@ def transition(choice: Choice, r: Recurrence, shard: Shard) -> tuple[Float[Array
 
     def clear(x):
         """Return x, or zeros if the shard holds several sequences: its rows may then be padding with NaN, and its map is 0."""
-        return None if x is None else jnp.where(shard.spans, x, 0)
+        return None if x is None else of_sequences(shard.spans, x)
 
     decay, erasure = r.decay, r.erasing
     own = r.replace(
@@ -69,10 +74,11 @@ def transition(choice: Choice, r: Recurrence, shard: Shard) -> tuple[Float[Array
         ),
         initial_state=jnp.broadcast_to(jnp.eye(K, dtype=r.dtype), (B, H, K, K)),
         boundaries=None,
+        segments=None,
         scale=jnp.ones(B, r.dtype),
         erasure=jax.tree.map(clear, erasure.replace(write=None)),
     )
-    M = jnp.where(shard.spans, solve(choice, own).final_state, 0)
+    M = of_sequences(shard.spans, solve(choice, own).final_state)
     if decay.value is None:
         return M, None
     return M, total_decay(BoundaryRows(r, shard.leave, from_low=r.reverse), shard.spans)[1]
@@ -98,8 +104,8 @@ def solve_twice(
     """
     shard, packed = shard_of(r, axis, n), r.boundaries is not None
     begun = of_sequences(shard.begins, r.start_state)
-    own, residuals = r.replace(boundaries=shard.cuts, initial_state=begun), None
-    left = jnp.where(shard.leave.crosses, shard.leave.pick(solve(choice, own).final_state, packed), 0)
+    own, residuals = shard.rows_of(r).replace(initial_state=begun), None
+    left = of_sequences(shard.leave.crosses, shard.leave.pick(solve(choice, own).final_state, packed))
     through = map_of(shard)
     entered = exchange_states(axis, n, r.reverse, left, *through)
     own = own.replace(initial_state=shard.enter.add(begun, entered, packed))
@@ -117,7 +123,7 @@ def gradient_of_delta_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, d_
     own, ended = entered_rows(r, shard, entered), of_sequences(shard.ends, d_final).astype(r.dtype)
     d_started = gradient(choice, own, d_output, ended, residuals).initial_state
     assert d_started is not None
-    left = jnp.where(shard.enter.crosses, shard.enter.pick(d_started, packed), 0)
+    left = of_sequences(shard.enter.crosses, shard.enter.pick(d_started, packed))
     returned = exchange_states(axis, n, not r.reverse, left, M.mT, columns)
     d = gradient(choice, own, d_output, shard.leave.add(ended, returned, packed), residuals)
     return with_given_state(d, r, shard, d.initial_state)
@@ -127,7 +133,7 @@ def entered_rows(r: Recurrence, shard: Shard, entered: Array) -> Recurrence:
     """Return the shard's rows from the state that enters them."""
     begun = of_sequences(shard.begins, r.start_state)
     started = shard.enter.add(begun, entered, r.boundaries is not None)
-    return r.replace(initial_state=started, boundaries=shard.cuts)
+    return shard.rows_of(r).replace(initial_state=started)
 
 
 def with_given_state(d: Recurrence, r: Recurrence, shard: Shard, d_initial) -> Recurrence:
@@ -169,31 +175,52 @@ def solve_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, save_residuals
         return solve_delta_rows(choice, axis, n, r, save_residuals)
     shard, packed = shard_of(r, axis, n), r.boundaries is not None
     begun = of_sequences(shard.begins, r.start_state)
-    own, residuals = r.replace(boundaries=shard.cuts), None
-    resolution = resolve(choice, own.replace(initial_state=begun))
-    overlap = overlap_of(resolution, r, gradient=False)
+    own, residuals = shard.rows_of(r).replace(initial_state=begun), None
+    resolution = resolve(choice, own.folded)
+    overlap = overlap_of(resolution, r.folded, gradient=False)
+    mixes = shard.divides if overlap == "two_phase" else mixes_segments(resolution, own)
+
+    def scanned_message() -> Message:
+        rows = BoundaryRows(r, shard.leave, from_low=r.reverse)
+        return state_and_decay(rows, shard.spans, shard.through(begun), r.k, r.v, adjoint=False)
+
     if overlap == "two_phase":
-        first, *local = begin(resolution, own.replace(initial_state=begun))
+        first, *local = begin(resolution, own.folded)
         message = shard.message(shard.leave, *local)
+        message = if_finite(message, scanned_message) if mixes else message
     else:
-        leaving_rows = BoundaryRows(r, shard.leave, from_low=r.reverse)
-        message = state_and_decay(leaving_rows, shard.spans, begun, r.k, r.v, adjoint=False)
+        message = scanned_message()
     entered = exchange_states(axis, n, r.reverse, *message)
     if overlap == "correct":
-        output, final = solve(choice, own.replace(initial_state=begun))
+        output, final = apart(axis, functools.partial(solve, choice), own, mixes)(own)
         output, passed = correct_output(BoundaryRows(r, shard.enter, from_low=not r.reverse), entered, output)
-        final = shard.enter.add(final, apply_decay(entered, *passed), packed)
+        final = shard.enter.add(final, shard.through(apply_decay(entered, *passed)), packed)
     else:
         own = own.replace(initial_state=shard.enter.add(begun, entered, packed))
-        if overlap == "two_phase" and save_residuals:
-            (output, final), residuals = finish_with_residuals(resolution, own, first)
-        elif overlap == "two_phase":
-            output, final = finish(resolution, own, begun=first)
-        elif save_residuals:
-            (output, final), residuals = solve_with_residuals(choice, own)
+        if overlap == "two_phase":
+            part = finish_with_residuals if save_residuals else finish
+            run = functools.partial(part, resolution, begun=first)
         else:
-            output, final = solve(choice, own)
+            run = functools.partial(solve_with_residuals if save_residuals else solve, choice)
+        found = apart(axis, run, own, mixes)(own)
+        (output, final), residuals = found if save_residuals else (found, None)
     return Outputs(output, of_sequences(shard.ends, final)), (entered, residuals)
+
+
+def mixes_segments(resolution: Resolution, own: Recurrence) -> bool:
+    return own.segments is not None and resolution.mixes_segments(own)
+
+
+def apart(axis: Axis, run: Callable, own: Recurrence, mixes: bool) -> Callable:
+    """Return `run`, a kernel for a shard's own rows, so that each sequence and segment of these depends on its rows alone.
+
+    run: (own, *given) -> results. mixes: whether it lets NaN or inf pass from one to another. Where a result in one shard is then
+    not finite, all shards are computed token by token. A number that overflows in one of them may only be large in another.
+    """
+    if not mixes:
+        return run
+    checked = isolating(run, own.segments, axis)
+    return checked if own.segments is None else by_folding(checked)
 
 
 def gradient_of_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output, d_final, saved) -> Recurrence:
@@ -202,28 +229,32 @@ def gradient_of_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output
         return gradient_of_delta_rows(choice, axis, n, r, d_output, d_final, saved)
     (entered, residuals), shard, packed = saved, shard_of(r, axis, n), r.boundaries is not None
     own, ended = entered_rows(r, shard, entered), of_sequences(shard.ends, d_final).astype(r.dtype)
-    resolution = resolve(choice, own)
-    overlap = overlap_of(resolution, r, gradient=True)
+    resolution = resolve(choice, own.folded)
+    overlap = overlap_of(resolution, r.folded, gradient=True)
+    mixes = shard.divides if overlap == "two_phase" else mixes_segments(resolution, own)
+    run, given = functools.partial(gradient, choice), [] if residuals is None else [residuals]
+
+    def scanned_message() -> Message:
+        rows = BoundaryRows(r, shard.enter, from_low=not r.reverse)
+        return state_and_decay(rows, shard.spans, shard.through(ended), r.q, d_output, adjoint=True)
+
     if overlap == "two_phase":
-        first, *local = begin(resolution, own, d_output, ended)
+        first, *local = begin(resolution, own.folded, d_output, ended)
         message = shard.message(shard.enter, *local)
+        message = if_finite(message, scanned_message) if mixes else message
+        run = functools.partial(finish, resolution, begun=first)
     else:
-        leaving_rows = BoundaryRows(r, shard.enter, from_low=not r.reverse)
-        message = state_and_decay(leaving_rows, shard.spans, ended, r.q, d_output, adjoint=True)
+        message = scanned_message()
     returned = exchange_states(axis, n, not r.reverse, *message)
     if overlap == "correct":
-        d = gradient(choice, own, d_output, ended, residuals)
+        d = apart(axis, run, own, mixes)(own, d_output, ended, *given)
         started, d_started = own.initial_state, d.initial_state
         assert started is not None and d_started is not None  # `own` has an initial state even if none was given
         rows = BoundaryRows(r, shard.leave, from_low=r.reverse)
-        d, passed = correct_gradient(rows, returned, shard.leave.pick(started, packed), d)
-        d_initial = shard.leave.add(d_started, apply_decay(returned, *passed), packed)
+        d, passed = correct_gradient(rows, returned, shard.through(shard.leave.pick(started, packed)), d)
+        d_initial = shard.leave.add(d_started, shard.through(apply_decay(returned, *passed)), packed)
     else:
-        ended = shard.leave.add(ended, returned, packed)
-        if overlap == "two_phase":
-            d = finish(resolution, own, d_output, ended, *([] if residuals is None else [residuals]), begun=first)
-        else:
-            d = gradient(choice, own, d_output, ended, residuals)
+        d = apart(axis, run, own, mixes)(own, d_output, shard.leave.add(ended, returned, packed), *given)
         d_initial = d.initial_state
     return with_given_state(d, r, shard, d_initial)
 
@@ -232,9 +263,9 @@ def plain_gradient(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output, 
     """Return the gradient of `plain`, which has gradients of any order."""
 
     def outputs(rows: Recurrence) -> Outputs:
-        return plain(choice, axis, n, rows.replace(boundaries=r.boundaries))
+        return plain(choice, axis, n, rows.with_integers(r))
 
-    _, pull = jax.vjp(outputs, r.replace(boundaries=None))
+    _, pull = jax.vjp(outputs, r.floats)
     return pull(Outputs(d_output, d_final))[0]
 
 

@@ -14,6 +14,7 @@ from glax._src.core.registry import check_form
 from glax._src.parallel.sequence import solve_sequence
 from glax._src.solve.autodiff import differentiable, solve
 from glax._src.solve.dispatch import Choice
+from glax._src.solve.exclusive_read import passing_padding
 from glax._src.solve.partitioning import Axis, flat_axes, output_specs, recurrence_specs
 
 
@@ -137,8 +138,8 @@ def axis_names(axis: Axis) -> tuple[str, ...]:
 
 def solve_on_mesh(choice: Choice, spread: Spread, r: Recurrence) -> Outputs:
     """Solve r shard by shard, with its arrays sharded over the mesh axes of `spread`."""
-    if r.segments is not None and spread.sequence_axis is not None:  # states cross shards, which exchange them by gates
-        outputs = solve_on_mesh(choice, spread, r.folded)
+    if r.segments is not None and r.segments.is_token is not None and spread.sequence_axis is not None:
+        outputs = solve_on_mesh(choice, spread, passing_padding(r))
         return outputs._replace(output=r.segments.masked(outputs.output))
     if r.boundaries is not None:
         spread = spread.for_packed
@@ -177,8 +178,9 @@ def append_rows(r: Recurrence, rows: int) -> Recurrence:
         return jnp.pad(x, [(0, 0), (0, rows)] + [(0, 0)] * (x.ndim - 2))
 
     decay = r.decay.with_tokens(r.by_token) if r.boundaries is None else r.decay
+    erasure, segments = jax.tree.map(grow, (r.erasure, r.segments))
     decay = decay.map_tokens(grow)
-    return r.replace(q=grow(r.q), k=grow(r.k), v=grow(r.v), decay=decay, erasure=jax.tree.map(grow, r.erasure))
+    return r.replace(q=grow(r.q), k=grow(r.k), v=grow(r.v), decay=decay, erasure=erasure, segments=segments)
 
 
 def repeat_heads(r: Recurrence, shards: int) -> Recurrence:

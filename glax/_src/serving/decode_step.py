@@ -1,15 +1,18 @@
 """Define `recurrent_step`, which advances each sequence by one token, with states in a pool."""
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Key
 
 from glax._src.core.bind import REQUIRED, ScanOptions, bind, check_before_tracing, transferred
 from glax._src.core.recurrence import Outputs, Recurrence, aligned
 from glax._src.core.registry import Backend, Config, Platform, Role
+from glax._src.serving.on_shards import on_shards
 from glax._src.serving.one_pass import in_one_pass, pool_of
 from glax._src.serving.state_pool import check_known_slots, check_states, put, take, usable
 from glax._src.serving.stored_states import DROPPED, check_rounding_key, stored
@@ -33,6 +36,8 @@ def recurrent_step(
     beta: Float[Array, "B H"] | None = None,
     erase: Float[Array, "B H K"] | None = None,
     write: Float[Array, "B H V"] | None = None,
+    erase_along: Float[Array, "B H K"] | None = None,
+    erase_before_decay: bool = False,
     use_qk_l2norm: bool = False,
     slots: Int[Array, "B"] | None = None,
     bonus: Float[Array, "H K"] | None = None,
@@ -45,7 +50,7 @@ def recurrent_step(
         S' = exp(g + g_gamma) diag(exp(gk)) S diag(exp(gv)) + k v^T,     o = softmax_scale * S'^T q
 
     With beta [B, H], or erase [B, H, K] and write [B, H, V], it is one token of the delta rule, as in `recurrent`.
-    `use_qk_l2norm` is as in `recurrent`, too.
+    `erase_along`, `erase_before_decay` and `use_qk_l2norm` are as in `recurrent`, too.
 
     Returns output [B, H, V] in the query's dtype and the new state, in the shape and dtype of `state`. The dtype is float32, or
     bfloat16 or float16 for storage; sums are float32 in every case.
@@ -69,33 +74,51 @@ def recurrent_step(
     >>> output.shape
     (1, 2, 4)
     """
-    tokens = dict(query=query, key=key, value=value, g=g, gk=gk, gv=gv, beta=beta, erase=erase, write=write)
-    rest = dict(g_gamma=g_gamma, softmax_scale=softmax_scale)
-    arrays = tokens | rest | dict(state=state, slots=slots, bonus=bonus, cu_seqlens=None)
+    arrays = dict(
+        query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv, beta=beta, erase=erase, write=write,
+        erase_along=erase_along, softmax_scale=softmax_scale, state=state, slots=slots, bonus=bonus,
+    )  # fmt: skip
     check_rounding_key(rounding_key)
-    options = ScanOptions(use_qk_l2norm=use_qk_l2norm)
-    check_before_tracing(arrays, platform, cfg, options, required=(*REQUIRED, "state"))
+    options = ScanOptions(use_qk_l2norm=use_qk_l2norm, erase_before_decay=erase_before_decay)
+    check_before_tracing(arrays | dict(cu_seqlens=None), platform, cfg, options, required=(*REQUIRED, "state"))
     check_known_slots(slots, state)
-    tokens, rest, own = map(transferred, (tokens, rest, dict(state=state, slots=slots, bonus=bonus)))
     choice = Choice(Platform.parse(platform), cfg)
-    return bind_and_step(choice, options.static, tokens, rest, **own, rounding_key=rounding_key)
+    return bind_and_step(choice, options.static, transferred(arrays) | dict(rounding_key=rounding_key))
 
 
 @compiled(static_argnums=(0, 1))
-def bind_and_step(choice: Choice, options: ScanOptions, tokens: dict, rest: dict, state, slots, bonus, rounding_key):
-    if state.ndim != 4:
-        raise ValueError(f"state must be [B, H, K, V], or [P, H, K, V] with slots, got shape {state.shape}")
-    r = bind(**tokens, **rest, **options.of_bind, one_token=True)
+def bind_and_step(choice: Choice, options: ScanOptions, arrays: dict):
+    if arrays["state"].ndim != 4:
+        got = arrays["state"].shape
+        raise ValueError(f"state must be [B, H, K, V], or [P, H, K, V] with slots, got shape {got}")
+    own = functools.partial(step_on_device, choice, options)
+    return on_shards(own, arrays, lambda axis: (P(None, axis), P(None, axis)))
+
+
+def step_on_device(choice: Choice, options: ScanOptions, arrays: dict):
+    """Compute a step. arrays: by the names of the public arguments."""
+    named = dict(arrays)
+    state, slots, bonus, rounding_key = (named.pop(name) for name in ("state", "slots", "bonus", "rounding_key"))
+    r = bind(**named, **options.of_bind, one_token=True)
+    r, slots = with_states(r, state, slots)
+    read = None if bonus is None else read_with_bonus(r, slots, bonus)
+    output, pool = advance_rounded(choice, r, slots, rounding_key)
+    return (output if read is None else read)[:, 0], pool
+
+
+def with_states(r: Recurrence, state, slots) -> tuple[Recurrence, Array | None]:
+    """Return r with the states of a step, and the slots, of which those without a sequence are the size of the pool."""
     if slots is not None:
         slots, _ = usable(slots, state.shape[0], r.num_sequences, ("B", "query"))
     check_states("state", state, r.state_shape, pooled=slots is not None)
-    r = differentiable(r.replace(initial_state=state))
-    read = None if bonus is None else read_with_bonus(r, slots, bonus)
-    if rounding_key is None or str(state.dtype) not in DROPPED:
-        output, pool = advance(choice, r, slots)
-    else:
-        output, pool = advance_and_round(choice, r, slots, rounding_key)
-    return (output if read is None else read)[:, 0], pool
+    return differentiable(r.replace(initial_state=state)), slots
+
+
+def advance_rounded(choice: Choice, r: Recurrence, slots, rounding_key) -> Outputs:
+    """Return the output [B, T, H, V] and the pool behind r's tokens, rounded by the key where it is given and drops digits."""
+    if rounding_key is None or str(pool_of(r).dtype) not in DROPPED:
+        return advance(choice, r, slots)
+    return advance_and_round(choice, r, slots, rounding_key)
 
 
 def advance_and_round(choice: Choice, r: Recurrence, slots, rounding_key) -> Outputs:

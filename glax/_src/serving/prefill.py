@@ -1,22 +1,25 @@
 """Define `prefill_into`, which reads prompts from states in a pool and writes the new states back into the pool."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from glax._src.api.recurrent import bind_and_solve
 from glax._src.core.bind import REQUIRED, ScanOptions, bind, check_before_tracing, check_integers, transferred
 from glax._src.core.recurrence import PackedStates
 from glax._src.core.registry import Config, Platform
+from glax._src.serving.on_shards import on_shards
 from glax._src.serving.state_pool import (
     check_known_slots,
     check_states,
     in_bounds,
-    put,
-    take,
     usable,
 )
-from glax._src.serving.stored_states import check_rounding_key
+from glax._src.serving.stored_states import CompactStates, check_rounding_key
+from glax._src.serving.whole_rows import read_rows, write_rows
 from glax._src.solve.dispatch import Choice
 from glax._src.tuning.executor import compiled
 
@@ -37,6 +40,8 @@ def prefill_into(
     beta: Float[Array, "B T H"] | None = None,
     erase: Float[Array, "B T H K"] | None = None,
     write: Float[Array, "B T H V"] | None = None,
+    erase_along: Float[Array, "B T H K"] | None = None,
+    erase_before_decay: bool = False,
     use_qk_l2norm: bool = False,
     fresh: Bool[Array, "N"] | None = None,
     bonus: Float[Array, "H K"] | None = None,
@@ -58,9 +63,9 @@ def prefill_into(
     one program serves any prompts of up to T tokens together. Reading a long prompt in several calls equals reading it in one
     call.
 
-    write_slots: the slots of the new states; `slots` if None. A prefix in the pool can thus be read without being changed. A
-    sequence without a slot to read from is no sequence, unless it is fresh. A sequence without a slot to write to stores no
-    state.
+    write_slots: the slots of the new states; `slots` if None. A prefix in the pool can thus be read without being changed, by
+    several sequences too: `slots` may then repeat. A sequence without a slot to read from is no sequence, unless it is fresh.
+    A sequence without a slot to write to stores no state.
 
     states_every, state_slots: a multiple n of 64, and [M] slots for the states behind every n tokens, in the order of
     `recurrent`'s `states`. The states of sequence i follow the states of the sequences before it: T // n of each, or if packed
@@ -77,40 +82,58 @@ def prefill_into(
     """
     arrays = dict(
         query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv, beta=beta, erase=erase, write=write,
-        softmax_scale=softmax_scale, cu_seqlens=cu_seqlens, bonus=bonus, segment_ids=segment_ids,
+        erase_along=erase_along, softmax_scale=softmax_scale, cu_seqlens=cu_seqlens, bonus=bonus, segment_ids=segment_ids,
     )  # fmt: skip
     required = (*REQUIRED, "pool", "slots")
-    own = dict(pool=pool, slots=slots, fresh=fresh, write_slots=write_slots, state_slots=state_slots)
-    options = ScanOptions(pad_id=pad_id, states_every=states_every, use_qk_l2norm=use_qk_l2norm)
-    check_before_tracing(arrays | own, platform, cfg, options, required)
+    arrays |= dict(pool=pool, slots=slots, fresh=fresh, write_slots=write_slots, state_slots=state_slots)
+    options = ScanOptions(
+        pad_id=pad_id,
+        states_every=states_every,
+        use_qk_l2norm=use_qk_l2norm,
+        erase_before_decay=erase_before_decay,
+    )
+    # Those of a StatePool are no array where they are in 8 bits.
+    states = pool.values if isinstance(pool, CompactStates) else pool
+    check_before_tracing(arrays | dict(pool=states), platform, cfg, options, required)
     check_rounding_key(rounding_key)
-    check_known_slots(slots, pool, "pool")
+    check_known_slots(slots, pool, "pool", may_repeat=write_slots is not None)
     check_known_slots(write_slots, pool, "pool", "write_slots")
     check_known_slots(state_slots, pool, "pool", "state_slots")
     if (states_every is None) != (state_slots is None):
         given, missing = ("state_slots", "states_every") if states_every is None else ("states_every", "state_slots")
         raise ValueError(f"{given} needs {missing}, which is None")
     choice = Choice(Platform.parse(platform), cfg)
-    return bind_and_prefill(choice, options.static, transferred(arrays), **transferred(own), rounding_key=rounding_key)
+    return bind_and_prefill(choice, options.static, transferred(arrays) | dict(rounding_key=rounding_key))
 
 
 @compiled(static_argnums=(0, 1))
-def bind_and_prefill(
-    choice: Choice, options: ScanOptions, arrays: dict, pool, slots, fresh, write_slots, state_slots, rounding_key
-):
+def bind_and_prefill(choice: Choice, options: ScanOptions, arrays: dict):
+    def results(axis):
+        return P(*[None] * (arrays["query"].ndim - 2), axis), P(None, axis)
+
+    return on_shards(functools.partial(prefill_on_device, choice, options), arrays, results)
+
+
+OWN = "pool", "slots", "fresh", "write_slots", "state_slots", "rounding_key"
+
+
+def prefill_on_device(choice: Choice, options: ScanOptions, arrays: dict):
+    """Compute the output and the pool. arrays: by the names of the public arguments."""
+    pool, slots, fresh, write_slots, state_slots, rounding_key = (arrays[name] for name in OWN)
+    arrays = {name: x for name, x in arrays.items() if name not in OWN}
     query, r = arrays["query"], bind(**{name: x for name, x in arrays.items() if name != "bonus"}, **options.of_bind)
     check_states("pool", pool, r.state_shape, pooled=True)
     N, packed = r.num_sequences, r.boundaries is not None
     by = ("N", "cu_seqlens" if packed else "query")
     places, used = usable(slots, pool.shape[0], N, by)
-    state, written = take(pool, places), places
+    state, written = read_rows(choice, pool, places), places
     if fresh is not None:
         if fresh.dtype != jnp.bool_ or fresh.shape != (N,):
             raise ValueError(f"fresh must be booleans [N]={[N]}, got {fresh.dtype} of shape {fresh.shape}")
         state = jnp.where(fresh[:, None, None, None], 0, state)
     if write_slots is not None:
-        written, is_written = usable(write_slots, pool.shape[0], N, by, "write_slots")
-        used = used if fresh is None else used | (fresh & is_written)
+        written, _ = usable(write_slots, pool.shape[0], N, by, "write_slots")
+        used = used if fresh is None else used | fresh
         written = jnp.where(used, written, pool.shape[0])
     output, final, *states = bind_and_solve(choice, options, arrays | dict(initial_state=state))
     if packed:
@@ -120,11 +143,11 @@ def bind_and_prefill(
         output = jnp.where(used[:, None, None, None] if query.ndim == 4 else used, output, 0)
     if state_slots is not None:
         keys = (None, None) if rounding_key is None else jax.random.split(rounding_key)
-        pool, rounding_key = put_states(pool, state_slots, states[0], used, keys[0]), keys[1]
-    return output, put(pool, written, final, rounding_key)
+        pool, rounding_key = put_states(choice, pool, state_slots, states[0], used, keys[0]), keys[1]
+    return output, write_rows(choice, pool, written, final, rounding_key)
 
 
-def put_states(pool, state_slots, states: Array | PackedStates, used: Bool[Array, "N"], rounding_key):
+def put_states(choice, pool, state_slots, states: Array | PackedStates, used: Bool[Array, "N"], rounding_key):
     """Return the pool with the states behind every n tokens written to state_slots, one slot per state, in their order."""
     check_integers("state_slots", state_slots)
     if isinstance(states, PackedStates):
@@ -143,4 +166,4 @@ def put_states(pool, state_slots, states: Array | PackedStates, used: Bool[Array
         )
     places, _ = in_bounds(state_slots, pool.shape[0])
     M = len(places)
-    return put(pool, jnp.where(has_state[:M], places, pool.shape[0]), states[:M], rounding_key)
+    return write_rows(choice, pool, jnp.where(has_state[:M], places, pool.shape[0]), states[:M], rounding_key)

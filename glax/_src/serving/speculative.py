@@ -2,10 +2,12 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from glax._src.core.bind import (
@@ -23,6 +25,7 @@ from glax._src.core.erasure import Erasure
 from glax._src.core.recurrence import Recurrence, spread_heads, to_int32
 from glax._src.core.registry import Config, Platform, Role
 from glax._src.serving.decode_step import advance
+from glax._src.serving.on_shards import head_spec, on_shards
 from glax._src.serving.one_pass import in_one_pass, pool_of
 from glax._src.serving.state_pool import (
     check_known_slots,
@@ -60,6 +63,21 @@ class Draft:
     state_shape: tuple[int, int, int, int] = dataclasses.field(metadata=dict(static=True))
     erasure: Erasure | None = None
 
+    @property
+    def as_arguments(self) -> dict[str, Any]:
+        """Return the arrays by the names of the public arguments; None for each that is absent."""
+        d, erasure = self.decay, self.erasure or Erasure()
+        gates = dict(g_gamma=d.constant, g=d.head, gk=d.key, gv=d.value)
+        erasing = dict(beta=erasure.beta, erase=erasure.erase, write=erasure.write, erase_along=erasure.along)
+        return dict(key=self.key, value=self.value, slots=self.slots) | gates | erasing
+
+    def from_arguments(self, x: dict[str, Any]) -> "Draft":
+        """Return the draft with other arrays, as `as_arguments` names them."""
+        decay, erasure = Decay(x["g_gamma"], x["g"], x["gk"], x["gv"]), self.erasure
+        if erasure is not None:
+            erasure = erasure.replace(beta=x["beta"], erase=x["erase"], write=x["write"], along=x["erase_along"])
+        return dataclasses.replace(self, key=x["key"], value=x["value"], slots=x["slots"], decay=decay, erasure=erasure)
+
 
 def recurrent_verify(
     query: Float[Array, "B T Hq K"],
@@ -75,6 +93,8 @@ def recurrent_verify(
     beta: Float[Array, "B T H"] | None = None,
     erase: Float[Array, "B T H K"] | None = None,
     write: Float[Array, "B T H V"] | None = None,
+    erase_along: Float[Array, "B T H K"] | None = None,
+    erase_before_decay: bool = False,
     use_qk_l2norm: bool = False,
     slots: Int[Array, "B"] | None = None,
     state_slots: Int[Array, "B T"] | None = None,
@@ -103,35 +123,52 @@ def recurrent_verify(
     """
     arrays = dict(
         query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv, beta=beta, erase=erase, write=write,
-        softmax_scale=softmax_scale,
+        erase_along=erase_along, softmax_scale=softmax_scale,
     )  # fmt: skip
-    operands = arrays | dict(state=state, slots=slots, state_slots=state_slots, cu_seqlens=None)
-    options = ScanOptions(use_qk_l2norm=use_qk_l2norm)
-    check_before_tracing(operands, platform, cfg, options, required=(*REQUIRED, "state"))
+    arrays |= dict(state=state, slots=slots, state_slots=state_slots)
+    options = ScanOptions(use_qk_l2norm=use_qk_l2norm, erase_before_decay=erase_before_decay)
+    check_before_tracing(arrays | dict(cu_seqlens=None), platform, cfg, options, required=(*REQUIRED, "state"))
     check_known_slots(slots, state)
     check_known_slots(state_slots, state, "state", "state_slots", rank=2)
     if state_slots is not None and slots is None:
         raise ValueError("state_slots needs slots, by which state is a pool")
-    own = transferred(dict(state=state, slots=slots, state_slots=state_slots))
-    choice = Choice(Platform.parse(platform), cfg)
-    return bind_and_verify(choice, options.static, transferred(arrays), **own)
+    return bind_and_verify(Choice(Platform.parse(platform), cfg), options.static, transferred(arrays))
 
 
 @compiled(static_argnums=(0, 1))
-def bind_and_verify(choice: Choice, options: ScanOptions, arrays: dict, state, slots, state_slots):
-    query, state_shape = arrays["query"], state.shape
-    for name, x in (("query", query), ("state", state)):
-        if x.ndim != 4:
-            wanted = "[B, T, Hq, K]" if name == "query" else "[B, H, K, V], or [P, H, K, V] with slots"
-            raise ValueError(f"{name} must be {wanted}, got shape {x.shape}")
-    r = bind(**arrays, **options.of_bind)
+def bind_and_verify(choice: Choice, options: ScanOptions, arrays: dict):
+    for name, wanted in dict(query="[B, T, Hq, K]", state="[B, H, K, V], or [P, H, K, V] with slots").items():
+        if arrays[name].ndim != 4:
+            raise ValueError(f"{name} must be {wanted}, got shape {arrays[name].shape}")
+    verify = functools.partial(verify_on_device, choice, options, arrays["state"].shape)
+
+    def results(axis):
+        shapes = {name: None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
+        _, draft, *pool = jax.eval_shape(verify, shapes)
+        names = draft.as_arguments
+        specs = {name: head_spec(name, x, draft.key.ndim, axis) for name, x in names.items() if x is not None}
+        return P(None, None, axis), draft.from_arguments(dict.fromkeys(names) | specs), *[P(None, axis) for _ in pool]
+
+    return on_shards(verify, arrays, results)
+
+
+def verify_on_device(choice: Choice, options: ScanOptions, state_shape: tuple[int, int, int, int], arrays: dict):
+    """Compute the outputs, the draft, and with state_slots the pool. state_shape: of the states on all devices. arrays: by the
+    names of the public arguments."""
+    named = dict(arrays)
+    query, state, slots, state_slots = named["query"], *(named.pop(name) for name in ("state", "slots", "state_slots"))
+    r = bind(**named, **options.of_bind)
     check_states("state", state, r.state_shape, pooled=slots is not None)
     draft = Draft(r.k, r.v, r.decay, slots, state_shape, r.erasure)
     if state_slots is not None:
         return verified_with_states(choice, r, state, slots, state_slots, draft)
     if slots is not None:
         slots, _ = usable(slots, state.shape[0], query.shape[0], ("B", "query"))
-    return outputs_of(choice, differentiable(r.replace(initial_state=state)), slots), draft
+    r = r.replace(initial_state=state)
+    kernel = pooled_kernel(choice, r, Role.VERIFY)
+    # Behind a native call that reads the pool, XLA would copy a donated one for the commit. A gather of few states is cheap.
+    solver = outputs_gathered if kernel is not None and kernel.platform is Platform.CPP else outputs_of
+    return solver(choice, differentiable(r), slots), draft
 
 
 def outputs_gathered(choice: Choice, r: Recurrence, slots) -> Float[Array, "B T H V"]:
@@ -215,6 +252,14 @@ def commit(
 
 @compiled()
 def bound_commit(state, draft: Draft, accepted, rounding_key):
+    arrays = draft.as_arguments | dict(state=state, query=draft.key, accepted=accepted, rounding_key=rounding_key)
+    return on_shards(functools.partial(commit_on_device, draft), arrays, lambda axis: P(None, axis))
+
+
+def commit_on_device(draft: Draft, arrays: dict):
+    """Return the state, or pool, behind the accepted tokens. arrays: those of the draft, and of the public arguments, by name."""
+    draft = draft.from_arguments(arrays)
+    state, accepted, rounding_key = (arrays[name] for name in ("state", "accepted", "rounding_key"))
     pool, decay, places = state, draft.decay, None
     (B, T), H = draft.key.shape[:2], state.shape[1]
     if draft.slots is not None:
@@ -278,7 +323,7 @@ def state_after(draft: Draft, taken: Bool[Array, "B T 1 1"], state: Float[Array,
 def taken_alone(draft: Draft, taken: Bool[Array, "B T 1 1"], state: Float[Array, "_ H K V"]) -> Recurrence:
     """Return the recurrence of the taken tokens of a draft. The others get no key and no decay, so they change nothing.
 
-    state: the states, or a pool of them. Keys stand for the queries, which a draft does not have.
+    state: the states, or a pool of them. Keys, spread over all heads, stand for the queries, which a draft does not have.
     """
     (B, T), H = draft.key.shape[:2], state.shape[1]
 
@@ -288,4 +333,5 @@ def taken_alone(draft: Draft, taken: Bool[Array, "B T 1 1"], state: Float[Array,
     decay = draft.decay.with_tokens(lambda x: jnp.broadcast_to(x[:, None], (B, T, H)))
     key, erasure = clear(draft.key), jax.tree.map(clear, draft.erasure)
     scale = jnp.ones(B, promoted(key.dtype, jnp.float32))
-    return Recurrence(key, key, clear(draft.value), jax.tree.map(clear, decay), state, None, scale, erasure=erasure)
+    query = spread_heads(key, H)
+    return Recurrence(query, key, clear(draft.value), jax.tree.map(clear, decay), state, None, scale, erasure=erasure)

@@ -1,6 +1,7 @@
 """Read and write rows of a pool of states by slot. A slot out of bounds, such as -1, reads as zeros, and writes to it are
 dropped."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -10,25 +11,30 @@ from jaxtyping import Array, Bool, Float, Int
 from glax._src.core.bind import check_integers, known_values
 from glax._src.core.recurrence import aligned, to_int32
 from glax._src.core.registry import Backend
-from glax._src.serving.stored_states import check_state_dtype, stored
+from glax._src.serving.stored_states import CompactStates, check_state_dtype, rows_of, stored
 
 
-def check_known_slots(slots, pool, name: str = "state", argument: str = "slots", rank: int = 1):
+def check_known_slots(
+    slots, pool, name: str = "state", argument: str = "slots", rank: int = 1, may_repeat: bool = False
+):
     """Check the values of slots where they are known. `usable` and `check_states` check shapes and dtypes."""
     if slots is None or isinstance(slots, Tracer) or not jnp.issubdtype(slots.dtype, jnp.integer):
         return
     if np.ndim(slots) == rank and np.ndim(pool) == 4:
-        check_slot_values(slots, np.shape(pool)[0], name, argument)
+        check_slot_values(slots, np.shape(pool)[0], name, argument, may_repeat)
 
 
-def check_slot_values(slots, rows: int, name: str, argument: str = "slots"):
-    """Raise ValueError if known slots repeat, or lie outside of -1 to rows - 1. name: the argument that has as many rows."""
+def check_slot_values(slots, rows: int, name: str, argument: str = "slots", may_repeat: bool = False):
+    """Raise ValueError if known slots repeat, or lie outside of -1 to rows - 1. name: the argument that has as many rows.
+
+    may_repeat: whether slots that are only read may repeat.
+    """
     if (known := known_values(slots)) is None:
         return
     if (wrong := known[(known < -1) | (known >= rows)]).size:
         raise ValueError(f"{argument} must be from -1 to {rows - 1}, the last row of {name}, got {wrong[0]}")
     taken, count = np.unique(known[known >= 0], return_counts=True)
-    if (count > 1).any():
+    if (count > 1).any() and not may_repeat:
         raise ValueError(f"{argument} must not repeat, got {taken[count > 1][0]} more than once")
 
 
@@ -63,17 +69,20 @@ def in_bounds(slots: Int[Array, "*shape"], rows: int) -> tuple[Int[Array, "*shap
     return jnp.where(used, slots, rows), used
 
 
-def take(pool: Float[Array, "P *state"], slots: Int[Array, "N"]) -> Float[Array, "N *state"]:
-    if pool.shape[0] == 0:  # XLA takes no row of an empty array, not even with a fill value
-        return jnp.zeros((*slots.shape, *pool.shape[1:]), pool.dtype)
-    return pool.at[slots].get(mode="fill", fill_value=0)
+def take(pool: Float[Array, "P *state"] | CompactStates, slots: Int[Array, "N"]) -> Float[Array, "N *state"]:
+    if isinstance(pool, CompactStates):
+        return jax.tree.map(lambda x: take(x, slots), pool).whole()
+    return rows_of(pool, slots)
 
 
-def put(pool: Float[Array, "P *state"], slots: Int[Array, "N"], states: Float[Array, "N *state"], rounding_key=None):
+def put(pool, slots: Int[Array, "N"], states: Float[Array, "N *state"], rounding_key=None):
     """Return the pool with `states` in rows `slots`, in the pool's dtype: rounded to nearest or, with a key, stochastically.
 
-    A slot out of bounds, such as `usable` returns for -1, drops its state.
+    A slot out of bounds, such as `usable` returns for -1, drops its state. States in 8 bits are rounded to nearest.
     """
+    if isinstance(pool, CompactStates):
+        new = CompactStates.of(states, pool.values.dtype)
+        return jax.tree.map(lambda x, y: x.at[slots].set(y, mode="drop"), pool, new)
     states = stored(states, pool.dtype, rounding_key)
     if not (Backend.here() is Backend.CPU and pool.dtype.itemsize == 2 and pool.shape[0]):
         return pool.at[slots].set(states, mode="drop")

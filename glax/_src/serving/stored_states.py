@@ -1,12 +1,15 @@
-"""List the dtypes in which states are stored, and round to them stochastically."""
+"""List the dtypes in which states are stored, round to them stochastically, and store them in 8 bits."""
 
+import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, UInt32
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Shaped, UInt32
 
 from glax._src.core.bind import DTYPES, check_memory, is_array
 
@@ -35,7 +38,7 @@ def check_rounding_key(key):
 
 
 def stored(states: Float[Array, "*shape"], dtype, rounding_key=None) -> Float[Array, "*shape"]:
-    """Return the states in the dtype of storage: rounded to nearest or, with a key, stochastically."""
+    """Return the states in `dtype`, in which a pool stores them: rounded to nearest or, with a key, stochastically."""
     dtype = jnp.dtype(dtype)
     if rounding_key is None or str(dtype) not in DROPPED:
         return states.astype(dtype)
@@ -44,9 +47,9 @@ def stored(states: Float[Array, "*shape"], dtype, rounding_key=None) -> Float[Ar
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def rounded(dtype, x: Float[Array, "*shape"], bits: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Round float32 to one of its two neighbours in dtype. A neighbour's probability is 1 - (its distance) / (their distance).
+    """Round float32 x stochastically to one of its two neighbours in dtype, a <= x <= b: to b with probability (x - a) / (b - a).
 
-    bits: uniform random bits, one number per element. The expected value is x. The gradient is the gradient of a cast.
+    The expected value is x. The gradient is the gradient of a cast. bits: uniform random bits, one number for each element.
     """
     dropped = DROPPED[str(dtype)]
     mask = jnp.uint32((1 << dropped) - 1)
@@ -54,9 +57,8 @@ def rounded(dtype, x: Float[Array, "*shape"], bits: UInt32[Array, "*shape"]) -> 
     whole = (lax.bitcast_convert_type(x, jnp.uint32) + (bits & mask)) & ~mask
     found = lax.bitcast_convert_type(whole, jnp.float32)
     limits = jnp.finfo(dtype)
-    if (
-        limits.minexp > jnp.finfo(jnp.float32).minexp
-    ):  # float16 also has subnormal numbers, which are multiples of one step
+    # float16 also has subnormal numbers, which are multiples of one step.
+    if limits.minexp > jnp.finfo(jnp.float32).minexp:
         step = jnp.float32(limits.smallest_subnormal)
         noise = (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
         found = jnp.where(jnp.abs(x) < jnp.float32(limits.tiny), jnp.floor(x / step + noise) * step, found)
@@ -72,3 +74,96 @@ def _rounded_bwd(dtype, bits, d):
 
 
 rounded.defvjp(_rounded_fwd, _rounded_bwd)
+
+
+# ---- 8 bits ----------------------------------------------------------------------------------------------------------
+
+# For each dtype its largest number, and the factor by which what rounding loses is multiplied before it is stored in that dtype
+# too. Rounding loses at most half of the last digit, which is worth 1 in int8 and at most 32 in float8.
+COMPACT = {"int8": (127.0, 254.0), "float8_e4m3fn": (448.0, 28.0)}
+BLOCK = 32  # the rows of a state that share a scale; gcd(K, BLOCK) where K is no multiple
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CompactStates:
+    """Hold states [P, H, K, V] in 8 bits, with a scale for each block of rows:
+
+        S = scale (values + rests / factor)
+
+    `rests` holds what `values` loses by rounding, in 8 bits too. A read of `values` alone, one byte a number, is off by this
+    rounding. A write starts from both, so the rounding of one write does not enter the next (error feedback).
+    """
+
+    values: Shaped[Array, "P H K V"]
+    rests: Shaped[Array, "P H K V"]
+    scale: Float[Array, "P H K_blocks"]
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, int, int, int], dtype: DTypeLike) -> "CompactStates":
+        P, H, K, _ = shape
+        return cls(
+            jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((P, H, K // math.gcd(K, BLOCK)), jnp.float32)
+        )
+
+    @classmethod
+    def of(cls, states: Float[Array, "N H K V"], dtype) -> "CompactStates":
+        """Return states in 8 bits. All numbers of a block of rows are NaN if one is not finite."""
+        largest, factor = COMPACT[str(jnp.dtype(dtype))]
+        N, H, K, V = states.shape
+        block, states = math.gcd(K, BLOCK), states.astype(jnp.float32)
+        scale = jnp.abs(states.reshape(N, H, K // block, block, V)).max((-2, -1)) / largest
+        scale = jnp.where(jnp.isfinite(scale), jnp.maximum(scale, jnp.finfo(jnp.float32).tiny), jnp.nan)
+        x = jnp.where(jnp.isnan(by_row(scale, K)), 0, states / by_row(scale, K))
+        values = narrowed(x, dtype)
+        return cls(values, narrowed((x - values.astype(jnp.float32)) * factor, dtype), scale)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.values.ndim
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Return float32, the dtype in which states are read."""
+        return self.scale.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.rests.nbytes + self.scale.nbytes
+
+    def __len__(self) -> int:
+        return self.values.shape[0]
+
+    def without_rests(self, slots: Int[Array, "N"]) -> Float[Array, "N H K V"]:
+        """Return the states of the slots without their rests, which are not read; zeros for a slot out of bounds."""
+        values, scale = (rows_of(x, slots) for x in (self.values, self.scale))
+        return values.astype(jnp.float32) * by_row(scale, values.shape[2])
+
+    def whole(self) -> Float[Array, "P H K V"]:
+        """Return the states with their rests."""
+        _, factor = COMPACT[str(self.values.dtype)]
+        x = self.values.astype(jnp.float32) + self.rests.astype(jnp.float32) / factor
+        return x * by_row(self.scale, self.values.shape[2])
+
+
+def rows_of(x: Shaped[Array, "P *rest"], slots: Int[Array, "N"]) -> Shaped[Array, "N *rest"]:
+    """Return rows of x, zeros for a slot of P or more. `in_bounds` returns P for -1, which JAX would count from the end."""
+    if x.shape[0] == 0:  # XLA takes no row of an empty array, not even with a fill value
+        return jnp.zeros((*slots.shape, *x.shape[1:]), x.dtype)
+    return x.at[slots].get(mode="fill", fill_value=0)
+
+
+def by_row(scale: Float[Array, "P H K_blocks"], K: int) -> Float[Array, "P H K 1"]:
+    """Return the scale of each row of the states."""
+    return jnp.repeat(scale, K // scale.shape[2], axis=2)[..., None]
+
+
+def narrowed(x: Float[Array, "*shape"], dtype) -> Shaped[Array, "*shape"]:
+    """Round to the nearest number of a dtype of 8 bits. Numbers beyond its largest become the largest."""
+    largest, _ = COMPACT[str(jnp.dtype(dtype))]
+    x = jnp.clip(x, -largest, largest)
+    return (jnp.round(x) if jnp.issubdtype(dtype, jnp.integer) else x).astype(dtype)

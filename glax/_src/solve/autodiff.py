@@ -36,7 +36,7 @@ from glax._src.solve.dispatch import (
     run_backward,
     run_forward,
 )
-from glax._src.solve.isolation import isolating
+from glax._src.solve.isolation import isolating, isolating_gradient
 from glax._src.solve.pieces import solve_with_states
 
 DERIVED_FORMS = USUAL_FORMS  # whose gradient `derived_gradient` and `first_decay` form
@@ -207,25 +207,29 @@ def solve(choice: Choice, r: Recurrence) -> Outputs:
     The residuals are r and what the chosen kernel saves, at most one state per chunk. Raises UnsupportedError, with each
     kernel's reason, if no kernel can run r.
     """
-    if r.segments is None:
-        return resolved.solve(resolve(choice, r), r)
-    folded = r.folded
-    resolution = resolve(choice, folded)
-    if resolution.takes_segments(r) or resolution.mixes_segments(r):
-        return resolved.solve(resolution, r)
+    resolution = resolve(choice, r.folded)
     # Segments are folded outside of the custom gradient, so that the forward and its gradient share the result.
-    outputs = resolved.solve(resolution, folded)
-    return outputs._replace(output=r.segments.masked(outputs.output))
+    run = functools.partial(resolved.solve, resolution)
+    return by_folding(run)(r) if folds(resolution, r) else run(r)
 
 
 def solve_with_residuals(choice: Choice, r: Recurrence) -> tuple[Outputs, Residuals | None]:
     """Return (the outputs of `solve`, the kernel's residuals). The residuals take no cotangent."""
-    return resolved.solve_with_residuals(resolve(choice, r), r)
+    resolution = resolve(choice, r.folded)
+    run = functools.partial(resolved.solve_with_residuals, resolution)
+    return by_folding(run)(r) if folds(resolution, r) else run(r)
 
 
 def gradient(choice: Choice, r: Recurrence, d_output, d_final, residuals: Residuals | None = None) -> Recurrence:
     """Return the gradient of <output, d_output> + <final_state, d_final> in every array of r. Its boundaries are None."""
-    return resolved_gradient(resolve(choice, r), r, d_output, d_final, residuals)
+    resolution = resolve(choice, r.folded)
+    run = functools.partial(resolved_gradient, resolution)
+    return (by_folding(run) if folds(resolution, r) else run)(r, d_output, d_final, residuals)
+
+
+def folds(resolution: Resolution, r: Recurrence) -> bool:
+    """Return whether the kernels receive the segments of r as gates, and keep these apart."""
+    return r.segments is not None and not (resolution.takes_segments(r) or resolution.mixes_segments(r))
 
 
 def fused_or_derived_gradient(resolution: Resolution, r: Recurrence, d_output, d_final, residuals) -> Recurrence:
@@ -239,7 +243,11 @@ def fused_or_derived_gradient(resolution: Resolution, r: Recurrence, d_output, d
 
 
 def derived_gradient_of(resolution: Resolution, r: Recurrence, d_output, d_final) -> Recurrence:
-    return derived_gradient(resolution.choice, r, d_output, d_final)
+    """Return the derived gradient, whose derivatives of any order keep segments apart."""
+    derived = functools.partial(derived_gradient, resolution.choice)
+    if r.segments is None or r.states_every is not None:
+        return derived(r, d_output, d_final)
+    return by_folding(isolating_gradient(derived, r.segments))(r, d_output, filled(d_final, r))
 
 
 def derived_gradient(choice: Choice, r: Recurrence, d_output, d_final) -> Recurrence:

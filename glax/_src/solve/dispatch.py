@@ -288,8 +288,7 @@ def run_pooled(spec: KernelSpec, choice: Choice, r: Recurrence, slots, otherwise
         return otherwise(own, r, slots) if other is None else run(other, {}, r, slots)
 
     kernel = Kernel(functools.partial(run, spec, others), again, opaque=spec.platform is not Platform.XLA)
-    # The slots are known at run time only, so a pool cannot be sharded along with its sequences.
-    return kernel.placed(r) if slots is None else kernel.alone(r, slots)
+    return kernel.placed(r) if slots is None else kernel.placed(r, slots)
 
 
 def execute(spec: KernelSpec, choice: Choice, r: Recurrence, *given, again, part=None, saves_residuals: bool = False):
@@ -368,8 +367,8 @@ def narrowed(choice: Choice, platform: Platform | None) -> Choice:
         return choice
     if choice.platform is not None:
         raise UnsupportedError(
-            f"kernels on platform {str(choice.platform)!r} cannot be exported for several devices: call glax with "
-            f"platform {str(platform)!r} or None, or inside jax.shard_map"
+            f"kernels on platform {str(choice.platform)!r} cannot be divided over several devices in a program that is exported, "
+            f"or over automatic axes on a TPU: call glax with platform {str(platform)!r} or None, or inside jax.shard_map"
         )
     return dataclasses.replace(choice, platform=platform)
 

@@ -5,23 +5,83 @@ weight of 0 does not stop NaN or inf: a document with such a number would spoil 
 The results of such kernels are therefore checked, and computed again token by token where they are not finite.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+import jax
 
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.segments import Segments
+from glax._src.solve.partitioning import Axis
+
+Tree = TypeVar("Tree")
 
 
-def isolating(run: Callable[..., Any], segments: Segments) -> Callable[..., Any]:
-    """Return `run` with results in which each segment depends on its own rows alone.
+def isolating(run: Callable[..., Any], segments: Segments | None, axis: Axis = None) -> Callable[..., Any]:
+    """Return `run` with results in which each segment, or packed sequence, depends on its own rows alone.
 
     run: (r) -> Outputs or (Outputs, Residuals), or (r, d_output, d_final, *residuals) -> Recurrence, of a recurrence whose
-    `segments` are folded.
+    `segments` are folded. axis: of a mesh, along which results that are not finite in one shard are computed again in all.
     """
 
     def checked(r: Recurrence, *given):
         from glax._src.kernels.xla.isolated import run_checked  # registers kernels, which happens at the first call
 
-        return run_checked(run, r, *given, resets=segments.resets)
+        return run_checked(run, r, *given, resets=None if segments is None else segments.resets, axis=axis)
 
     return checked
+
+
+def isolating_gradient(run: Callable[..., Recurrence], segments: Segments) -> Callable[..., Recurrence]:
+    """Return `run`, a gradient as in `isolating`, whose derivatives in reverse mode keep segments apart, too."""
+
+    def first(resets, r: Recurrence, d_output, d_final) -> Recurrence:
+        return run(r, d_output, d_final)
+
+    def again(resets, r: Recurrence, d_output, d_final) -> Recurrence:
+        from glax._src.kernels.xla.isolated import (
+            isolated_gradient,
+        )  # registers kernels, which happens at the first call
+
+        return isolated_gradient(r, d_output, d_final, resets)
+
+    return functools.partial(checked_at_any_order(first, again), segments.resets)
+
+
+def checked_at_any_order(run: Callable, again: Callable) -> Callable:
+    """Return run(constants, *operands), or again(...) where it is not finite; and derivatives that are checked likewise.
+
+    `again` equals `run`. The loop of `if_finite` has no derivative in reverse mode, but the two functions have.
+    """
+
+    @jax.custom_vjp
+    def checked(constants, *operands):
+        return if_finite(run(constants, *operands), functools.partial(again, constants, *operands))
+
+    def fwd(constants, *operands):
+        return checked(constants, *operands), (constants, operands)
+
+    def bwd(given, cotangent):
+        constants, operands = given
+        pull = checked_at_any_order(pullback_of(run), pullback_of(again))
+        return None, *pull(constants, operands, cotangent)
+
+    checked.defvjp(fwd, bwd)
+    return checked
+
+
+def pullback_of(f: Callable) -> Callable:
+    """Return (constants, operands, cotangent) -> the cotangents of the operands of f(constants, *operands)."""
+
+    def pull(constants, operands, cotangent):
+        return jax.vjp(functools.partial(f, constants), *operands)[1](cotangent)
+
+    return pull
+
+
+def if_finite(found: Tree, again: Callable[[], Tree]) -> Tree:
+    """Return `found` if all of its numbers are finite, else again()."""
+    from glax._src.kernels.xla import isolated  # registers kernels, which happens at the first call
+
+    return isolated.if_finite(found, again)

@@ -7,6 +7,7 @@ Only lowering knows the number of devices over which the program is sharded.
 import dataclasses
 import functools
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +20,10 @@ from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import Platform
 from glax._src.solve.partitioning import (
     FreeAxis,
-    all_manual,
     by_compiler,
     by_type,
     check_shardy,
+    is_on_one_device,
     is_spread_by_type,
     name_by_content,
 )
@@ -38,18 +39,22 @@ class Kernel:
            unless it is None. results: the shapes that `run` returns
     opaque: whether it is foreign code, which XLA cannot partition
     saves_residuals: whether residuals are among the results
+    is_divisible: whether the compiler may divide it over devices. If not, a program for several runs `again`, by XLA
+    backend: for which it was chosen. Inside of shard_map the mesh may be of other devices
     """
 
     run: Callable
     again: Callable
     opaque: bool
     saves_residuals: bool = False
+    is_divisible: bool = True
+    # A lambda, so that each call looks `here` up: tests replace it.
+    backend: Backend = dataclasses.field(default_factory=lambda: Backend.here())
 
     def placed(self, r: Recurrence, *given):
         """Run the kernel on (r, *given), sharded as the operands are. Another kernel runs where the program is lowered for
         another backend."""
-        # Inside of a lowering, the call that is being lowered is partitioned already.
-        if lowering_platform.value is not None or all_manual(jax.sharding.get_abstract_mesh()):
+        if is_on_one_device():
             return self.alone(r, *given)
         if is_spread_by_type((r, *given)):
             with sequences_apart(True):
@@ -57,6 +62,10 @@ class Kernel:
         several = max(jax.device_count(), jax.sharding.get_abstract_mesh().size) > 1
         with sequences_apart(several or sequences_apart.value):
             return self.bind(True, r, *given)
+
+    def placed_whole(self, *operands):
+        """Run the kernel on operands of any kind that no type shards. They are not divided over devices."""
+        return dataclasses.replace(self, is_divisible=False).bind(not is_on_one_device(), *operands)
 
     def alone(self, *operands):
         """Run the kernel on operands that lie on one device."""
@@ -71,7 +80,7 @@ class Kernel:
         with one_key():
             traced = jax.jit(run).trace(*operands)
         leaves, structure = jax.tree.flatten(operands)
-        call = Call(self, structure, traced.out_info, Backend.here(), spreads)
+        call = Call(self, structure, traced.out_info, spreads)
         parameters = dict(call=call, jaxpr=traced.jaxpr, devices=asks_for_devices() if spreads else None)
         return jax.tree.structure(traced.out_info).unflatten(kernel_p.bind(*leaves, **parameters))
 
@@ -97,7 +106,6 @@ class Call:
     kernel: Kernel
     structure: jax.tree_util.PyTreeDef  # pyright: ignore[reportInvalidTypeForm]  (JAX has no stub of it)
     results: object
-    backend: Backend
     spreads: bool
 
     def lowered(
@@ -115,7 +123,7 @@ class Call:
         """
         insists = Platform.XLA if visible else None
         with lowering_platform(platform):
-            as_traced = Backend.here() is self.backend and not (visible and self.kernel.opaque)
+            as_traced = Backend.here() is self.kernel.backend and not (visible and self.kernel.opaque)
         if as_traced and not asks:
             return jaxpr_as_fun(jaxpr)
         run = self.kernel.run if as_traced else functools.partial(self.kernel.again, insists, self.results)
@@ -161,9 +169,12 @@ def lower(context: mlir.LoweringRuleContext, *leaves, call: Call, jaxpr: ClosedJ
     # Inside shard_map over all axes, arrays belong to one device, and the context has no number of devices.
     free = FreeAxis.of(where)
     spread = call.spreads and (free is not None or getattr(where, "num_devices", 1) > 1)
-    # An exported program has no callback that the compiler could ask.
-    visible = spread and module.lowering_parameters.for_export
-    asks = spread and not visible and platform in ("cpu", "cuda", "rocm")
+    # An exported program has no callback that the compiler could ask, and TPUs have none.
+    exports, is_asked = module.lowering_parameters.for_export, platform in ("cpu", "cuda", "rocm")
+    asks = spread and is_asked and not exports and call.kernel.is_divisible
+    visible = spread and not asks
+    if visible and call.kernel.opaque and not exports:
+        warn_of_automatic_axes(platform)
     if asks:
         check_shardy()
     results = mlir.lower_fun(call.lowered(jaxpr, platform, asks, visible, free))(context, *leaves)
@@ -172,6 +183,17 @@ def lower(context: mlir.LoweringRuleContext, *leaves, call: Call, jaxpr: ClosedJ
         about = platform, *place, call.structure, ADDRESS.sub("", str(jaxpr))
         name_by_content(module, results[0].owner, " ".join(map(str, about)))
     return results
+
+
+@functools.cache
+def warn_of_automatic_axes(platform: str):
+    """Say once that XLA's kernels run, which XLA divides over devices by itself."""
+    warnings.warn(
+        f"glax runs XLA's kernels in a program for several devices of {platform}, because JAX cannot divide Pallas kernels over "
+        "automatic axes there. The Pallas kernels run on a mesh of explicit axes, as jax.make_mesh makes it, inside "
+        "jax.shard_map, and by glax.parallel",
+        stacklevel=2,
+    )
 
 
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # addresses of functions among the parameters of a primitive

@@ -7,8 +7,7 @@ partitioned, in one of three ways:
     explicit sharding       `by_type` wraps it in shard_map, with the shardings that the types of the operands have.
     inside shard_map        Each device has its own arrays already, and the kernel runs on them as it is.
 
-custom_partitioning does not exist on TPUs. There XLA partitions kernels of plain JAX by itself; for the Pallas kernels, call the
-functions of `glax.parallel`.
+custom_partitioning does not exist on TPUs. With automatic sharding XLA's kernels run there, which XLA partitions by itself.
 """
 
 import dataclasses
@@ -19,13 +18,13 @@ import math
 import pathlib
 import re
 import sys
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from glax._src.core.backend import jax_option
+from glax._src.core.backend import jax_option, lowering_platform
 from glax._src.core.decay import PARTS
 from glax._src.core.erasure import Erasure
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, StoredStates, aligned, varying_axes
@@ -44,11 +43,17 @@ def all_manual(mesh) -> bool:
     return bool(mesh.manual_axes) and set(mesh.manual_axes) == set(mesh.axis_names)
 
 
+def is_on_one_device() -> bool:
+    """Return whether arrays are those of one device: inside shard_map over all axes, and inside of a lowering, where the call
+    that is being lowered is partitioned already."""
+    return lowering_platform.value is not None or all_manual(jax.sharding.get_abstract_mesh())
+
+
 def by_type(f, saves_residuals: bool, *operands):
     """Run f(*operands) in shard_map, with the shardings that the types of the operands have.
 
-    f: (r) -> Outputs, or (Outputs, Residuals) with `saves_residuals`; or (r, d_output, d_final[, residuals]) -> Recurrence.
-    d_final: None for zeros.
+    f: (r) -> Outputs, or (Outputs, Residuals) with `saves_residuals`; or (r, d_output, d_final[, residuals]) -> Recurrence; or
+    (r, slots) -> Outputs with a pool of states, from which each sequence reads its slot. d_final: None for zeros.
     """
     given = operands[0].floats
     mesh = next(mesh for x in jax.tree.leaves(operands) if not (mesh := jax.typeof(x).sharding.mesh).empty)
@@ -65,7 +70,7 @@ def by_type(f, saves_residuals: bool, *operands):
     names, checks = set(mesh.axis_names) - set(mesh.manual_axes), bool(varying_axes(operands[0].q))
     run = jax.shard_map(inside, mesh=mesh, in_specs=into, out_specs=out_specs, check_vma=checks, axis_names=names)
     result = run(*operands)
-    if len(operands) == 1:
+    if len(operands) <= 2:
         return result
     # A gradient has its input's type.
     return jax.tree.map(
@@ -215,7 +220,7 @@ def check_shardy():
 def summed(f, heads, operands):
     """Return f as it runs on one device, with the gradients of arrays that all heads share summed over the mesh axis `heads`."""
     r = operands[0]
-    if heads is None or len(operands) == 1:
+    if heads is None or len(operands) <= 2:
         return f
     shared = [name for name in ("q", "k", "v") if getattr(r, name).shape[2] == 1 and r.num_heads > 1]
 
@@ -281,6 +286,9 @@ def residual_specs(batch, heads) -> Residuals:
 
 
 def operand_specs(operands, batch, heads):
+    if has_pool(operands):
+        every, pool = recurrence_specs(operands[0], batch, heads), cast(Any, P(None, heads))
+        return every.replace(initial_state=pool), P()
     output, final_state = outputs_of(operands[0], batch, heads)
     if len(operands) > 2 and isinstance(operands[2], StoredStates) and operands[2].states is None:
         final_state = final_state._replace(states=None)
@@ -288,7 +296,14 @@ def operand_specs(operands, batch, heads):
     return tuple(None if x is None else spec for x, spec in zip(operands, every, strict=False))
 
 
+def has_pool(operands) -> bool:
+    """Return whether the operands are (r, slots), where r's states are a pool."""
+    return len(operands) == 2
+
+
 def result_specs(operands, saves_residuals: bool, batch, heads):
+    if has_pool(operands):
+        return output_specs(batch, heads)._replace(final_state=P(None, heads))
     if len(operands) > 1:
         return recurrence_specs(operands[0], batch, heads).floats
     outputs = outputs_of(operands[0], batch, heads)
@@ -314,7 +329,7 @@ def common_axes(mesh, operands, specs: list[P]):
             if letter is not None and axes is not None and found[letter] is None:
                 found[letter] = axes
     counts = dict(batch=[r.q.shape[0]], heads=[n for n in (r.num_heads, *head_counts(r)) if n > 1])
-    if r.boundaries is not None:
+    if r.boundaries is not None or has_pool(operands):  # any sequence may have any slot
         found["batch"] = None
     for letter, axes in found.items():
         names = (axes,) if isinstance(axes, str) else axes or ()
@@ -357,10 +372,11 @@ def sharding_rule(operands, saves_residuals: bool) -> tuple[str, tuple[str, ...]
         return names[0] if len(names) == 1 else f"({' '.join(names)})"
 
     N = "n" if r.boundaries is not None else "b"
+    S = "slot" if has_pool(operands) else N
     H = heads(r.num_heads)
     letters = dict(N=N, B="b", T="t", H=H, K="k", V="v")
 
-    outputs, residuals = [f"b t {H} v", f"{N} {H} k v"], [f"b run {H} row column", f"b chunk {H}"]
+    outputs, residuals = [f"b t {H} v", f"{S} {H} k v"], [f"b run {H} row column", f"b chunk {H}"]
 
     def named(x: Recurrence) -> list[str]:
         decay, erasure = vars(x.decay), x.erasure or Erasure()
@@ -368,9 +384,10 @@ def sharding_rule(operands, saves_residuals: bool) -> tuple[str, tuple[str, ...]
             (x.q, f"b t {heads(x.q.shape[2])} k"), (x.k, f"b t {heads(x.k.shape[2])} k"),
             (x.v, f"b t {heads(x.v.shape[2])} v"),
             *((decay[name], " ".join(letters[d] for d in part.dimensions.split())) for name, part in PARTS.items()),
-            (x.initial_state, f"{N} {H} k v"),
+            (x.initial_state, f"{S} {H} k v"),
             (x.boundaries, "c"), (x.scale, N),
             (erasure.beta, f"b t {H}"), (erasure.erase, f"b t {H} k"), (erasure.write, f"b t {H} v"),
+            (erasure.along, f"b t {H} k"),
             *((mask, "b t") for mask in jax.tree.leaves(x.segments)),
         ]  # fmt: skip
         return [form for array, form in forms if array is not None]
@@ -378,10 +395,11 @@ def sharding_rule(operands, saves_residuals: bool) -> tuple[str, tuple[str, ...]
     if r.states_every is not None:
         outputs.append(f"{N} behind {H} k v")
     cotangents = [form for form, _ in zip(outputs, jax.tree.leaves(operands[1:3]), strict=False)]
-    given = named(r) + cotangents + residuals * (len(operands) > 3)
-    results = named(r.floats) if len(operands) > 1 else outputs + residuals * saves_residuals
+    beside = ["sequence"] if has_pool(operands) else cotangents + residuals * (len(operands) > 3)
+    given = named(r) + beside
+    results = named(r.floats) if len(operands) > 2 else outputs + residuals * saves_residuals
     rule = f"{', '.join(given)} -> {', '.join(results)}"
     used = dict.fromkeys(re.findall(r"\w+", rule))  # the compiler wants them in the order of their first use
-    spread = {"h"} | ({"b"} if r.boundaries is None else set())
+    spread = {"h"} | ({"b"} if r.boundaries is None and not has_pool(operands) else set())
     joint = {name: size for name, size in parts.items() if name != "h" and name in used}
     return rule, tuple(name for name in used if name not in spread), joint

@@ -28,7 +28,7 @@ from glax._src.core.files import (
     set_aside,
     stamp_of,
 )
-from glax._src.core.registry import kernel_registry
+from glax._src.core.registry import Config, kernel_registry
 from glax._src.kernels import load_kernels
 from glax._src.tuning.device import libraries
 from glax._src.tuning.invocation import Invocation
@@ -287,7 +287,9 @@ def check_overlaid(name: str, config):
         if type(config) is not wanted:
             raise ValueError(f"{name} takes a {wanted.__name__}, the overlay gives it {config!r}")
         return
-    op_ids = [getattr(kernel, "op_id", None) for kernel in subclasses(Kernel)]
+    # A kernel of the class Config itself takes nothing that an overlay could give.
+    operations = [kernel for kernel in subclasses(Kernel) if getattr(kernel, "config", None) is not Config]
+    op_ids = [getattr(kernel, "op_id", None) for kernel in operations]
     names = [*kernel_registry.kernels, *(op_id for op_id in op_ids if isinstance(op_id, str))]
     # An operation whose op_id is each instance's own may have any name.
     if name not in names and len(names) == len(kernel_registry.kernels) + len(op_ids):

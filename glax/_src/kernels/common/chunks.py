@@ -31,13 +31,17 @@ class Chunks:
 
 
 def chunks_of(r: Recurrence, size: int) -> Chunks:
-    """Cut every sequence of r into chunks of `size` rows. The first chunk of a sequence begins at its first row.
+    """Cut every sequence of r into chunks of `size` rows; see `chunks_of_rows`."""
+    return chunks_of_rows(r.q.shape[1], r.boundaries, size)
+
+
+def chunks_of_rows(T: int, boundaries: Int[Array, "cuts"] | None, size: int) -> Chunks:
+    """Cut every sequence of T rows into chunks of `size` rows. The first chunk of a sequence begins at its first row.
 
     N packed sequences have at most M = T // size + N chunks, whatever their lengths. All packings with the same T and N
     therefore have the same shapes, and share one compiled program.
     """
-    T = r.q.shape[1]
-    if r.boundaries is None:
+    if boundaries is None:
         if is_symbol(T):
             count = -(-T // size)
             first = jnp.arange(count, dtype=jnp.int32) * size
@@ -45,10 +49,10 @@ def chunks_of(r: Recurrence, size: int) -> Chunks:
             return Chunks(size, jnp.asarray(count, jnp.int32), first, last, jnp.zeros_like(first))
         first = np.arange(0, T, size, dtype=np.int32)
         return Chunks(size, len(first), *map(jnp.asarray, (first, np.minimum(first + size, T), np.zeros_like(first))))
-    cuts = jnp.clip(r.boundaries, 0, T)
+    cuts, N = jnp.clip(boundaries, 0, T), boundaries.shape[0] - 1
     begins = jnp.concatenate([jnp.zeros_like(cuts[:1]), jnp.cumsum(-(-jnp.diff(cuts) // size))])  # [N + 1], in chunks
-    entry = jnp.arange(T // size + r.num_sequences, dtype=cuts.dtype)
-    sequence = jnp.minimum(jnp.searchsorted(begins[1:], entry, side="right"), r.num_sequences - 1).astype(cuts.dtype)
+    entry = jnp.arange(T // size + N, dtype=cuts.dtype)
+    sequence = jnp.minimum(jnp.searchsorted(begins[1:], entry, side="right"), N - 1).astype(cuts.dtype)
     first = cuts[sequence] + (entry - begins[sequence]) * size
     return Chunks(size, begins[-1], first, jnp.minimum(first + size, cuts[sequence + 1]), sequence)
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from glax._src.core.recurrence import varying_like
+from glax._src.kernels.common.in_place import unfused
 
 NONE = jax.ShapeDtypeStruct((0,), jnp.float32)  # stands for an absent operand or result
 
@@ -28,5 +29,7 @@ def call(
         results = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, manual_axis_type=kind.mat) for x in results
         ]
-    aliases = options.pop("input_output_aliases", None)
-    return jax.ffi.ffi_call(target, results, input_output_aliases=aliases)(*given, **options)
+    aliases = options.pop("input_output_aliases", None) or {}
+    given = [unfused(x) if i in aliases else x for i, x in enumerate(given)]
+    found = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)(*given, **options)
+    return [unfused(x) if i in aliases.values() else x for i, x in enumerate(found)]

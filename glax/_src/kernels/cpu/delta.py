@@ -63,7 +63,9 @@ def gradient(r: Recurrence, d_output: Float[Array, "B T H V"], d_final: Float[Ar
         return None if x is None else d
 
     d_head, d_key, d_constant = map(where_given, (decay.head, decay.key, decay.constant), gates)
-    d_erasure = Erasure(*map(where_given, arrays_of(erasure), (d_beta, d_erase, d_write)))
+    d_erasure = Erasure(
+        *map(where_given, arrays_of(erasure), (d_beta, d_erase, d_write)), before_decay=erasure.before_decay
+    )
     d_decay = Decay(constant=d_constant, head=d_head, key=d_key)
     return gradient_recurrence(r, dq, dk, dv, d_decay, d_initial, d_scale.sum(1), d_erasure)
 

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import jax
 
-from glax._src.kernels.common.library import load_built
+from glax._src.kernels.common.library import REMEDY, load_built
 
 FOLDER = Path(__file__).parent
 INSTRUCTIONS = ("avx512", "avx2", "baseline")
 INTERFACE = 4  # of the handlers in native/handlers.cc
-TARGETS = ("glax_forward", "glax_gradient", "glax_step", "glax_delta_forward", "glax_delta_gradient", "glax_delta_step")
+TARGETS = (
+    "glax_forward", "glax_gradient", "glax_step", "glax_tokens",
+    "glax_delta_forward", "glax_delta_gradient", "glax_delta_step",
+    "glax_selective_forward", "glax_selective_gradient", "glax_selective_step",
+)  # fmt: skip
 
 
 @functools.cache
@@ -24,7 +28,8 @@ def load_library() -> ctypes.CDLL | str:
 def register(library: ctypes.CDLL):
     if (built := library.glax_interface()) != INTERFACE:
         raise ValueError(f"it has the handlers of version {built}, this version of glax calls those of {INTERFACE}")
-    for name in TARGETS:
+    # The interface does not change when a handler is added, so an older library may lack some: see `missing`.
+    for name in filter(functools.partial(hasattr, library), TARGETS):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     library.glax_instructions.restype = ctypes.c_char_p
 
@@ -38,8 +43,13 @@ def check_instructions():
         raise ValueError(f"GLAX_CPU_INSTRUCTIONS must be {known}, got {named!r}: set one of these, or unset it")
 
 
-def missing() -> str | None:
-    """Return the reason why native kernels cannot run here, or None. Raise ValueError for an unknown GLAX_CPU_INSTRUCTIONS."""
+def missing(target: str = TARGETS[0]) -> str | None:
+    """Return the reason why the native kernel `target` cannot run here, or None. Raise ValueError for an unknown
+    GLAX_CPU_INSTRUCTIONS."""
     check_instructions()
     found = load_library()
-    return found if isinstance(found, str) else None
+    if isinstance(found, str):
+        return found
+    if not hasattr(found, target):
+        return f"its library is of an earlier version of glax, without {target}: {REMEDY}"
+    return None

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from glax._src.core.decay import ROW_FORMS, Decay
-from glax._src.core.recurrence import Outputs, Recurrence, gradient_recurrence
+from glax._src.core.recurrence import Outputs, Recurrence, gradient_recurrence, is_symbol
 from glax._src.core.registry import Backend, Config, Platform, check_field, kernel_registry
 from glax._src.kernels.common.foreign import NONE, call
 from glax._src.kernels.cpu import delta
 from glax._src.kernels.cpu.library import missing
 from glax._src.kernels.cpu.operands import STORED, marks_of, operands_of
 
+MAX_TOKENS = 64  # of a sequence in a pool; `Step::most_tokens` in native/problem.h
 MAX_BLOCK = 4096  # tokens: 9 MB of scratch in each thread at K = V = 128
 GROUP = 32  # columns of a partial sum; `group` in native/problem.h
 SUMMED = 8  # heads of one query, key or value whose gradients the library sums, at least
@@ -48,23 +49,17 @@ def takes(r: Recurrence) -> str | None:
     return missing()
 
 
-def priority(r: Recurrence) -> int:
-    """Return a priority above every XLA kernel: this kernel was faster at every shape measured
+def register(algorithm: str, **traits):
+    """Decorate a kernel. Its priority is above every XLA kernel's, for it was faster at every shape measured
     (docs/internals/experiments/cpu.md)."""
-    return 4
+    traits = dict(supports=takes, erases=True, priority=lambda r: 4) | traits
+    return kernel_registry.register(algorithm, Platform.CPP, Backend.CPU, **traits)
 
 
-@kernel_registry.register(
-    "recurrent",
-    Platform.CPP,
-    Backend.CPU,
-    config=NativeConfig,
-    supports=takes,
-    priority=priority,
-    erases=True,
-    erasing_forms=ROW_FORMS,
-    takes_segments=lambda r: True,
-)
+WHOLE: dict = dict(config=NativeConfig, erasing_forms=ROW_FORMS, takes_segments=lambda r: True)  # of whole sequences
+
+
+@register("recurrent", **WHOLE)
 def recurrent(r: Recurrence, *, config: NativeConfig) -> Outputs:
     """Compute the outputs and final states in blocks of tokens, within which the state is not rescaled.
 
@@ -72,25 +67,12 @@ def recurrent(r: Recurrence, *, config: NativeConfig) -> Outputs:
     """
     if r.erasure is not None:
         return delta.forward(r)
-    results = [
-        jax.ShapeDtypeStruct((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype),
-        jax.ShapeDtypeStruct(r.state_shape, jnp.float32),
-    ]
+    results = [output_of(r), jax.ShapeDtypeStruct(r.state_shape, jnp.float32)]
     operands = [*operands_of(r), *marks_of(r)]
     return Outputs(*call("glax_forward", operands, results, reverse=r.reverse, block=config.block))
 
 
-@kernel_registry.register(
-    "recurrent.vjp",
-    Platform.CPP,
-    Backend.CPU,
-    config=NativeConfig,
-    supports=takes,
-    priority=priority,
-    erases=True,
-    erasing_forms=ROW_FORMS,
-    takes_segments=lambda r: True,
-)
+@register("recurrent.vjp", **WHOLE)
 def recurrent_vjp(
     r: Recurrence, d_output: Float[Array, "B T H V"], d_final: Float[Array, "N H K V"], *, config: NativeConfig
 ) -> Recurrence:
@@ -139,30 +121,60 @@ def heads_summed(sharing: int) -> int:
 
 
 def step_supports(r: Recurrence) -> str | None:
-    if r.q.shape[1] != 1 or r.boundaries is not None:
-        return "takes one token of each sequence"
     if r.initial_state is not None and r.initial_state.dtype not in STORED:
         return f"stores states as float32, bfloat16 and float16, the pool is {r.initial_state.dtype}"
-    return takes(r)
+    if r.boundaries is not None:
+        return "takes the same number of tokens of each sequence, got cu_seqlens"
+    if r.q.shape[1] == 1:
+        return takes(r)
+    if r.erasure is not None:
+        return f"takes one token of each sequence under the delta rule, got T={r.q.shape[1]}"
+    return tokens_supports(r)
 
 
-@kernel_registry.register(
-    "recurrent.step", Platform.CPP, Backend.CPU, supports=step_supports, priority=priority, erases=True
-)
+def tokens_supports(r: Recurrence) -> str | None:
+    """Return why native code does not run a few tokens of each sequence, whose states lie in a pool; None if it does."""
+    if is_symbol(T := r.q.shape[1]) or not 0 < T <= MAX_TOKENS:
+        return f"takes from 1 to {MAX_TOKENS} tokens of each sequence, got T={T}"
+    if r.boundaries is not None or r.segments is not None or r.reverse:
+        return "takes tokens in order, got cu_seqlens, segment_ids or reverse"
+    if r.initial_state is not None and r.initial_state.dtype not in STORED:
+        return f"reads states in float32, bfloat16 and float16, the pool is {r.initial_state.dtype}"
+    return takes(r) or missing("glax_tokens")
+
+
+@register("recurrent.step", supports=step_supports)
 def recurrent_step(
     r: Recurrence, pool: Float[Array, "P H K V"], slots: Int[Array, "B"], *, config: Config
-) -> tuple[Float[Array, "B 1 H V"], Float[Array, "P H K V"]]:
-    """Advance each sequence by one token, in place in the pool. Each state is read once and written once.
+) -> tuple[Float[Array, "B T H V"], Float[Array, "P H K V"]]:
+    """Advance each sequence by its tokens, in place in the pool. Each state is read once and written once.
 
-    The delta rule reads a state twice, because what a token writes depends on the whole state before it.
+    The delta rule takes one token, and reads a state twice, because what a token writes depends on the whole state before it.
     """
     if r.erasure is not None:
         return delta.step(r, pool, slots)
     *arrays, _, _, scale = operands_of(r)
-    results = [
-        jax.ShapeDtypeStruct((r.q.shape[0], 1, r.num_heads, r.v.shape[3]), r.q.dtype),
-        jax.ShapeDtypeStruct(pool.shape, pool.dtype),
-    ]
-    pool_operand = len(arrays)
-    output, pool = call("glax_step", [*arrays, pool, slots, scale], results, input_output_aliases={pool_operand: 1})
+    results = [output_of(r), jax.ShapeDtypeStruct(pool.shape, pool.dtype)]
+    options: dict = dict(input_output_aliases={len(arrays): 1})
+    target = "glax_step"
+    if r.q.shape[1] != 1:
+        target, options = "glax_tokens", options | dict(writes=True)
+    output, pool = call(target, [*arrays, pool, slots, scale], results, **options)
     return output, pool
+
+
+@register("recurrent.verify", supports=tokens_supports, erases=False)
+def recurrent_verify(
+    r: Recurrence, pool: Float[Array, "P H K V"], slots: Int[Array, "B"], *, config: Config
+) -> Float[Array, "B T H V"]:
+    """Compute the outputs of each sequence's tokens. Its state in the pool is read once for all of them, and does not change.
+
+    native/tokens.h has the formulas. A token whose query is 0 has an output of 0, and costs no read of the state.
+    """
+    *arrays, _, _, scale = operands_of(r)
+    (output,) = call("glax_tokens", [*arrays, pool, slots, scale], [output_of(r)], writes=False)
+    return output
+
+
+def output_of(r: Recurrence) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype)

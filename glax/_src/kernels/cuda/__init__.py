@@ -5,6 +5,7 @@ NVRTC comes with `jax[cuda12]` and `jax[cuda13]`. It compiles device/*.cu for th
 built when glax is installed, launches the result.
 """
 
+import functools
 import math
 
 from glax._src.core.recurrence import Outputs, Recurrence
@@ -18,9 +19,8 @@ from glax._src.kernels.cuda.nvrtc import Compiler, load_compiler
 __all__ = ["CudaConfig"]
 
 LARGE = 2**25  # bytes of states
-MOST_HEADS = (
-    256  # the most that were measured beside XLA: benchmarks/results/nvidia_h100/2026-11-27-platforms-float32.json
-)
+# The most that were measured beside XLA: benchmarks/results/nvidia_h100/2026-11-27-platforms-float32.json.
+MOST_HEADS = 256
 SHORT = 64  # tokens; from this number on the chunked kernels are faster
 STORED = ("float32", "bfloat16", "float16")
 
@@ -75,16 +75,18 @@ def step_priority(r: Recurrence) -> int:
     return 1 if math.prod(r.state_shape) * itemsize >= LARGE else -1
 
 
-@kernel_registry.register(
-    "recurrent",
-    Platform.CUDA,
-    Backend.GPU,
+register = functools.partial(
+    kernel_registry.register,
+    platform=Platform.CUDA,
+    backend=Backend.GPU,
     config=CudaConfig,
-    supports=refusal,
-    priority=priority,
     erases=True,
-    mixes_segments=lambda r: True,
+    erases_before_decay=True,
+    erases_along=True,
 )
+
+
+@register("recurrent", supports=refusal, priority=priority, mixes_segments=lambda r: True)
 def recurrent(r: Recurrence, *, config: CudaConfig) -> Outputs:
     """Compute the outputs and final states token by token, with exact decays and the state in registers. It is for short
     sequences, and for per-value gates."""
@@ -93,15 +95,7 @@ def recurrent(r: Recurrence, *, config: CudaConfig) -> Outputs:
     return scan.recurrent(r, config)
 
 
-@kernel_registry.register(
-    "recurrent.step",
-    Platform.CUDA,
-    Backend.GPU,
-    config=CudaConfig,
-    supports=pooled_refusal,
-    priority=step_priority,
-    erases=True,
-)
+@register("recurrent.step", supports=pooled_refusal, priority=step_priority)
 def recurrent_step(r: Recurrence, pool, slots, *, config: CudaConfig):
     """Advance each sequence by its tokens. Its state in the pool is read once and written once."""
     from glax._src.kernels.cuda import scan
@@ -109,9 +103,7 @@ def recurrent_step(r: Recurrence, pool, slots, *, config: CudaConfig):
     return scan.recurrent_step(r, pool, slots, config)
 
 
-@kernel_registry.register(
-    "recurrent.verify", Platform.CUDA, Backend.GPU, config=CudaConfig, supports=pooled_refusal, erases=True
-)
+@register("recurrent.verify", supports=pooled_refusal)
 def recurrent_verify(r: Recurrence, pool, slots, *, config: CudaConfig):
     """Compute the outputs of each sequence's tokens. Its state in the pool is read once, and the pool does not change."""
     from glax._src.kernels.cuda import scan

@@ -72,7 +72,10 @@ def tokens_of(r: Recurrence) -> list[Array | None]:
     decay = r.decay
     constant = None if decay.constant is None else decay.constant.astype(jnp.float32)
     gates = map(readable, (decay.head, decay.key, decay.value))
-    return [r.q, r.k, r.v, *gates, constant, r.scale.astype(jnp.float32), *map(readable, arrays_of(r.erasure))]
+    beta, erase, write = arrays_of(r.erasure)
+    if r.erasure is not None and r.erasure.along is not None:
+        beta = r.erasure.along  # `along` comes with `erase`, so beta's operand is free
+    return [r.q, r.k, r.v, *gates, constant, r.scale.astype(jnp.float32), *map(readable, (beta, erase, write))]
 
 
 def readable(x: Array | None) -> Array | None:
@@ -118,7 +121,8 @@ def plan(r: Recurrence, config: CudaConfig, flags: dict[str, int]) -> tuple[dict
         TOKENS=staged_tokens(r, columns, config.threads),
         DTYPE=dtype_of(r.q), CONSTANT=ABSENT if decay.constant is None else 0,
         HEAD=dtype_of(readable(decay.head)), KEY=dtype_of(readable(decay.key)), VALUE=dtype_of(readable(decay.value)),
-        BETA=beta, ERASE=erase, WRITE=write,
+        BETA=beta, ERASE=erase, WRITE=write, ALONG=ABSENT if r.erasure is None else dtype_of(readable(r.erasure.along)),
+        BEFORE=int(r.erasure is not None and r.erasure.before_decay),
         PACKED=int(r.boundaries is not None), REVERSE=int(r.reverse),
     )  # fmt: skip
     return constants | flags, -(-V // columns) * H * N
@@ -130,6 +134,7 @@ def staged_tokens(r: Recurrence, columns: int, threads: int) -> int:
     numbers = 2 * K + (2 * K if r.decay.key is not None else 0) + 2
     numbers += columns * (1 + threads // 32 + (2 if r.decay.value is not None else 0))
     numbers += K if r.erasure is not None else 0
+    numbers += K if r.erasure is not None and r.erasure.along is not None else 0
     whole = 2 * columns * (threads // 32) if r.erasure is not None else 0
     tokens = MOST_STAGED
     while tokens > 1 and (4 * (numbers * tokens + whole) > SHARED_BYTES or tokens >= 2 * r.q.shape[1]):

@@ -45,11 +45,10 @@ def supports(r: Recurrence) -> str | None:
 
 def delta_supports(r: Recurrence) -> str | None:
     """Return None, or why the kernels of the delta rule do not compute a recurrence with an erasure."""
-    if r.erasing.beta is None:
-        return f"takes the delta rule with beta, got erase and write: {XLA}"
     if r.decay.key is not None:
         return too_wide(r, BLOCK, WIDEST_VALUE, "heads that erase, with per-key gates,")
-    return too_wide(r, WIDEST_KEY, WIDEST_VALUE, "heads that erase")
+    widest = WIDEST_KEY if r.erasing.beta is not None else BLOCK
+    return too_wide(r, widest, WIDEST_VALUE, f"heads that erase by {'beta' if widest > BLOCK else 'erase'}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +142,7 @@ class Work:
 
     shapes: (segments, columns of a program) of the configs that can run the call. columns: of the states of all heads. K: the
     width of a block. programs: that run at a time, one on a multiprocessor. The factors in the estimates are measurements; see
-    docs/internals/experiments/hopper.md.
+    docs/internals/experiments/hopper/segments.md.
     """
 
     shapes: list[tuple[int, int]]

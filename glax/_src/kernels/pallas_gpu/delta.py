@@ -13,13 +13,14 @@ import jax.numpy as jnp
 
 from glax._src.core.decay import Decay
 from glax._src.core.erasure import Erasure
-from glax._src.core.recurrence import Outputs, Recurrence, Residuals, gradient_recurrence
+from glax._src.core.recurrence import Outputs, Recurrence, Residuals, gradient_recurrence, spread_heads
 from glax._src.kernels.common.gpu import multiprocessors
 from glax._src.kernels.pallas_gpu.chunks.inverse import Results as Chunks
 from glax._src.kernels.pallas_gpu.chunks.inverse import inverses_of_chunks
 from glax._src.kernels.pallas_gpu.chunks.pairs import Results as Pairs
 from glax._src.kernels.pallas_gpu.chunks.pairs import pairs_of_chunks
 from glax._src.kernels.pallas_gpu.config import HopperConfig
+from glax._src.kernels.pallas_gpu.device.tiles import EdgeCopies
 from glax._src.kernels.pallas_gpu.gradient import delta as delta_vjp
 from glax._src.kernels.pallas_gpu.gradient import delta_key as delta_key_vjp
 from glax._src.kernels.pallas_gpu.gradient.delta_key import D_BETA, D_SCALE
@@ -29,6 +30,7 @@ from glax._src.kernels.pallas_gpu.route import Route
 from glax._src.kernels.pallas_gpu.rows import Form, PackedRow
 from glax._src.kernels.pallas_gpu.scan.delta import STRIPE, DeltaScan, Results, delta_scan
 from glax._src.kernels.pallas_gpu.scan.delta_key import DeltaKeyScan, delta_key_scan
+from glax._src.kernels.pallas_gpu.scan.delta_key import Results as KeyResults
 
 
 def chunked(r: Recurrence, config: HopperConfig) -> Outputs:
@@ -140,32 +142,35 @@ class DeltaLayout(SegmentedScan):
 
     chunks: Chunks
     d_output: jax.Array | None
-    edges: tuple[jax.Array, ...]
+    edges: tuple[jax.Array | None, ...]
     packed: PackedRow | None
 
     @classmethod
     def of(cls, r: Recurrence, route: Route, d_output=None) -> "DeltaLayout":
         """Return the layout of r for its route."""
-        p, beta = layout_of(r, route), beta_of(r)
+        p, beta = layout_of(r, route), r.erasing.beta
         packed = p.packed if isinstance(p, OneRowLayout) else None
-        if packed is not None:
+        if packed is not None and beta is not None:
             beta = jnp.where(packed.is_token[:, None], beta, 0)
         d_output = None if d_output is None else p.in_blocks(d_output, p.V)
-        edges = p.edge_copies(p.k, p.q, p.v, *([] if d_output is None else [d_output]))
-        numbers = (in_chunks(x) for x in (p.head_gates(), p.take(beta)))
-        return cls(
-            p, inverses_of_chunks(r.reverse, multiprocessors(), p.k, *numbers, *edges[:2]), d_output, edges, packed
-        )
+        edges = p.edge_copies(p.k, p.q, p.v, d_output, p.e, p.w)
+        numbers = [p.head_gates(), None if beta is None else p.take(beta)]
+        numbers = [None if x is None else in_chunks(x) for x in numbers]
+        of_keys = edges and EdgeCopies(*edges)._replace(q=None, v=None, d_output=None, w=None)
+        chunks = inverses_of_chunks(r.reverse, r.erasing.before_decay, multiprocessors(), p.k, *numbers, p.e, *of_keys)
+        return cls(p, chunks, d_output, edges, packed)
 
     def scan_segments(self, kind, start) -> Results:
         """Scan every segment. start: the states that enter them, [E, H, V, K], or None for zeros."""
         p = self.layout
-        w = DeltaScan(kind, p.H, p.K, p.V, p.r.reverse, start=start is not None)
+        w = DeltaScan(kind, p.H, p.K, p.V, p.r.reverse, start=start is not None, form=p.r.erasing.form)
         if w.wide and start is not None:
             start = jnp.swapaxes(start, 2, 3)  # [E, H, K, V], the order of `DeltaScan.upright`
         start = self.chunks.factors if start is None else start  # any array, since the scan does not read it
-        d_output, edges = (self.d_output, self.edges) if w.is_adjoint else (p.v, self.edges[:4])
-        operands = p.q, p.k, p.v, d_output, *self.chunks, p.scales, start, *edges
+        d_output, edges = (self.d_output if w.is_adjoint else p.v), self.edges
+        if edges and not w.is_adjoint:
+            edges = EdgeCopies(*edges)._replace(d_output=None)
+        operands = p.q, p.k, p.v, d_output, *self.chunks, p.scales, start, p.e, p.w, *edges
         scanned = delta_scan(w, p.chunk_rows, jnp.asarray(p.table), *operands)
         return scanned._replace(last=jnp.swapaxes(scanned.last, 2, 3)) if w.wide else scanned
 
@@ -181,14 +186,15 @@ class DeltaLayout(SegmentedScan):
     def gradient(self, r: Recurrence, states, adjoint: Results) -> Recurrence:
         p = self.layout
         scale = p.scales if p.apart is None else p.scale_of_chunks()
-        operands = p.q, p.k, self.d_output, states, adjoint.states, self.chunks.factors, scale, *self.edges
+        dX = None if p.e is None else adjoint.output
+        operands = p.q, p.k, self.d_output, states, adjoint.states, self.chunks.factors, scale, p.e, dX, *self.edges
         if p.route.gradient == "delta_gradient":
-            each = delta_vjp.delta_gradient(r.reverse, multiprocessors(), *operands)
+            each = delta_vjp.delta_gradient(r.reverse, r.erasing.before_decay, multiprocessors(), *operands)
         else:
-            each = delta_vjp.delta_gradient_wide(r.reverse, *operands)
+            each = delta_vjp.delta_gradient_wide(r.reverse, r.erasing.before_decay, *operands)
         # [B, chunks, H, blocks of K, TERMS, C], and the sums over blocks, [B, chunks, H, C] each
         by_block = each.terms.reshape(*each.terms.shape[:2], p.H, -1, *each.terms.shape[3:])
-        sums = [by_block[:, :, :, :, i].sum(3) for i in range(delta_vjp.TERMS)]
+        sums = [by_block[:, :, :, :, i].sum(3) for i in range(by_block.shape[4])]
         decay = Decay()
         if r.decay.form == "head":
             decay = Decay(head=self.gates_by_row(sums[delta_vjp.D_GATES]))
@@ -197,12 +203,34 @@ class DeltaLayout(SegmentedScan):
         return gradient_recurrence(
             r,
             *(p.put(x)[..., : r.q.shape[3]].astype(jnp.float32) for x in (each.dq, each.dk)),
-            p.sum_of_values(adjoint.output, p.blocks).astype(jnp.float32),
+            self.product_with_values(r, adjoint, r.erasing.write),
             decay,
             None if self.packed is not None else self.last(adjoint),
             self.by_sequence(sums[delta_vjp.D_SCALE]).sum(1),
-            Erasure(beta=self.by_row(sums[delta_vjp.D_BETA] + adjoint.beta.sum(3))),
+            self.gradient_of_erasure(r, sums, each, adjoint),
         )
+
+    def gradient_of_erasure(self, r: Recurrence, sums: list, each: delta_vjp.Results, adjoint: Results) -> Erasure:
+        """Return the gradient of the erasure. sums: the terms of all tokens, by number. each: the gradients of chunks."""
+        e = r.erasing
+        if e.beta is not None:
+            return Erasure(beta=self.by_row(sums[delta_vjp.D_BETA] + adjoint.beta.sum(3)))
+        d_write = None if e.write is None else self.product_with_values(r, adjoint, spread_heads(r.v, r.num_heads))
+        de = self.layout.put(each.de)[..., : r.q.shape[3]]
+        if self.packed is not None and e.before_decay:
+            de = jnp.where(self.packed.begins[:, None, None], 0, de)
+        return e.replace(erase=de, write=d_write)
+
+    def product_with_values(self, r: Recurrence, adjoint: Results, x: jax.Array | None) -> jax.Array:
+        """Return dV with beta, else dX x for x [B, T, H, V], of every head and in float32. x: None for 1."""
+        p = self.layout
+        dX = p.sum_of_values(adjoint.output, p.blocks).astype(jnp.float32)
+        if x is None:
+            return dX
+        product = dX * x.astype(jnp.float32)
+        return (
+            product if r.boundaries is None else jnp.where(r.is_token[:, None, None], product, 0)
+        )  # x is not 0 in padding
 
     def constant_gradient(self, dg):
         """Return the gradient of the constant decays of sequences, [N, H]. dg: the gradient of the tokens' gates, [B, chunks, H,
@@ -216,37 +244,40 @@ class DeltaLayout(SegmentedScan):
 class DeltaKeyLayout(SegmentedScan):
     """Hold a recurrence of the delta rule with per-key gates as the scan reads it.
 
-    pairs: the results of `chunks/pairs.py`. gates: in bfloat16 or float32, [B, rows, H, K]. beta: [B, chunks, H, C] in float32.
-    d_output: dO in rows of chunks, for a gradient.
+    pairs: the results of `chunks/pairs.py`. gates: in bfloat16 or float32, [B, rows, H, K]. beta: [B, chunks, H, C] in float32;
+    None with an erase vector. d_output: dO in rows of chunks, for a gradient.
     """
 
     pairs: Pairs
     gates: jax.Array
-    beta: jax.Array
+    beta: jax.Array | None
     d_output: jax.Array | None
 
     @classmethod
     def of(cls, r: Recurrence, route: Route, d_output=None) -> "DeltaKeyLayout":
         """Return the layout of r for its route, in which each packed sequence begins at a chunk's start."""
-        p, beta = layout_of(r, route), beta_of(r)
-        beta, gates = by_chunk(in_chunks(p.take(beta).astype(jnp.float32))), p.in_blocks(p.r.decay.key, p.K)
+        p, beta = layout_of(r, route), r.erasing.beta
+        beta = None if beta is None else by_chunk(in_chunks(p.take(beta).astype(jnp.float32)))
+        gates = p.in_blocks(p.r.decay.key, p.K)
         gates = gates if gates.dtype == jnp.bfloat16 else gates.astype(jnp.float32)
-        pairs = pairs_of_chunks(r.reverse, p.q, p.k, gates, beta, p.scale_of_chunks())
+        operands = p.q, p.k, gates, beta, p.scale_of_chunks(), p.e
+        pairs = pairs_of_chunks(r.reverse, r.erasing.before_decay, *operands)
         return cls(p, pairs, gates, beta, None if d_output is None else p.in_blocks(d_output, p.V))
 
-    def scan_segments(self, kind, start) -> Results:
+    def scan_segments(self, kind, start) -> KeyResults:
         p = self.layout
-        w = DeltaKeyScan(kind, p.H, p.K, p.V, p.r.reverse, start=start is not None)
+        w = DeltaKeyScan(kind, p.H, p.K, p.V, p.r.reverse, start=start is not None, form=p.r.erasing.form)
         start = jnp.zeros((1, 1, STRIPE, 64), jnp.float32) if start is None else start
         d_output = self.d_output if w.is_adjoint else p.v
-        return delta_key_scan(w, p.chunk_rows, jnp.asarray(p.table), p.v, d_output, *self.pairs, self.beta, start)
+        operands = p.v, d_output, *self.pairs, self.beta, start, p.w
+        return delta_key_scan(w, p.chunk_rows, jnp.asarray(p.table), *operands)
 
-    def gradient(self, r: Recurrence, states, adjoint: Results) -> Recurrence:
+    def gradient(self, r: Recurrence, states, adjoint: Any) -> Recurrence:
         p = self.layout
-        operands = p.q, p.k, self.gates, self.beta, self.d_output, states, adjoint.states, p.scale_of_chunks()
-        each = delta_key_vjp.delta_key_gradient(r.reverse, multiprocessors(), *operands)
+        operands = p.q, p.k, self.gates, self.beta, self.d_output, states, adjoint.states, p.scale_of_chunks(), p.e
+        each = delta_key_vjp.delta_key_gradient(r.reverse, r.erasing.before_decay, multiprocessors(), *operands)
         # [B, chunks, H, TERMS, C]
-        sums = each.terms.reshape(*self.beta.shape[:3], -1, *each.terms.shape[3:]).sum(3)
+        sums = each.terms.reshape(*each.terms.shape[:2], p.H, -1, *each.terms.shape[3:]).sum(3)
         return gradient_recurrence(
             r,
             *(p.gradient_of_keys(x).astype(jnp.float32) for x in (each.dq, each.dk)),
@@ -254,8 +285,16 @@ class DeltaKeyLayout(SegmentedScan):
             Decay(key=p.gradient_of_keys(each.dg)),
             self.last(adjoint),
             self.by_sequence(sums[:, :, :, D_SCALE]).sum(1),
-            Erasure(beta=self.by_row(sums[:, :, :, D_BETA] + adjoint.beta.sum(3))),
+            self.gradient_of_erasure(r, sums, each, adjoint),
         )
+
+    def gradient_of_erasure(self, r: Recurrence, sums, each: delta_key_vjp.Results, adjoint: KeyResults) -> Erasure:
+        """Return the gradient of the erasure. sums: those of `gradient`. each: the gradients of chunks."""
+        if r.erasing.beta is not None:
+            return Erasure(beta=self.by_row(sums[:, :, :, D_BETA] + adjoint.beta.sum(3)))
+        p = self.layout
+        write = None if adjoint.write is None else p.sum_of_values(adjoint.write, p.blocks)
+        return r.erasing.replace(erase=p.gradient_of_keys(each.de), write=write)
 
 
 def laid_out(r: Recurrence, route: Route, d_output=None) -> SegmentedScan:
@@ -267,11 +306,6 @@ def laid_out(r: Recurrence, route: Route, d_output=None) -> SegmentedScan:
         )
     kind = DeltaKeyLayout if r.decay.key is not None else DeltaLayout
     return kind.of(r, route, d_output)
-
-
-def beta_of(r: Recurrence) -> jax.Array:
-    assert r.erasing.beta is not None, "supports refuses other erasures"
-    return r.erasing.beta
 
 
 def in_chunks(x) -> jax.Array:

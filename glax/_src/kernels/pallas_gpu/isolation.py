@@ -23,7 +23,7 @@ import numpy as np
 from jax import Array, lax
 
 from glax._src.core.decay import Decay
-from glax._src.core.recurrence import Outputs, Recurrence, Residuals, StoredStates
+from glax._src.core.recurrence import Outputs, Recurrence, Residuals, StoredStates, spread_heads
 from glax._src.core.segments import expanded
 from glax._src.kernels.pallas_gpu.documents import Documents, positive
 from glax._src.kernels.pallas_gpu.plan import C
@@ -42,17 +42,18 @@ def isolated(run: Callable, r: Recurrence, *given) -> Any:
     run: (r) -> Outputs, or (Outputs, Residuals or None); or (r, d_output, d_final, *residuals) -> the gradient. A document with
     numbers that are not finite, or overflow, has outputs of NaN from there on, and gradients of NaN.
     """
-    if not shares_rows(r, *given):
+    _, d_final, *residuals = given or (None, None)
+    if not shares_rows(r, d_final):
         return run(r, *given)
     run = jax.jit(run)  # traced once for both calls
     found = run(r, *given)
     again = (without_spoiled_documents if given else without_spoiled_tokens)(run)
-    is_spoiled = spoiled(r, found, *given)
+    is_spoiled = spoiled(r, found, d_final, *residuals)
     results = lax.cond(is_spoiled, again, lambda r, *_: empty_like(found), r, *given)
     return merged(is_spoiled.astype(jnp.int32), r, found, results)
 
 
-def shares_rows(r: Recurrence, d_output=None, d_final=None, residuals=None) -> bool:
+def shares_rows(r: Recurrence, d_final=None) -> bool:
     """Return whether several documents of r share the rows that the kernels read."""
     return r.segments is not None or Reading.of(r, d_final=d_final).shares_rows
 
@@ -82,7 +83,7 @@ def empty_like(x):
 # ---- are results spoiled ---------------------------------------------------------------------------------------------
 
 
-def spoiled(r: Recurrence, found, d_output=None, d_final=None, residuals: Residuals | None = None) -> Array:
+def spoiled(r: Recurrence, found, d_final=None, residuals: Residuals | None = None) -> Array:
     """Return whether results of a chunk's edge are beyond use, a bool, since `lax.cond` clamps an integer by a kernel of its own.
 
     The outputs of a chunk's last row in scan order draw on all rows before it, and so does the gradient of q. The other gradients
@@ -208,7 +209,7 @@ def bad_tokens(r: Recurrence, documents: Documents, others: list[Array], d_final
     others: arrays of tokens that count beside those which a state carries. In a forward q alone does not count, since it reaches
     its own output only. whole: whether `others` count as bad, and not only against a search for what overflows.
     """
-    carried = [r.k, r.v] + ([] if r.erasure is None else [beta_of(r)])
+    carried = [r.k, r.v, *jax.tree.leaves(r.erasure)]
     size = jnp.maximum(largest_of_states(r, documents, d_final), largest(documents, carried))
     beside, gates = largest(documents, others), bad_gates(r, documents)
     not_finite = gates | (size > LARGE)
@@ -292,20 +293,18 @@ def is_bad_gate(x: Array) -> Array:
     return jnp.isnan(x) | jnp.isposinf(x)
 
 
-def beta_of(r: Recurrence) -> Array:
-    beta = r.erasing.beta
-    assert beta is not None, "supports refuses other erasures"
-    return beta
-
-
 def grows(r: Recurrence, documents: Documents) -> Array:
-    """Return which tokens of the delta rule lie behind keys by which a state may grow beyond use: |1 - beta |k|^2| is above
-    1."""
+    """Return which tokens of the delta rule lie behind keys by which a state may grow beyond use: |1 - e . k| is above 1."""
     if r.erasure is None:
         return jnp.zeros_like(documents.is_token)
-    length = jnp.square(jnp.nan_to_num(r.k.astype(jnp.float32))).sum(3).max(2)
-    strength = jnp.nan_to_num(beta_of(r).astype(jnp.float32)).max(2)
-    factor = jnp.log(jnp.clip(strength * length - 1, 1.0, 1e30))
+    k, beta = jnp.nan_to_num(r.k.astype(jnp.float32)), r.erasing.beta
+    if beta is not None:
+        length = jnp.square(k).sum(3).max(2)
+        size = jnp.nan_to_num(beta.astype(jnp.float32)).max(2) * length - 1
+    else:
+        e, _ = r.erasing.vectors(r.k)
+        size = jnp.abs(1 - (jnp.nan_to_num(e.astype(jnp.float32)) * spread_heads(k, r.num_heads)).sum(3)).max(2)
+    factor = jnp.log(jnp.clip(size, 1.0, 1e30))
     return documents.sums(jnp.where(documents.is_token, factor, 0)) > GROWTH
 
 
@@ -320,7 +319,7 @@ def without(r: Recurrence, documents: Documents, lost: Array, own: Array) -> Rec
     d, erasure = r.decay, r.erasure
     constant = None if d.constant is None else jnp.where(is_bad_gate(d.constant), 0, d.constant)
     if erasure is not None:
-        erasure = erasure.replace(beta=filled(beta_of(r), lost, 0))
+        erasure = jax.tree.map(lambda x: filled(x, lost, 0), erasure)
     initial = None if r.initial_state is None else filled(r.initial_state, lost[:, documents.first], 0)
     q, k, v = filled(r.q, lost | own, 0), filled(r.k, lost, 0), filled(r.v, lost, 0)
     decay = Decay(constant, gate(d.head), gate(d.key), d.value)

@@ -77,6 +77,19 @@ class KernelLayout:
         self.scale = r.scale.astype(jnp.float32)
         self.table = self.segments()
 
+    @functools.cached_property
+    def e(self) -> Array | None:
+        """Return the erase vector in rows of chunks, [B, rows, H, K] in bfloat16; None with beta."""
+        return self.in_bfloat16(self.r.erasing.erase, self.K)
+
+    @functools.cached_property
+    def w(self) -> Array | None:
+        """Return the write gate in rows of chunks, [B, rows, H, V] in bfloat16; None with beta, and where it is 1."""
+        return self.in_bfloat16(self.r.erasing.write, self.V)
+
+    def in_bfloat16(self, x: Array | None, width: int) -> Array | None:
+        return None if x is None else self.in_blocks(x.astype(jnp.bfloat16), width)
+
     def gate_operands(self) -> Any:
         """Return what kernels read of gates: a tuple of the terms of per-key gates, else one array of sums of log2 gates."""
         if self.key:
@@ -232,9 +245,11 @@ class KernelLayout:
         return jnp.concatenate([table, tokens], axis=-1)
 
     def edge_copies(self, *arrays):
-        """Return the operands by which a kernel reads the edges of these arrays, [B, rows, heads, width]. Return none without
-        edges."""
-        return () if self.edges is None else (self.edges.block, *map(self.edges.copy, arrays))
+        """Return the operands by which a kernel reads the edges of these arrays, [B, rows, heads, width], and None for None.
+        Return none without edges."""
+        if self.edges is None:
+            return ()
+        return self.edges.block, *(None if x is None else self.edges.copy(x) for x in arrays)
 
     @functools.cached_property
     def lookback(self) -> int:

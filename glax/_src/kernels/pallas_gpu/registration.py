@@ -1,7 +1,7 @@
 """Register kernels for Hopper GPUs in Pallas Mosaic GPU. They need neither Triton nor a compiler beside JAX.
 
 `plain`, or `delta` for the delta rule, launches them, and loads Pallas when one of them runs.
-docs/internals/experiments/hopper.md has the figures.
+docs/internals/experiments/hopper/host.md has the figures.
 """
 
 from glax._src.core.decay import ROW_FORMS
@@ -132,6 +132,7 @@ def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outp
     route=forward_route,
     forms=ROW_FORMS,
     erases=True,
+    erases_before_decay=True,
     stores_states=stores_states,
     takes_segments=takes_segments,
     isolate=isolate,
@@ -158,6 +159,7 @@ def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
     route=gradient_route,
     forms=ROW_FORMS,
     erases=True,
+    erases_before_decay=True,
     takes_segments=takes_segments,
     isolate=isolate,
 )

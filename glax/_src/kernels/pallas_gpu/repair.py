@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.core.backend import Backend
 from glax._src.kernels.common.gpu import multiprocessors
+from glax._src.kernels.common.in_place import unfused
 from glax._src.kernels.pallas_gpu.device.cache import once
 
 BLOCKS = 1024, 512, 256, 128  # numbers that a program moves together, 1 to 8 a thread
@@ -71,4 +72,5 @@ def in_place(flag: Array, found: Sequence[Array], others: Sequence[Array]) -> li
         return [jax.freeze(x) for x in targets]
 
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in found]
-    return once(("repair", programs), call, flag, *found, *others, results=results)
+    found = [unfused(x) for x in found]
+    return [unfused(x) for x in once(("repair", programs), call, flag, *found, *others, results=results)]

@@ -407,7 +407,11 @@ class PackedRow:
             gates = jnp.zeros((*r.q.shape[:2], r.num_heads), jnp.float32)
         gates = jnp.where(self.is_token[:, None], gates, 0)
         gates = jnp.where(self.begins[:, None], -jnp.inf, gates)
-        return r.replace(boundaries=None, decay=Decay(head=gates), scale=r.scale[:1])
+        erasure = r.erasure
+        if erasure is not None and erasure.before_decay and erasure.erase is not None:
+            # Before its gate of -inf, a token that begins a sequence would read the state of another.
+            erasure = erasure.replace(erase=jnp.where(self.begins[:, None, None], 0, erasure.erase))
+        return r.replace(boundaries=None, decay=Decay(head=gates), scale=r.scale[:1], erasure=erasure)
 
     def gate_gradient(self, d: Float[Array, "1 T H"]) -> Float[Array, "1 T H"]:
         """Return the gradient of the packed gates from the gradient of the row's gates. It is 0 where a sequence begins from

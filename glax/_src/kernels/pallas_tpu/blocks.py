@@ -136,6 +136,11 @@ def store_gradient(plan: Plan, step: Step, ref: Ref, heads: int, unit, x):
     ref[:, at] += chunk_math.select_rows(x, step_rows(plan, step))
 
 
+def wide(x):
+    """Return x in float32 if it is in float16, which a TPU does not read."""
+    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
+
+
 def gate_inputs(plan: Plan, r: Recurrence) -> dict:
     """Return (array, block) of the gates of r, by the name of their reference."""
     decay = r.decay
@@ -146,9 +151,23 @@ def gate_inputs(plan: Plan, r: Recurrence) -> dict:
     if decay.head is not None:
         return dict(gates=(plan.to_groups(decay.head), plan.head_gate_block()))
     if decay.key is not None:
-        x = decay.key.astype(jnp.float32) if decay.key.dtype == jnp.float16 else decay.key
-        return dict(key_gates=(plan.to_lanes(x, plan.K), plan.token_block(plan.H, plan.K)))
+        return dict(key_gates=(plan.to_lanes(wide(decay.key), plan.K), plan.token_block(plan.H, plan.K)))
     return {}
+
+
+def erasure_inputs(plan: Plan, r: Recurrence) -> dict:
+    """Return (array, block) of beta, or of erase and write."""
+    if r.erasure is None:
+        return {}
+    beta, erase, write = r.erasure.beta, r.erasure.erase, r.erasure.write
+    inputs = {}
+    if beta is not None:
+        inputs["beta"] = plan.to_groups(beta), plan.head_gate_block()
+    if erase is not None:
+        inputs["erase"] = plan.to_lanes(wide(erase), plan.K), plan.token_block(plan.H, plan.K)
+    if write is not None:
+        inputs["write"] = plan.to_lanes(wide(write), plan.V), plan.token_block(plan.H, plan.V)
+    return inputs
 
 
 def row_inputs(plan: Plan, r: Recurrence) -> dict:
@@ -163,8 +182,7 @@ def row_inputs(plan: Plan, r: Recurrence) -> dict:
 
 def state_input(plan: Plan, x) -> tuple:
     """Return (array, block) of states [N, H, K, V]."""
-    x = x.astype(jnp.float32) if x.dtype == jnp.float16 else x
-    return plan.to_state_blocks(x), plan.sequence_block(plan.program_heads, plan.K, plan.V)
+    return plan.to_state_blocks(wide(x)), plan.sequence_block(plan.program_heads, plan.K, plan.V)
 
 
 def estimate_cost(plan: Plan, r: Recurrence, products: int, inputs: dict, outputs: dict) -> pl.CostEstimate:

@@ -63,6 +63,27 @@ def sum_by(matrix, x, exact: bool):
     return jnp.asarray(sum(dot(matrix, part, NN, jnp.bfloat16) for part in bfloat16_parts(x, exact)))
 
 
+def exact_dot(x, y):
+    """Return x @ y for float32 matrices of any values, to float32: six products of three bfloat16 terms of each.
+
+    The terms of x lie below each other, so that each term of y is loaded into the matrix unit once.
+    """
+    rows, xs, ys = x.shape[0], bfloat16_parts(x, exact=True), bfloat16_parts(y, exact=True)
+    first = dot(jnp.concatenate(xs), ys[0], NN, jnp.bfloat16)
+    second = dot(jnp.concatenate(xs[:2]), ys[1], NN, jnp.bfloat16)
+    small = dot(xs[0], ys[2], NN, jnp.bfloat16) + second[rows:] + first[2 * rows :]
+    return first[:rows] + (first[rows : 2 * rows] + second[:rows] + small)
+
+
+def fine_dot(x, y, dims, dtype):
+    """Multiply float32 matrices with 16 bits of each operand where `dtype` is bfloat16, as `dot` does with float32 else."""
+    if dtype == jnp.float32:
+        return dot(x, y, dims, dtype)
+    xs, ys = bfloat16_parts(x, exact=False), bfloat16_parts(y, exact=False)
+    products = (dot(a, b, dims, dtype) for i, a in enumerate(xs) for j, b in enumerate(ys) if i + j < 2)
+    return jnp.asarray(sum(products))
+
+
 def row_sums(*arrays):
     """Return the sums of each row over all arrays [C, width], [C, 1]."""
     if len({x.shape for x in arrays}) == 1:

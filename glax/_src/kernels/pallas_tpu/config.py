@@ -5,9 +5,11 @@ from typing import Self
 
 import jax.numpy as jnp
 
+from glax._src.core.erasure import Erasure
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import Config, check_field
-from glax._src.kernels.pallas_tpu.sizes import SMEM_BYTES, VMEM_BYTES, packing, unit_bytes
+from glax._src.kernels.common.refusals import XLA
+from glax._src.kernels.pallas_tpu.sizes import SMEM_BYTES, VMEM_BYTES, packing, pool_block, unit_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +22,11 @@ class TPUChunkedConfig(Config):
 
     chunk: int = 128
     units: int = 8
+
+    @classmethod
+    def heuristic(cls, r: Recurrence) -> Self:
+        """Return fewer units where the kernel erases, for more would not fit beside its matrices [chunk, chunk]."""
+        return cls() if r.erasure is None else cls(units=4)
 
     def __post_init__(self):
         check_field("chunk", self.chunk, 32, 256, power_of_two=True)
@@ -38,7 +45,8 @@ def supports(r: Recurrence) -> str | None:
         return "there is nothing to compute"
     K, V = r.state_shape[2:]
     pack, K_lanes, V_lanes = packing((r.q.shape[2], r.k.shape[2], r.v.shape[2]), K, V)
-    if unit_bytes(128, pack * K_lanes, pack * V_lanes, r.q.dtype.itemsize) > VMEM_BYTES:
+    erases = r.erasure is not None
+    if unit_bytes(128, pack * K_lanes, pack * V_lanes, r.q.dtype.itemsize, erases) > VMEM_BYTES:
         return f"blocks of one head with key (K) {K} wide and value (V) {V} wide in {r.q.dtype} do not fit VMEM"
     if r.boundaries is not None and 24 * (r.q.shape[1] // 128 + r.num_sequences + 3) > SMEM_BYTES:
         return f"the steps of T={r.q.shape[1]} rows in {r.num_sequences} sequences do not fit scalar memory"
@@ -50,11 +58,49 @@ def priority(r: Recurrence) -> int:
     return 5 if r.q.shape[1] >= 16 else 0
 
 
+MOST_TOKENS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class TPUPoolConfig(Config):
+    """Configure the kernels on a pool of states, which have nothing to choose."""
+
+
+def pooled_refusal(r: Recurrence) -> str | None:
+    """Return why the kernels on a pool of states do not support r, or None."""
+    if r.boundaries is not None:
+        return "takes the same number of tokens of each sequence, got cu_seqlens: `recurrent` takes packed sequences"
+    if r.q.shape[1] > MOST_TOKENS:
+        return f"takes up to {MOST_TOKENS} tokens of each sequence, got T={r.q.shape[1]}: `recurrent` takes more"
+    if r.q.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"computes in float32 and bfloat16, query is {r.q.dtype}"
+    if r.initial_state is not None and r.initial_state.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"takes states in float32 and bfloat16, got {r.initial_state.dtype}: cast the pool, or {XLA}"
+    if 0 in r.q.shape:
+        return "there is nothing to compute"
+    if pool_block_of(r) is None:
+        (T, (K, V)) = r.q.shape[1], r.state_shape[2:]
+        return f"blocks of a state with key (K) {K} wide and value (V) {V} wide, and of T={T} tokens, do not fit VMEM"
+    return None
+
+
+def pool_block_of(r: Recurrence) -> tuple[int, int] | None:
+    """Return `pool_block` of a call, with as many numbers of a token as r has arrays."""
+    erasure = r.erasure or Erasure()
+    has_row_gates = not (r.decay.head is None and r.decay.key is None and r.decay.constant is None)
+    by_key = 2 + has_row_gates + (r.erasure is not None) + (erasure.along is not None)
+    by_value = 2 + (r.decay.value is not None) + (erasure.beta is not None or erasure.write is not None)
+    return pool_block(*r.state_shape[1:], r.q.shape[1], by_key, by_value)
+
+
 @dataclasses.dataclass(frozen=True)
 class TPUGradientConfig(TPUChunkedConfig):
     """Configure the gradient, with the fields of the forward's config."""
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> Self:
-        """Return fewer units where the blocks of a unit are larger: with per-key gates, and in float32."""
+        """Return fewer units where the blocks of a unit are larger: with per-key gates, and in float32; and two where the kernel
+        erases, whose long programs gain nothing from more."""
+        if r.erasure is not None:
+            return cls(units=2)
         return cls(units=8 if r.q.dtype == jnp.bfloat16 and r.decay.key is None else 4)

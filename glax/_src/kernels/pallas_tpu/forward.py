@@ -4,8 +4,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from glax._src.core.recurrence import Outputs, Recurrence
-from glax._src.kernels.pallas_tpu import head_gate, key_gate
+from glax._src.kernels.pallas_tpu import delta, head_gate, key_gate
 from glax._src.kernels.pallas_tpu.blocks import (
+    erasure_inputs,
     estimate_cost,
     gate_inputs,
     load_state,
@@ -16,7 +17,14 @@ from glax._src.kernels.pallas_tpu.blocks import (
 from glax._src.kernels.pallas_tpu.config import TPUChunkedConfig
 from glax._src.kernels.pallas_tpu.launch import has_rows, launch, when
 from glax._src.kernels.pallas_tpu.plan import Plan, Step
-from glax._src.kernels.pallas_tpu.refs import ForwardRefs
+from glax._src.kernels.pallas_tpu.refs import BackwardRefs, ForwardRefs, StateRefs
+
+
+def chunk_form(refs: ForwardRefs | StateRefs | BackwardRefs):
+    """Return the module that computes a chunk of this call."""
+    if refs.beta is not None or refs.erase is not None:
+        return delta
+    return head_gate if refs.key_gates is None else key_gate
 
 
 def forward(plan: Plan, step: Step, scale, refs: ForwardRefs):
@@ -38,8 +46,7 @@ def forward(plan: Plan, step: Step, scale, refs: ForwardRefs):
 
     @when(has_rows(plan, step))
     def _():
-        gate_form = head_gate if refs.key_gates is None else key_gate
-        gate_form.forward(plan, step, scale, refs)
+        chunk_form(refs).forward(plan, step, scale, refs)
 
     @when(step.ends)
     def _():
@@ -50,7 +57,7 @@ def chunked(r: Recurrence, *, config: TPUChunkedConfig) -> Outputs:
     """Compute the recurrence in chunks. It reads q, k, v and gates once, and writes the output once."""
     plan = Plan.of(r, config.chunk, config.units)
     K, V = r.state_shape[2:]
-    inputs = row_inputs(plan, r) | gate_inputs(plan, r)
+    inputs = row_inputs(plan, r) | gate_inputs(plan, r) | erasure_inputs(plan, r)
     if r.initial_state is not None:
         inputs["initial_state"] = state_input(plan, r.initial_state)
     T_padded = max(plan.T, plan.chunk)

@@ -135,13 +135,16 @@ def forward(plan: Plan, step: Step, scale, refs: ForwardRefs):
         refs.state[unit] = carry_state(plan, S, k, v, edges, heads, dtype)
 
 
-def carry_state(plan: Plan, S, k, v, edges: EdgeDecays | None, heads, dtype):
-    """Advance the state by one chunk:   S' = e^{G_last} S + sum_j v_j (k_j e^{G_last - G_j})^T   [V, K]."""
+def carry_state(plan: Plan, S, k, v, edges: EdgeDecays | None, heads, dtype, product=chunk_math.dot):
+    """Advance the state by one chunk:   S' = e^{G_last} S + sum_j v_j (k_j e^{G_last - G_j})^T   [V, K].
+
+    product: multiplies the matrices, as `chunk_math.dot` does.
+    """
     v = v.T
     if edges is not None:
         v = v * join_heads(plan, plan.V, [edges.to_end[head : head + 1] for head in heads], axis=0)
         S = S * join_heads(plan, plan.K, [edges.total[head : head + 1] for head in heads])
-    return S + block_diagonal(plan, chunk_math.dot(v, k, chunk_math.NN, dtype))
+    return S + block_diagonal(plan, product(v, k, chunk_math.NN, dtype))
 
 
 def save_states(plan: Plan, step: Step, refs: StateRefs):
@@ -261,7 +264,9 @@ def emit_gate_gradients(plan: Plan, step: Step, refs: BackwardRefs):
     """Store dg_t = <S, dS>_{before the chunk} - sum over s before t in the chunk of (q_s dq_s - k_s dk_s), for every head."""
     s, t = (chunk_math.positions((plan.chunk, plan.chunk), axis, plan.reverse) for axis in (0, 1))
     # [R, C]
-    terms = refs.row_terms[...].T[: plan.gate_rows] - refs.column_terms[...]
+    terms = refs.row_terms[...].T[: plan.gate_rows]
+    if refs.column_terms is not None:
+        terms -= refs.column_terms[...]
     earlier = chunk_math.dot(terms, jnp.where(s < t, 1.0, 0.0), chunk_math.NN, jnp.float32)
     d_gates = refs.edge_terms[...].sum(1, keepdims=True) - earlier
     # [1, C]

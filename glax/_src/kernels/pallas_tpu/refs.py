@@ -21,6 +21,9 @@ class ForwardRefs(NamedTuple):
     gates: Ref = None  # [R, C], or [R, 1] if constant
     key_gates: Ref = None  # [C, H * K]
     initial_state: Ref = None  # [heads, K, V]
+    beta: Ref = None  # [R, C]
+    erase: Ref = None  # [C, H * K]
+    write: Ref = None  # [C, H * V]
 
 
 class StateRefs(NamedTuple):
@@ -33,6 +36,9 @@ class StateRefs(NamedTuple):
     gates: Ref = None  # [R, C], or [R, 1] if constant
     key_gates: Ref = None  # [C, H * K]
     initial_state: Ref = None  # [heads, K, V]
+    beta: Ref = None  # [R, C]
+    erase: Ref = None  # [C, H * K]
+    write: Ref = None  # [C, H * V]
 
 
 class BackwardRefs(NamedTuple):
@@ -52,11 +58,18 @@ class BackwardRefs(NamedTuple):
     scale_terms: Ref  # scratch [units, 1, pack * K + C]
     gates: Ref = None  # [R, C], or [R, 1] if constant
     key_gates: Ref = None  # [C, H * K]
+    beta: Ref = None  # [R, C]
+    erase: Ref = None  # [C, H * K]
+    write: Ref = None  # [C, H * V]
     d_initial: Ref = None  # [heads, K, V]
     d_gates: Ref = None  # [R, C]
     d_key_gates: Ref = None  # [C, H * K]
     d_constant: Ref = None  # [R, C], terms to be summed
+    d_beta: Ref = None  # [R, C]
+    d_erase: Ref = None  # [C, H * K]
+    d_write: Ref = None  # [C, H * V]
     row_terms: Ref = None  # scratch [C, 128]: sums over the rows of pairs, one column for each head
-    column_terms: Ref = None  # scratch [R, C]: sums over the columns of pairs
+    column_terms: Ref = None  # scratch [R, C]: sums over the columns of pairs, None if row_terms is less these
     edge_terms: Ref = None  # scratch [R, pack * K]: <S, dS> before the chunk, by key channel
     constant_terms: Ref = None  # scratch [R, C]
+    beta_terms: Ref = None  # scratch [C, 128]: the gradient of beta, one column for each head

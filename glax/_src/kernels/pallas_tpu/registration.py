@@ -3,10 +3,19 @@
 A function here loads the module with its kernel, and with it Pallas, when a call runs it.
 """
 
+import functools
+
 from glax._src.core.decay import ROW_FORMS
 from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.core.registry import Backend, Platform, kernel_registry
-from glax._src.kernels.pallas_tpu.config import TPUChunkedConfig, TPUGradientConfig, priority, supports
+from glax._src.kernels.pallas_tpu.config import (
+    TPUChunkedConfig,
+    TPUGradientConfig,
+    TPUPoolConfig,
+    pooled_refusal,
+    priority,
+    supports,
+)
 
 
 @kernel_registry.register(
@@ -17,6 +26,7 @@ from glax._src.kernels.pallas_tpu.config import TPUChunkedConfig, TPUGradientCon
     supports=supports,
     priority=priority,
     forms=ROW_FORMS,
+    erases=True,
     mixes_segments=lambda r: True,
 )
 def chunked(r: Recurrence, *, config: TPUChunkedConfig) -> Outputs:
@@ -34,6 +44,7 @@ def chunked(r: Recurrence, *, config: TPUChunkedConfig) -> Outputs:
     supports=supports,
     priority=priority,
     forms=ROW_FORMS,
+    erases=True,
     mixes_segments=lambda r: True,
 )
 def chunked_vjp(r: Recurrence, d_output, d_final, *, config: TPUGradientConfig) -> Recurrence:
@@ -41,3 +52,31 @@ def chunked_vjp(r: Recurrence, d_output, d_final, *, config: TPUGradientConfig) 
     from glax._src.kernels.pallas_tpu import vjp
 
     return vjp.chunked_vjp(r, d_output, d_final, config=config)
+
+
+pooled = functools.partial(
+    kernel_registry.register,
+    platform=Platform.PALLAS,
+    backend=Backend.TPU,
+    config=TPUPoolConfig,
+    supports=pooled_refusal,
+    erases=True,
+    erases_before_decay=True,
+    erases_along=True,
+)
+
+
+@pooled("recurrent.step")
+def recurrent_step(r: Recurrence, pool, slots, *, config: TPUPoolConfig):
+    """Advance each sequence by its tokens. Its state in the pool is read once and written once."""
+    from glax._src.kernels.pallas_tpu import pool as pools
+
+    return pools.recurrent_step(r, pool, slots)
+
+
+@pooled("recurrent.verify")
+def recurrent_verify(r: Recurrence, pool, slots, *, config: TPUPoolConfig):
+    """Compute the outputs of each sequence's tokens. Its state in the pool is read once, and the pool does not change."""
+    from glax._src.kernels.pallas_tpu import pool as pools
+
+    return pools.recurrent_verify(r, pool, slots)

@@ -2,15 +2,18 @@
 
 LANES = 128
 VMEM_BYTES = 8 * 2**20  # for the blocks of a step, of 16 MiB; the rest is for intermediate values
+POOL_BYTES = 12 * 2**20  # for the blocks of a step on a pool of states, whose intermediate values are small
 SMEM_BYTES = 2**19  # for the table of steps, of 1 MiB
 
 
-def unit_bytes(chunk: int, K: int, V: int, itemsize: int) -> int:
+def unit_bytes(chunk: int, K: int, V: int, itemsize: int, erases: bool) -> int:
     """Return the VMEM bytes of a unit of the gradient, which is the larger kernel.
 
-    It has nine blocks of rows and three of states, each with two buffers, and the state itself.
+    It has nine blocks of rows and three of states, each with two buffers, and the state itself. With an erasure it has eight more
+    blocks of rows: erase, write and their gradients, and four that stand for intermediate values.
     """
-    return 2 * chunk * (6 * K + 3 * V) * itemsize + 7 * K * V * 4
+    keys, values = (10, 7) if erases else (6, 3)
+    return 2 * chunk * (keys * K + values * V) * itemsize + 7 * K * V * 4
 
 
 def packing(heads: tuple[int, int, int], K: int, V: int) -> tuple[int, int, int]:
@@ -22,3 +25,20 @@ def packing(heads: tuple[int, int, int], K: int, V: int) -> tuple[int, int, int]
     half, whole = padded(LANES // 2), padded(LANES)
     paired = half != whole and len(set(heads)) == 1 and heads[0] % 2 == 0
     return (2, *half) if paired else (1, *whole)
+
+
+def pool_block(H: int, K: int, V: int, T: int, by_key: int, by_value: int) -> tuple[int, int] | None:
+    """Return how many heads, and how many columns of their states, a program on a pool of states has; None if nothing fits.
+
+    by_key, by_value: how many numbers of width K, and of width V with the output, a token has. Every block has two buffers, and
+    the state's has two for each of its copies, in and out. States between several tokens have one buffer more. All are counted
+    in float32. Fewer heads than eight take as many rows of tokens.
+    """
+    rows, keys, buffers = -(-K // 8) * 8, -(-K // LANES), 4 + (T > 1)
+    for heads in (n for n in range(min(H, 8), 0, -1) if H % n == 0):
+        for columns in (V, *range(V - V % LANES, 0, -LANES)):
+            values = -(-columns // LANES)
+            tokens = 2 * T * 8 * (by_key * keys + by_value * values)
+            if V % columns == 0 and (buffers * heads * rows * values + tokens) * LANES * 4 <= POOL_BYTES:
+                return heads, columns
+    return None

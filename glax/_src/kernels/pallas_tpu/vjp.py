@@ -19,9 +19,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from glax._src.core.decay import Decay
+from glax._src.core.erasure import Erasure
 from glax._src.core.recurrence import Recurrence, gradient_recurrence
-from glax._src.kernels.pallas_tpu import head_gate, key_gate
 from glax._src.kernels.pallas_tpu.blocks import (
+    erasure_inputs,
     estimate_cost,
     gate_inputs,
     load_state,
@@ -30,9 +31,11 @@ from glax._src.kernels.pallas_tpu.blocks import (
     store_state,
 )
 from glax._src.kernels.pallas_tpu.config import TPUGradientConfig
+from glax._src.kernels.pallas_tpu.forward import chunk_form
 from glax._src.kernels.pallas_tpu.launch import has_rows, launch, when
 from glax._src.kernels.pallas_tpu.plan import Plan, Step
 from glax._src.kernels.pallas_tpu.refs import BackwardRefs, StateRefs
+from glax._src.kernels.pallas_tpu.sizes import LANES
 
 
 def save_states(plan: Plan, step: Step, scale, refs: StateRefs):
@@ -46,8 +49,7 @@ def save_states(plan: Plan, step: Step, scale, refs: StateRefs):
 
     @when(has_rows(plan, step))
     def _():
-        gate_form = head_gate if refs.key_gates is None else key_gate
-        gate_form.save_states(plan, step, refs)
+        chunk_form(refs).save_states(plan, step, refs)
 
 
 def backward(plan: Plan, step: Step, scale, refs: BackwardRefs):
@@ -65,14 +67,13 @@ def backward(plan: Plan, step: Step, scale, refs: BackwardRefs):
         for ref, heads in zip((refs.dq, refs.dk, refs.dv), plan.heads, strict=True):
             if plan.packed or plan.is_shared(heads):
                 ref[...] = jnp.zeros_like(ref)
-        for ref in (refs.d_gates, refs.d_key_gates):
+        for ref in (refs.d_gates, refs.d_key_gates, refs.d_beta, refs.d_erase, refs.d_write):
             if ref is not None and plan.packed:
                 ref[...] = jnp.zeros_like(ref)
 
     @when(has_rows(plan, step))
     def _():
-        gate_form = head_gate if refs.key_gates is None else key_gate
-        gate_form.backward(plan, step, scale, refs)
+        chunk_form(refs).backward(plan, step, scale, refs)
 
     @when(step.ends)
     def _():
@@ -86,7 +87,7 @@ def backward(plan: Plan, step: Step, scale, refs: BackwardRefs):
 def states_before(plan: Plan, r: Recurrence) -> jnp.ndarray:
     """Compute the state before every step, [B, groups, steps, units, pack * V, pack * K]."""
     rows = row_inputs(plan, r)
-    inputs = dict(k=rows["k"], v=rows["v"]) | gate_inputs(plan, r)
+    inputs = dict(k=rows["k"], v=rows["v"]) | gate_inputs(plan, r) | erasure_inputs(plan, r)
     if r.initial_state is not None:
         inputs["initial_state"] = state_input(plan, r.initial_state)
     outputs = dict(states_before=((*plan.grid, *plan.state), r.q.dtype, plan.step_block(*plan.state)))
@@ -129,17 +130,47 @@ def gradient_outputs(plan: Plan, r: Recurrence) -> tuple[dict, dict]:
         dtype = jnp.promote_types(r.decay.key.dtype, jnp.bfloat16)
         outputs["d_key_gates"] = ((plan.B, T_padded, plan.H * plan.K), dtype, plan.token_block(plan.H, plan.K))
     elif r.decay.form != "none":
-        scratch |= dict(
-            row_terms=((plan.chunk, 128), jnp.float32),
-            column_terms=(per_head, jnp.float32),
-            edge_terms=((plan.gate_rows, plan.lanes), jnp.float32),
-        )
+        scratch["row_terms"] = (plan.chunk, LANES), jnp.float32
+        if r.erasure is None:
+            scratch["column_terms"] = per_head, jnp.float32
+        scratch["edge_terms"] = (plan.gate_rows, plan.lanes), jnp.float32
     if r.decay.constant is not None:
         scratch["constant_terms"] = (per_head, jnp.float32)
         outputs["d_constant"] = sequence_output(plan, per_head)
     if r.decay.head is not None:
         outputs["d_gates"] = ((plan.B, plan.groups, plan.blocks, *per_head), jnp.float32, plan.head_gate_block())
+    if r.erasure is not None:
+        more_outputs, more_scratch = erasure_gradient_outputs(plan, r.erasure)
+        outputs, scratch = outputs | more_outputs, scratch | more_scratch
     return outputs, scratch
+
+
+def erasure_gradient_outputs(plan: Plan, erasure: Erasure) -> tuple[dict, dict]:
+    """Return the outputs and the scratch arrays of `backward` for the gradient of an erasure."""
+    T_padded, per_head = max(plan.T, plan.chunk), (plan.gate_rows, plan.chunk)
+    if erasure.beta is not None:
+        blocks = (plan.B, plan.groups, plan.blocks, *per_head)
+        return dict(d_beta=(blocks, jnp.float32, plan.head_gate_block())), dict(
+            beta_terms=((plan.chunk, LANES), jnp.float32)
+        )
+    outputs = {}
+    for name, x, width in (("d_erase", erasure.erase, plan.K), ("d_write", erasure.write, plan.V)):
+        if x is not None:
+            dtype = jnp.promote_types(x.dtype, jnp.bfloat16)
+            outputs[name] = (plan.B, T_padded, plan.H * width), dtype, plan.token_block(plan.H, width)
+    return outputs, {}
+
+
+def erasure_gradient(plan: Plan, r: Recurrence, d: dict) -> Erasure | None:
+    """Return the gradient of the erasure from the kernel's outputs d. None if r has none."""
+    if r.erasure is None:
+        return None
+    K, V = r.state_shape[2:]
+    return Erasure(
+        beta=plan.from_groups(d["d_beta"]) if "d_beta" in d else None,
+        erase=plan.from_lanes(d["d_erase"], plan.K, K) if "d_erase" in d else None,
+        write=plan.from_lanes(d["d_write"], plan.V, V) if "d_write" in d else None,
+    )
 
 
 def sequence_output(plan: Plan, shape: tuple[int, ...]) -> tuple:
@@ -153,7 +184,7 @@ def chunked_vjp(r: Recurrence, d_output, d_final, *, config: TPUGradientConfig) 
     K, V = r.state_shape[2:]
     saved = states_before(plan, r)
     plan = dataclasses.replace(plan, adjoint=True)
-    inputs = row_inputs(plan, r) | gate_inputs(plan, r)
+    inputs = row_inputs(plan, r) | gate_inputs(plan, r) | erasure_inputs(plan, r)
     inputs |= dict(
         d_output=(plan.to_lanes(d_output, plan.V), plan.token_block(plan.H, plan.V)),
         d_final=state_input(plan, d_final),
@@ -171,4 +202,4 @@ def chunked_vjp(r: Recurrence, d_output, d_final, *, config: TPUGradientConfig) 
     )
     initial = plan.from_state_blocks(d["d_initial"], K, V) if "d_initial" in d else None
     scale = d["d_scale"].sum((1, 2, 3, 4))
-    return gradient_recurrence(r, dq, dk, dv, decay, initial, scale)
+    return gradient_recurrence(r, dq, dk, dv, decay, initial, scale, erasure_gradient(plan, r, d))

@@ -123,8 +123,8 @@ class TritonChunkedConfig(Config):
     def erasing(cls, r: Recurrence) -> Self:
         """Return the config of the delta rule. A program holds the whole state of its columns, which are few where K is large.
 
-        Two generations of data centers' GPUs multiply tiles of 64 columns and have the shared memory of three stages. 32 columns
-        are faster where 64 leave half of the multiprocessors idle.
+        Two generations of data centers' GPUs multiply tiles of 64 columns and have the shared memory of three stages, or
+        of two where e or key gates are one operand more. 32 columns are faster where 64 leave half of the multiprocessors idle.
         """
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
         if r.q.dtype != "bfloat16":
@@ -134,7 +134,7 @@ class TritonChunkedConfig(Config):
         if not has_large_tiles():
             return cls(64, min(V, 32), stages=2)
         few = r.num_sequences * r.num_heads * -(-V // 64) <= multiprocessors() // 2
-        stages = 2 if r.decay.form == "key" else 3
+        stages = 2 if r.decay.form == "key" or r.erasing.beta is None else 3
         return cls(64, min(V, 32 if few else 64), stages=stages)
 
     @classmethod
@@ -235,7 +235,9 @@ class GradientConfig(Config):
             return dataclasses.replace(plain, segment=0, block=block, stages=min(plain.stages, 3))
         if r.q.dtype != "bfloat16":
             return cls(16, 16, 0, block, warps=8, stages=1)
-        return cls(64, 16, 0, block, stages=1) if narrow else cls(32, 16, 0, block, warps=8, stages=1)
+        if not narrow:
+            return cls(32, 16, 0, block, warps=8, stages=1)
+        return cls(64, 16, 0, block, warps=4 if r.erasing.beta is not None or has_large_tiles() else 8, stages=1)
 
     @classmethod
     def candidates(cls, r: Recurrence) -> list[Self]:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from glax._src.core.decay import Decay
-from glax._src.core.erasure import Erasure
+from glax._src.core.erasure import Erasure, arrays_of
 from glax._src.core.recurrence import Outputs, Recurrence, gradient_recurrence
 from glax._src.kernels.triton.chunked import by_sequence, segments_and_chunks, start_of_sequences
 from glax._src.kernels.triton.compile_ahead import compile_in_parallel
@@ -63,11 +63,27 @@ def chunk_pairs(r: Recurrence, chunks: Segments, chunk: int) -> Pairs:
     inverse, scores, factors = launch(
         delta_scores,
         H * chunks.count,
-        (r.q, r.k, r.erasing.beta, gates, chunks.table),
+        (r.q, r.k, erasing_array(r), gates, chunks.table),
         [pairs, pairs, ((chunks.count, H, 3, chunk), jnp.float32)],
-        **dimensions(r, chunk), BK=min(width(K), rows), warps=4, stages=1,
+        **constants(r, chunk), BK=min(width(K), rows), warps=4, stages=1,
     )  # fmt: skip
     return Pairs(inverse, scores, factors, gates)
+
+
+def constants(r: Recurrence, chunk: int) -> dict:
+    """Return the constants of `Dimensions` that follow from r, by name."""
+    return dimensions(r, chunk) | dict(ERASURE=r.erasing.form, BEFORE=r.erasing.before_decay)
+
+
+def erasing_array(r: Recurrence) -> Array:
+    """Return beta [B, T, H] or e [B, T, H, K]."""
+    beta, erase, _ = arrays_of(r.erasing)
+    return beta if erase is None else erase  # pyright: ignore[reportReturnType]
+
+
+def write_of(r: Recurrence) -> Array:
+    """Return w [B, T, H, V], or an array that is not read."""
+    return r.scale if r.erasing.write is None else r.erasing.write
 
 
 def gate_of(r: Recurrence) -> str:
@@ -76,14 +92,14 @@ def gate_of(r: Recurrence) -> str:
 
 
 class Scanned(NamedTuple):
-    """What the scans read beside v: q, k, k_read and decays of `delta_outputs`, and the pairs.
+    """What the scans read beside v and w: q, k, e_read and decays of `delta_outputs`, and the pairs.
 
     max_abs_cumsum: the largest sums of key gates of each chunk and head; with other gates, an array that is not read.
     """
 
     q: Array
     k: Array
-    k_read: Array
+    e_read: Array
     decays: Array
     pairs: Pairs
     max_abs_cumsum: Array
@@ -92,13 +108,14 @@ class Scanned(NamedTuple):
 def scanned(r: Recurrence, chunks: Segments, chunk: int) -> Scanned:
     """Compute what the scan reads."""
     if r.decay.form != "key":
-        return Scanned(r.q, r.k, r.scale, r.scale, chunk_pairs(r, chunks, chunk), r.scale)
+        e_read = r.scale if r.erasing.erase is None else r.erasing.erase
+        return Scanned(r.q, r.k, e_read, r.scale, chunk_pairs(r, chunks, chunk), r.scale)
     (B, T), (_, H, K, _), M = r.q.shape[:2], r.state_shape, chunks.count
-    assert r.decay.key is not None and r.erasing.beta is not None  # the other forms are refused
+    assert r.decay.key is not None
     stored = jnp.bfloat16 if r.q.dtype == jnp.bfloat16 else jnp.float32
     wide, pairs, f32 = ((B, T, H, K), r.q.dtype), ((M, H, chunk, chunk), stored), jnp.float32
-    operands = r.q, r.k, r.erasing.beta, r.decay.key, r.scale, chunks.table
-    shape = dimensions(r, chunk)
+    operands = r.q, r.k, erasing_array(r), r.decay.key, r.scale, chunks.table
+    shape = constants(r, chunk)
     *found, max_abs_cumsum = launch(
         delta_key_pairs,
         H * M,
@@ -106,7 +123,7 @@ def scanned(r: Recurrence, chunks: Segments, chunk: int) -> Scanned:
         [wide, wide, wide, pairs, pairs, ((M, H, 3, chunk), f32), ((M, H, 4, K), f32), ((M, H), f32)],
         **shape, BK=min(KEY_BLOCK, width(K)), warps=4, stages=2,
     )  # fmt: skip
-    q_read, k_read, k_written, inverse, scores, factors, decays = launch(
+    q_read, e_read, k_written, inverse, scores, factors, decays = launch(
         exact_delta_key_pairs_passed_outputs if ALIASES_ARE_PASSED else exact_delta_key_pairs,
         -(-H * M // PAIRS_PER_PROGRAM),
         (*operands, max_abs_cumsum, jnp.full(1, H * M, jnp.int32), *found),
@@ -114,23 +131,23 @@ def scanned(r: Recurrence, chunks: Segments, chunk: int) -> Scanned:
         in_place={8 + i: i for i in range(7)},
         **shape, BK=16, PAIRS=PAIRS_PER_PROGRAM, warps=EXACT_WARPS, stages=1,
     )  # fmt: skip
-    return Scanned(q_read, k_written, k_read, decays, Pairs(inverse, scores, factors, r.scale), max_abs_cumsum)
+    return Scanned(q_read, k_written, e_read, decays, Pairs(inverse, scores, factors, r.scale), max_abs_cumsum)
 
 
 @compile_in_parallel
 def delta_chunked(r: Recurrence, config: TritonChunkedConfig) -> Outputs:
     """Compute the outputs and final states of a recurrence with an erasure, in one scan of every sequence."""
     segments, chunks = segments_and_chunks(r, config)
-    q, k, k_read, decays, pairs, _ = scanned(r, chunks, config.chunk)
+    q, k, e_read, decays, pairs, _ = scanned(r, chunks, config.chunk)
     start, kind = start_of_sequences(r)
     (B, T), (_, H, K, V) = r.q.shape[:2], r.state_shape
     columns = min(config.columns, width(V))
     o, final = launch(
         delta_outputs,
         -(-V // columns) * H * segments.count,
-        (q, k, r.v, k_read, decays, pairs.inverse, pairs.scores, pairs.factors, r.scale, start, segments.table),
+        (q, k, r.v, e_read, write_of(r), decays, *pairs[:3], r.scale, start, segments.table),
         [((B, T, H, V), r.q.dtype), (r.state_shape, jnp.float32)],
-        **dimensions(r, config.chunk) | dict(HQ=q.shape[2], HK=k.shape[2]), BK=width(K), BV=columns,
+        **constants(r, config.chunk) | dict(HQ=q.shape[2], HK=k.shape[2]), BK=width(K), BV=columns,
         GATE=gate_of(r), START=kind != 0, warps=config.warps, stages=config.stages,
     )  # fmt: skip
     return Outputs(o, final)
@@ -139,8 +156,8 @@ def delta_chunked(r: Recurrence, config: TritonChunkedConfig) -> Outputs:
 class Ends(NamedTuple):
     """What `delta_states` stores: S and dL/dS at the ends of every chunk, U and Y of its tokens, and dL/dS before sequences.
 
-    The gradient of beta is a sum of products of U and Y that cancel. With head gates Y is float32. With key gates it is
-    -beta * Y, and both have two terms in bfloat16; `delta_states` has the shapes.
+    The gradient of beta is a sum of products of U and Y that cancel, and the gradient of e has the products of both. With head
+    gates Y is float32, and so is U without beta. `delta_states` has the shapes with key gates, and what stands for Y then.
     """
 
     S: Array
@@ -158,31 +175,35 @@ def chunk_ends(r: Recurrence, d_output, d_final, config: GradientConfig, segment
     if r.decay.form == "key":
         U = Y = (chunks.count, H, V, config.chunk * (2 if stored == jnp.bfloat16 else 1)), stored
     else:
-        U, Y = ((B, T, H, V), stored), ((B, T, H, V), f32)
+        U, Y = ((B, T, H, V), f32 if r.erasing.beta is None else stored), ((B, T, H, V), f32)
     columns = min(config.block, width(V))
     results = launch(
         delta_states,
         2 * -(-V // columns) * H * segments.count,
-        (scan.q, scan.k, r.v, scan.k_read, scan.decays, d_output, *scan.pairs[:3], r.scale, start, d_final, segments.table),
+        (
+            scan.q, scan.k, r.v, scan.e_read, write_of(r), scan.decays, d_output, *scan.pairs[:3], r.scale, start, d_final,
+            segments.table,
+        ),
         [(states, stored), U, (states, stored), Y, (r.state_shape, f32)],
-        **dimensions(r, config.chunk) | dict(HQ=scan.q.shape[2], HK=scan.k.shape[2]), BK=width(K), BV=columns,
+        **constants(r, config.chunk) | dict(HQ=scan.q.shape[2], HK=scan.k.shape[2]), BK=width(K), BV=columns,
         GATE=gate_of(r), START=kind != 0, warps=4, stages=2,
     )  # fmt: skip
     return Ends(*results)
 
 
 @compile_in_parallel
-def delta_chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig) -> Recurrence:
+def delta_chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig, per_token: int = 1) -> Recurrence:
     """Compute the gradient of every input of a recurrence with an erasure.
 
+    per_token: the rows of a token. The gates of all but the first are 0, and have no gradient.
     S is scanned forward and dL/dS in reverse. Then all chunks are processed in parallel.
     """
     segments, chunks = segments_and_chunks(r, config)
     scan = scanned(r, chunks, config.chunk)
     ends = chunk_ends(r, d_output, d_final, config, segments, chunks, scan)
     if r.decay.form == "key":
-        return key_gate_gradients(r, d_output, config, chunks, scan, ends)
-    return head_gate_gradients(r, d_output, config, chunks, scan.pairs, ends)
+        return key_gate_gradients(r, d_output, config, chunks, scan, ends, per_token)
+    return head_gate_gradients(r, d_output, config, chunks, scan.pairs, ends, per_token)
 
 
 def like(r: Recurrence, x) -> tuple:
@@ -191,53 +212,78 @@ def like(r: Recurrence, x) -> tuple:
     return (B, T, r.num_heads, width), x.dtype if shared == r.num_heads else jnp.float32
 
 
-def key_gate_gradients(r: Recurrence, d_output, config: GradientConfig, chunks: Segments, scan: Scanned, ends: Ends):
+def d_erasing(r: Recurrence) -> list[tuple]:
+    """Return the shape and dtype of the gradients of beta or e, and of w. Without w the last array is not touched."""
+    x, w = erasing_array(r), r.erasing.write
+    return [(x.shape, x.dtype), ((1,), jnp.float32) if w is None else (w.shape, w.dtype)]
+
+
+def erasure_like(r: Recurrence, d_erasure: Array, d_write: Array) -> Erasure:
+    """Return the gradient of the erasure from its arrays."""
+    if r.erasing.beta is not None:
+        return r.erasing.replace(beta=d_erasure)
+    return r.erasing.replace(erase=d_erasure, write=None if r.erasing.write is None else d_write)
+
+
+def key_gate_gradients(
+    r: Recurrence, d_output, config: GradientConfig, chunks: Segments, scan: Scanned, ends: Ends, per_token
+):
     """Compute the gradient with key gates, in one launch for chunks in range and one for the others."""
     (_, H, K, V), M = r.state_shape, chunks.count
-    g, beta = r.decay.key, r.erasing.beta
-    assert g is not None and beta is not None  # the other forms are refused
-    scaled = scan.q, scan.k_read, scan.k
+    g, erasure = r.decay.key, erasing_array(r)
+    assert g is not None
+    scaled = scan.q, scan.e_read, scan.k
     per_chunk, pairs = ((M, H), jnp.float32), jnp.full(1, H * M, jnp.int32)
-    shape = dict(dimensions(r, config.chunk), BV=width(V))
-    dq, dk, dv, d_beta, dg, d_scale = launch(
+    shape = dict(constants(r, config.chunk), BV=width(V), PER_TOKEN=per_token)
+    dq, dk, dv, d_erasure, d_write, dg, d_scale = launch(
         delta_key_gradient,
         H * M,
-        (r.q, r.k, *scaled, beta, g, scan.decays, d_output, ends.U, ends.Y, r.scale, ends.S, ends.dS, chunks.table),
-        [*(like(r, x) for x in (r.q, r.k, r.v)), (beta.shape, beta.dtype), (g.shape, g.dtype), per_chunk],
+        (
+            r.q, r.k, r.v, *scaled, erasure, write_of(r), g, scan.decays, d_output, ends.U, ends.Y, r.scale, ends.S, ends.dS,
+            chunks.table,
+        ),
+        [*(like(r, x) for x in (r.q, r.k, r.v)), *d_erasing(r), (g.shape, g.dtype), per_chunk],
         **shape, BK=min(config.rows, width(K)), warps=config.warps, stages=config.stages,
     )  # fmt: skip
-    found = dq, dk, dg, d_scale
-    dq, dk, dg, d_scale = launch(
+    found = dq, dk, dg, d_scale, d_erasure
+    dq, dk, dg, d_scale, d_erasure = launch(
         exact_delta_key_gradient_passed_outputs if ALIASES_ARE_PASSED else exact_delta_key_gradient,
         -(-H * M // PAIRS_PER_PROGRAM),
-        (r.q, r.k, g, d_output, ends.U, ends.Y, r.scale, ends.S, ends.dS, chunks.table, scan.max_abs_cumsum, pairs, *found),
+        (
+            r.q, r.k, erasure, g, d_output, ends.U, ends.Y, r.scale, ends.S, ends.dS, chunks.table, scan.max_abs_cumsum, pairs,
+            *found,
+        ),
         [(x.shape, x.dtype) for x in found],
-        in_place={12 + i: i for i in range(4)},
+        in_place={13 + i: i for i in range(5)},
         **shape, BK=16, PAIRS=PAIRS_PER_PROGRAM, warps=EXACT_WARPS, stages=1,
     )  # fmt: skip
     d_scale = by_sequence(r, chunks, d_scale).sum(1)
-    return gradient_recurrence(r, dq, dk, dv, Decay(key=dg), ends.d_initial, d_scale, Erasure(beta=d_beta))
+    return gradient_recurrence(
+        r, dq, dk, dv, Decay(key=dg), ends.d_initial, d_scale, erasure_like(r, d_erasure, d_write)
+    )
 
 
-def head_gate_gradients(r: Recurrence, d_output, config: GradientConfig, chunks: Segments, pairs: Pairs, ends: Ends):
+def head_gate_gradients(
+    r: Recurrence, d_output, config: GradientConfig, chunks: Segments, pairs: Pairs, ends: Ends, per_token
+):
     """Compute the gradient with per-head, constant or no gates, in one launch."""
     (B, T), (_, H, K, V) = r.q.shape[:2], r.state_shape
-    (gates, form), beta = gates_of(r), r.erasing.beta
-    assert beta is not None  # the other forms are refused
+    gates, form = gates_of(r)
     per_chunk, per_row = ((chunks.count, H), jnp.float32), (B, T, H)
     d_gates = (per_row, gates.dtype) if form == "head" else per_chunk
-    dq, dk, dv, d_beta, dg, d_scale = launch(
+    dq, dk, dv, d_erasure, d_write, dg, d_scale = launch(
         delta_gradient,
         H * chunks.count,
-        (r.q, r.k, r.v, beta, pairs.gates, d_output, pairs.scores, ends.U, ends.Y, r.scale, ends.S, ends.dS, chunks.table),
-        [*(like(r, x) for x in (r.q, r.k, r.v)), (per_row, beta.dtype), d_gates, per_chunk],
-        **dimensions(r, config.chunk), BK=min(config.rows, width(K)), BV=width(V),
+        (
+            r.q, r.k, r.v, erasing_array(r), write_of(r), pairs.gates, d_output, pairs.scores, ends.U, ends.Y, r.scale, ends.S,
+            ends.dS, chunks.table,
+        ),
+        [*(like(r, x) for x in (r.q, r.k, r.v)), *d_erasing(r), d_gates, per_chunk],
+        **constants(r, config.chunk), BK=min(config.rows, width(K)), BV=width(V), PER_TOKEN=per_token,
         warps=config.warps, stages=config.stages,
     )  # fmt: skip
     d_decay = Decay()
     if form != "none":
         d_decay = Decay(**{form: by_sequence(r, chunks, dg) if form == "constant" else dg})
-    d_erasure = Erasure(beta=d_beta)
-    return gradient_recurrence(
-        r, dq, dk, dv, d_decay, ends.d_initial, by_sequence(r, chunks, d_scale).sum(1), d_erasure
-    )
+    d_scale = by_sequence(r, chunks, d_scale).sum(1)
+    return gradient_recurrence(r, dq, dk, dv, d_decay, ends.d_initial, d_scale, erasure_like(r, d_erasure, d_write))

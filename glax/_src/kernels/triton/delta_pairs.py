@@ -1,28 +1,34 @@
 """Form what a chunk of the delta rule needs beside its state. One program has one chunk and one head.
 
-G_i is the sum of the log gates of a chunk through token i. Beta forms have e_i = beta_i k_i:
+G_i is the sum of the log gates of a chunk through token i. With beta, e_i = beta_i k_i:
 
-    L_ij = beta_i (k_i . k_j) e^{G_i - G_j}, j < i      what token i erases of what token j wrote
-    P_ij = (q_i . k_j) e^{G_i - G_j}, j <= i            the scores
+    L_ij = (e_i . k_j) e^{B_i - G_j}, j < i      what token i erases of what token j wrote
+    P_ij = (q_i . k_j) e^{G_i - G_j}, j <= i     the scores
+
+B_i is G_i, or with BEFORE, where e reads the state before the token's decay, G_{i-1}; B_0 is then 0.
 
 The factor of each pair is the exponential of one difference, so it is exact for all gates. L includes this factor. The inverse
 of a matrix without decays may overflow where the decays keep (I + L)^-1 small.
 
 **With per-key gates**, and with G_last the sum over the whole chunk:
 
-    L_ij = beta_i sum_k k_ik k_jk e^{G_ik - G_jk}, j < i      what token i erases of what token j wrote
+    L_ij = sum_k e_ik k_jk e^{B_ik - G_jk}, j < i             what token i erases of what token j wrote
     P_ij = scale sum_k q_ik k_jk e^{G_ik - G_jk}, j <= i      the scores
 
 M_i is the sum of the log gates from the chunk's middle through token i; before the middle, minus the sum of those behind i. E
 and R are the sums over the first and the second half. Where all three are in range (`common.limits`), both matrices are one
 product with k e^{-M}, and the state is decayed to the middle of the chunk before it is read:
 
-    Q e^M      K e^M      K e^{-M}            the operands of the products with the state there, which is e^E S
+    Q e^M      E e^M      K e^{-M}            the operands of the products with the state there, which is e^E S
+
+With BEFORE the row of e_i takes M_{i-1}, which is -E in the first row.
 
 Elsewhere a second kernel forms both matrices in log2(C) products, each with a reference between its tokens, so that no exponent
 is positive. The state is read as it enters, and decays by e^{G_last} before the tokens write:
 
-    Q e^G      K e^G      K e^{G_last - G}
+    Q e^G      E e^B      K e^{G_last - G}
+
+With beta, K stands for E in these operands, and L is multiplied by beta behind the product.
 
 With float32 and float16 inputs all chunks have these operands, because e^{R - M_j} would lose digits where R and M_j are near
 the limit.
@@ -52,6 +58,7 @@ from glax._src.kernels.triton.tiles import (
     fine_gate_sums,
     gate_sums,
     halving,
+    later_half_before,
     load_head_sums,
     load_key_gates,
     load_tokens,
@@ -66,19 +73,20 @@ BLOCK = tl.constexpr(16)
 
 
 @triton.jit
-def delta_scores(q, k, beta, g, table, inverse, scores, factors, D: tl.constexpr):
+def delta_scores(q, k, erasure, g, table, inverse, scores, factors, D: tl.constexpr):
     """Compute T = (I + L)^-1 - I and P of every chunk, inverse and scores [chunks, H, C, C], and the factors of its tokens.
 
-    factors: [chunks, H, 3, C] in float32, e^G, e^{G_last - G} and beta; without gates only beta. g: the cumulative sums G of
-    head gates, or the constants of the sequences.
+    erasure: beta [rows, H], or e [rows, H, K]. factors: [chunks, H, 3, C] in float32, e^G, e^{G_last - G}, and beta or the
+    decay e^B of what e reads; without gates only beta. g: the cumulative sums G of head gates, or the constants of the sequences.
     """
     h, e = tl.program_id(0) % D.H, tl.program_id(0) // D.H
     entry = table + e * 6
     origin, count, n = tl.load(entry), tl.load(entry + 2), tl.load(entry + 3)
     tokens = tl.arange(0, D.C)
     i, j = tokens[:, None], tokens[None, :]
-    # [C]
-    tbeta = load_rows(beta, origin, h, tokens, count, D)
+    if D.ERASURE == "beta":
+        # [C]
+        tbeta = load_rows(erasure, origin, h, tokens, count, D)
     # [C, C]
     P, L = tl.full([D.C, D.C], 0, tl.float32), tl.full([D.C, D.C], 0, tl.float32)
     for k0 in range(0, runtime_bound(D.K, count), D.BK):
@@ -86,11 +94,13 @@ def delta_scores(q, k, beta, g, table, inverse, scores, factors, D: tl.constexpr
         # [C, BK]
         tq = load_tokens(q, origin, h, D.HQ, D.K, tokens, ck, count, D)
         tk = load_tokens(k, origin, h, D.HK, D.K, tokens, ck, count, D)
-        L += dot(tk, tl.trans(tk), D)
+        te = load_erase(erasure, tk, origin, h, tokens, ck, count, D)
+        L += dot(te, tl.trans(tk), D)
         P += dot(tq, tl.trans(tk), D)
     pair = e.to(tl.int64) * D.H + h
     row = factors + pair * 3 * D.C + tokens
-    tl.store(row + 2 * D.C, tbeta)
+    if D.ERASURE == "beta":
+        tl.store(row + 2 * D.C, tbeta)
     if D.FORM == "none":
         decay = tl.where(i >= j, 1.0, 0.0)
     else:
@@ -98,12 +108,31 @@ def delta_scores(q, k, beta, g, table, inverse, scores, factors, D: tl.constexpr
         last = load_head_sums(g, origin, h, n, tokens * 0 + (D.C - 1), count, D)
         tl.store(row, exp(G))
         tl.store(row + D.C, exp(last - G))
+        if D.ERASURE != "beta" and not D.BEFORE:
+            tl.store(row + 2 * D.C, exp(G))
         decay = exp(tl.where(i >= j, G[:, None] - G[None, :], float("-inf")))
+    P *= decay
+    if D.BEFORE:
+        B = load_head_sums(g, origin, h, n, tokens - 1, count, D)
+        tl.store(row + 2 * D.C, exp(B))
+        decay = exp(tl.where(i > j, B[:, None] - G[None, :], float("-inf")))
     place = pair * D.C * D.C + i * D.C + j
-    tl.store(scores + place, (P * decay).to(scores.dtype.element_ty))
-    L = tl.where(i > j, L * decay * tbeta[:, None], 0.0)
+    tl.store(scores + place, P.to(scores.dtype.element_ty))
+    L *= decay
+    if D.ERASURE == "beta":
+        L *= tbeta[:, None]
+    L = tl.where(i > j, L, 0.0)
     T = tl.where(i > j, unit_inverse(L, D.C, D.DTYPE), 0.0)
     tl.store(inverse + place, T.to(inverse.dtype.element_ty))
+
+
+@triton.jit
+def load_erase(erasure, tk, origin, h, tokens, ck, count, D: tl.constexpr):
+    """Load the erase vectors of a chunk, [C, BK]; with beta return the keys, which stand for them."""
+    if D.ERASURE == "beta":
+        return tk
+    else:
+        return load_tokens(erasure, origin, h, D.H, D.K, tokens, ck, count, D)
 
 
 @triton.jit
@@ -115,15 +144,15 @@ def load_rows(x, row, head, tokens, count, D: tl.constexpr):
 
 @triton.jit
 def delta_key_pairs(
-    q, k, beta, g, scale, table, q_read, k_read, k_written, inverse, scores, factors, decays, max_abs_cumsum,
+    q, k, erasure, g, scale, table, q_read, e_read, k_written, inverse, scores, factors, decays, max_abs_cumsum,
     D: tl.constexpr,
 ):  # fmt: skip
     """Compute the scaled operands, T = (I + L)^-1 - I and P of every chunk, and the decays of its states.
 
-    q_read, k_read, k_written [rows, H, K]: the scaled operands. inverse, scores [chunks, H, C, C]: T and P. factors [chunks, H,
-    3, C]: beta is the last. decays [chunks, H, 4, K]: what the state is multiplied by before it is read, between that and the
-    writes, and behind these, and R (0 with the operands of the edges). max_abs_cumsum [chunks, H]: the largest of |M|, |E| and
-    |R|.
+    erasure: beta [rows, H], or e [rows, H, K]. q_read, e_read, k_written [rows, H, K]: the scaled operands. inverse, scores
+    [chunks, H, C, C]: T and P. factors [chunks, H, 3, C]: beta is the last, if it is given. decays [chunks, H, 4, K]: what the
+    state is multiplied by before it is read, between that and the writes, and behind these, and R (0 with the operands of the
+    edges). max_abs_cumsum [chunks, H]: the largest of |M|, |E| and |R|.
     """
     h, e = tl.program_id(0) % D.H, tl.program_id(0) // D.H
     origin, count = tl.load(table + e * 6), tl.load(table + e * 6 + 2)
@@ -139,13 +168,14 @@ def delta_key_pairs(
         gates = load_key_gates(g, origin, h, tokens, ck, count, D)
         tq = load_tokens(q, origin, h, D.HQ, D.K, tokens, ck, count, D)
         tk = load_tokens(k, origin, h, D.HK, D.K, tokens, ck, count, D)
+        te = load_erase(erasure, tk, origin, h, tokens, ck, count, D)
         M = fine_gate_sums(middle_matrix(tokens, D.C), gates, D)
         # The last row of M is R, and row -1 would be -E: M less the first gate. Rows need no sums over the tile.
         first_gate = load_first_gate(g, origin, h, ck, count, D)[None, :]
         largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(M), tl.abs(tl.where(i == 0, first_gate, 0.0) - M)), 1))
         up, down = tl.exp2(M * LOG2E), tl.exp2(M * -LOG2E)
-        xq, xk, y = tq * up, tk * up, tk * down
-        L = add_fine_dot(L, xk, y, D)
+        xq, xe, y = tq * up, te * (tl.exp2((M - gates) * LOG2E) if D.BEFORE else up), tk * down
+        L = add_fine_dot(L, xe, y, D)
         P = add_fine_dot(P, xq, y, D)
         place = decays + pair * 4 * D.K + ck[None, :] + 0 * i
         if tl.bfloat16 == D.DTYPE:
@@ -154,12 +184,12 @@ def delta_key_pairs(
             tl.store(place + 2 * D.K, up, mask=(i == D.C - 1) & (ck < D.K)[None, :])
             tl.store(place + 3 * D.K, M, mask=(i == D.C - 1) & (ck < D.K)[None, :])
         else:
-            xq, xk, y = edge_operands(tq, tk, gates, place, ck, D)
+            xq, xe, y = edge_operands(tq, te, tk, gates, place, ck, D)
         store_tile(at(q_read, origin, h, D.H, D.K), xq, tokens, ck, count, D.H, D.K, D.SIGN)
-        store_tile(at(k_read, origin, h, D.H, D.K), xk, tokens, ck, count, D.H, D.K, D.SIGN)
+        store_tile(at(e_read, origin, h, D.H, D.K), xe, tokens, ck, count, D.H, D.K, D.SIGN)
         store_tile(at(k_written, origin, h, D.H, D.K), y, tokens, ck, count, D.H, D.K, D.SIGN)
     tl.store(max_abs_cumsum + pair, tl.max(largest, 0))
-    store_pairs(L, P, beta, scale, table, inverse, scores, factors, h, e, origin, count, D)
+    store_pairs(L, P, erasure, scale, table, inverse, scores, factors, h, e, origin, count, D)
 
 
 @triton.jit
@@ -170,8 +200,8 @@ def load_first_gate(g, origin, h, ck, count, D: tl.constexpr):
 
 
 @triton.jit
-def edge_operands(tq, tk, gates, place, ck, D: tl.constexpr):
-    """Return Q e^G, K e^G and K e^{G_last - G}, [C, BK], and store the decays of a state that is read as it enters."""
+def edge_operands(tq, te, tk, gates, place, ck, D: tl.constexpr):
+    """Return Q e^G, E e^B and K e^{G_last - G}, [C, BK], and store the decays of a state that is read as it enters."""
     tokens = tl.arange(0, D.C)
     i, j = tokens[:, None], tokens[None, :]
     G = gate_sums(tl.where(j <= i, 1.0, 0.0), gates)
@@ -181,11 +211,12 @@ def edge_operands(tq, tk, gates, place, ck, D: tl.constexpr):
     tl.store(place + D.K, up, mask=mask)
     tl.store(place + 2 * D.K, one, mask=mask)
     tl.store(place + 3 * D.K, one * 0.0, mask=mask)
-    return tq * up, tk * up, tk * exp(gate_sums(tl.where(j > i, 1.0, 0.0), gates))
+    before = exp(gate_sums(tl.where(j < i, 1.0, 0.0), gates)) if D.BEFORE else up
+    return tq * up, te * before, tk * exp(gate_sums(tl.where(j > i, 1.0, 0.0), gates))
 
 
 @triton.jit
-def store_pairs(L, P, beta, scale, table, inverse, scores, factors, h, e, origin, count, D: tl.constexpr):
+def store_pairs(L, P, erasure, scale, table, inverse, scores, factors, h, e, origin, count, D: tl.constexpr):
     """Store T, P and beta of a chunk. L, P: [C, C], without beta and the scale, and of any value above their triangles."""
     factor = tl.load(scale + tl.load(table + e * 6 + 3)).to(tl.float32)
     tokens = tl.arange(0, D.C)
@@ -193,9 +224,11 @@ def store_pairs(L, P, beta, scale, table, inverse, scores, factors, h, e, origin
     pair = e.to(tl.int64) * D.H + h
     place = pair * D.C * D.C + i * D.C + j
     tl.store(scores + place, tl.where(i >= j, P * factor, 0.0).to(scores.dtype.element_ty))
-    tbeta = load_beta(beta, origin, h, tokens, count, D)
-    tl.store(factors + (pair * 3 + 2) * D.C + tokens, tbeta)
-    T = unit_inverse(tl.where(i > j, L * tbeta[:, None], 0.0), D.C, D.DTYPE)
+    if D.ERASURE == "beta":
+        tbeta = load_beta(erasure, origin, h, tokens, count, D)
+        tl.store(factors + (pair * 3 + 2) * D.C + tokens, tbeta)
+        L *= tbeta[:, None]
+    T = unit_inverse(tl.where(i > j, L, 0.0), D.C, D.DTYPE)
     tl.store(inverse + place, tl.where(i > j, T, 0.0).to(inverse.dtype.element_ty))
 
 
@@ -212,7 +245,7 @@ def load_beta(beta, origin, h, tokens, count, D: tl.constexpr):
 
 @triton.jit
 def exact_delta_key_pairs(
-    q, k, beta, g, scale, table, max_abs_cumsum, pairs, q_read, k_read, k_written, inverse, scores, factors, decays,
+    q, k, erasure, g, scale, table, max_abs_cumsum, pairs, q_read, e_read, k_written, inverse, scores, factors, decays,
     D: tl.constexpr,
 ):  # fmt: skip
     """Overwrite the results of `delta_key_pairs` where gates are out of range.
@@ -225,25 +258,25 @@ def exact_delta_key_pairs(
         if tl.load(max_abs_cumsum + pair, mask=pair < count_of_pairs, other=0.0) > FAST_LIMIT:
             h, e = pair % D.H, pair // D.H
             origin, count = tl.load(table + e * 6), tl.load(table + e * 6 + 2)
-            L, P = exact_pairs(q, k, g, q_read, k_read, k_written, decays, h, e, origin, count, D)
-            store_pairs(L, P, beta, scale, table, inverse, scores, factors, h, e, origin, count, D)
+            L, P = exact_pairs(q, k, erasure, g, q_read, e_read, k_written, decays, h, e, origin, count, D)
+            store_pairs(L, P, erasure, scale, table, inverse, scores, factors, h, e, origin, count, D)
 
 
 @triton.jit
 def exact_delta_key_pairs_passed_outputs(
-    q, k, beta, g, scale, table, max_abs_cumsum, pairs, q_read, k_read, k_written, inverse, scores, factors, decays,
-    q_read_again, k_read_again, k_written_again, inverse_again, scores_again, factors_again, decays_again,
+    q, k, erasure, g, scale, table, max_abs_cumsum, pairs, q_read, e_read, k_written, inverse, scores, factors, decays,
+    q_read_again, e_read_again, k_written_again, inverse_again, scores_again, factors_again, decays_again,
     D: tl.constexpr,
 ):  # fmt: skip
     """Run `exact_delta_key_pairs` for jax-triton 0.3, which passes updated operands a second time, as outputs."""
     exact_delta_key_pairs(
-        q, k, beta, g, scale, table, max_abs_cumsum, pairs, q_read, k_read, k_written, inverse, scores, factors,
+        q, k, erasure, g, scale, table, max_abs_cumsum, pairs, q_read, e_read, k_written, inverse, scores, factors,
         decays, D,
     )  # fmt: skip
 
 
 @triton.jit
-def exact_pairs(q, k, g, q_read, k_read, k_written, decays, h, e, origin, count, D: tl.constexpr):
+def exact_pairs(q, k, erasure, g, q_read, e_read, k_written, decays, h, e, origin, count, D: tl.constexpr):
     """Store the scaled operands of a chunk, and return L without beta and P, [C, C], for gates of any size."""
     tokens = tl.arange(0, D.C)
     i, j = tokens[:, None], tokens[None, :]
@@ -255,17 +288,21 @@ def exact_pairs(q, k, g, q_read, k_read, k_written, decays, h, e, origin, count,
         gates = load_key_gates(g, origin, h, tokens, ck, count, D)
         tq = load_tokens(q, origin, h, D.HQ, D.K, tokens, ck, count, D)
         tk = load_tokens(k, origin, h, D.HK, D.K, tokens, ck, count, D)
+        te = load_erase(erasure, tk, origin, h, tokens, ck, count, D)
         diagonal += tl.sum(tq.to(tl.float32) * tk.to(tl.float32), 1)
         for level in range(0, runtime_bound(num_halvings(D.C), count)):
             mask, matrix = halving(tokens, (D.C // 2) >> level)
             decay = exp(fine_gate_sums(matrix, gates, D))
             none = tl.full([D.C, D.C], 0, tl.float32)
-            L += tl.where(mask, add_fine_dot(none, tk * decay, tk * decay, D), 0.0)
+            before = (
+                exp(fine_gate_sums(later_half_before(tokens, (D.C // 2) >> level), gates, D)) if D.BEFORE else decay
+            )
+            L += tl.where(mask, add_fine_dot(none, te * before, tk * decay, D), 0.0)
             P += tl.where(mask, add_fine_dot(none, tq * decay, tk * decay, D), 0.0)
         place = decays + (e.to(tl.int64) * D.H + h) * 4 * D.K + ck[None, :] + 0 * i
-        xq, xk, y = edge_operands(tq, tk, gates, place, ck, D)
+        xq, xe, y = edge_operands(tq, te, tk, gates, place, ck, D)
         store_tile(at(q_read, origin, h, D.H, D.K), xq, tokens, ck, count, D.H, D.K, D.SIGN)
-        store_tile(at(k_read, origin, h, D.H, D.K), xk, tokens, ck, count, D.H, D.K, D.SIGN)
+        store_tile(at(e_read, origin, h, D.H, D.K), xe, tokens, ck, count, D.H, D.K, D.SIGN)
         store_tile(at(k_written, origin, h, D.H, D.K), y, tokens, ck, count, D.H, D.K, D.SIGN)
     return L, tl.where(i == j, diagonal[:, None], P)
 

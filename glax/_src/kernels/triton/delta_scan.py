@@ -3,21 +3,24 @@
 G_i is the sum of the log gates of a chunk through token i, and G_last is that sum over the chunk. S [K, V] is the state before
 the chunk. T = (I + L)^-1 - I and P are those of `delta_pairs`:
 
-    U  = (I + T) (beta * (V - e^G * (K S)))       what the tokens write: row u_i beside key k_i
+    U  = (I + T) (W * V - e^B * (E S))            what the tokens write: row u_i beside key k_i
     O  = scale (e^G * (Q S) + P U)
     S' = e^{G_last} S + (e^{G_last - G} * K)^T U
+
+B is G, or where e reads the state before the token's decay, the sum before the token. Beta stands for E = beta * K and W = beta.
+E S is then beta * (K S), so that no operand is rounded again.
 
 One program has one segment, one head and BV columns of the state. The state, U and O are held transposed. Every product then
 has its left operand in registers and its right operand as it lies in memory, and nothing computed passes through shared memory.
 
 **For the gradient**, `delta_states` stores S and U forward, dL/dS and Y in reverse. dS' = dL/dS after a chunk:
 
-    U  = (I + T) (beta * (V - e^G * (K S)))              S' = e^{G_last} S + (e^{G_last - G} * K)^T U
-    dU = e^{G_last - G} * (K dS') + scale P^T dO         Y  = (I + T)^T dU, the gradient of beta * V
-    dS = e^{G_last} dS' + (scale e^G * Q)^T dO - (beta e^G * K)^T Y
+    U  = (I + T) (W * V - e^B * (E S))                   S' = e^{G_last} S + (e^{G_last - G} * K)^T U
+    dU = e^{G_last - G} * (K dS') + scale P^T dO         Y  = (I + T)^T dU, the gradient of W * V
+    dS = e^{G_last} dS' + (scale e^G * Q)^T dO - (e^B * E)^T Y
 
 The two directions do not depend on each other, so each has half of the programs of one launch. States, U and Y are held
-transposed, and states are stored so. With key gates e^G * Q, e^G * K and e^{G_last - G} * K come from
+transposed, and states are stored so. With key gates e^G * Q, e^B * E and e^{G_last - G} * K come from
 `delta_key_pairs`.
 """
 
@@ -30,17 +33,21 @@ from glax._src.kernels.triton.tiles import (
     load_tile,
     load_tokens,
     place_of,
+    split,
     store_state,
 )
 
 
 @triton.jit
-def delta_outputs(q, k, v, k_read, decays, inverse, scores, factors, scale, start, table, o, final, D: tl.constexpr):
+def delta_outputs(
+    q, k, v, e_read, write, decays, inverse, scores, factors, scale, start, table, o, final, D: tl.constexpr
+):  # fmt: skip
     """Compute BV columns of a segment's outputs, o [rows, H, V], and of a sequence's final state, final [N, H, K, V].
 
     START: whether sequences begin from `start` or from zero. GATE: "none", "head", or "key". inverse, scores and factors are the
-    results of `delta_scores`. With key gates q, k_read, k and decays are q_read, k_read, k_written and decays of
-    `delta_key_pairs`; without, k_read and decays are not read.
+    results of `delta_scores`. With key gates q, e_read, k and decays are q_read, e_read, k_written and decays of
+    `delta_key_pairs`; without, decays are not read, and e_read is e [rows, H, K], or not read with beta. write: w [rows, H, V],
+    read where ERASURE is "erase+write".
     """
     block, h, e = place_of(tl.program_id(0), D.NV, D)
     entry = table + e * 6
@@ -68,10 +75,10 @@ def delta_outputs(q, k, v, k_read, decays, inverse, scores, factors, scale, star
         # [C, BV]
         tv = load_tile(at(v, first, hv, D.HV, D.V), tokens, cv, count, D.HV, D.V, D.SIGN)
         # [C]
-        beta = load_factor(factors, pair, 2, tokens, count, D)
+        erase_factor = load_factor(factors, pair, 2, tokens, count, D)
         up = load_factor(factors, pair, 0, tokens, count, D)
         down = load_factor(factors, pair, 1, tokens, count, D)
-        U = written_tokens(S, k_read, tk, tv, T, beta, up, first, h, tokens, ck, count, D)
+        U = written_tokens(S, e_read, write, tk, tv, T, erase_factor, up, first, h, tokens, ck, cv, count, D)
         out = dot(S, tl.trans(tq), D)
         if D.GATE == "head":
             out *= up[None, :]
@@ -92,20 +99,42 @@ def delta_outputs(q, k, v, k_read, decays, inverse, scores, factors, scale, star
 
 
 @triton.jit
-def written_tokens(S, k_read, tk, tv, T, beta, up, first, h, tokens, ck, count, D: tl.constexpr):
-    """Return what the tokens of a chunk write, transposed: U^T = (beta * (V - e^G * (K S)))^T (I + T)^T, [BV, C].
+def written_tokens(S, e_read, write, tk, tv, T, erase_factor, up, first, h, tokens, ck, cv, count, D: tl.constexpr):
+    """Return what the tokens of a chunk write, transposed: U^T = (W * V - e^B * (E S))^T (I + T)^T, [BV, C].
 
-    S: transposed, [BV, BK]. tk [C, BK], tv [C, BV] and T [C, C]: as they lie in memory. With key gates k_read, which
-    holds e^G K, is read instead of tk.
+    S: transposed, [BV, BK]. tk [C, BK], tv [C, BV] and T [C, C]: as they lie in memory. With key gates e_read holds e^B E.
     """
-    if D.GATE == "key":
-        tr = load_tokens(k_read, first, h, D.H, D.K, tokens, ck, count, D)
-        read = dot(S, tl.trans(tr), D)
-    else:
-        read = dot(S, tl.trans(tk), D)
+    te = load_erasing(e_read, tk, first, h, tokens, ck, count, D)
+    read = dot(S, tl.trans(te), D)
     if D.GATE == "head":
-        read *= up[None, :]
-    return inverted(T, added_transpose(-read, tv, D) * beta[None, :], D)
+        read *= (up if D.ERASURE == "beta" else erase_factor)[None, :]
+    if D.ERASURE == "beta":
+        return inverted(T, added_transpose(-read, tv, D) * erase_factor[None, :], D)
+    elif D.ERASURE == "erase":
+        return inverted(T, added_transpose(-read, tv, D), D)
+    else:
+        tw = load_tile(at(write, first, h, D.H, D.V), tokens, cv, count, D.H, D.V, D.SIGN)
+        return inverted(T, added_product(-read, tv, tw, D), D)
+
+
+@triton.jit
+def load_erasing(e_read, tk, first, h, tokens, ck, count, D: tl.constexpr):
+    """Load the operand that reads what is erased, [C, BK]: e^B E, or E without key gates; with beta, K in the place of E."""
+    if D.GATE == "key" or D.ERASURE != "beta":
+        return load_tokens(e_read, first, h, D.H, D.K, tokens, ck, count, D)
+    else:
+        return tk
+
+
+@triton.jit
+def added_product(x, tile, other, D: tl.constexpr):
+    """Return x + (tile * other)^T as `added_transpose` does. A product of two bfloat16 has 16 bits, two terms of bfloat16."""
+    product = tile.to(tl.float32) * other.to(tl.float32)
+    if tl.bfloat16 == D.DTYPE:
+        high, low = split(product, D.DTYPE)
+        return added_transpose(added_transpose(x, low, D), high, D)
+    else:
+        return added_transpose(x, product, D)
 
 
 @triton.jit
@@ -157,7 +186,10 @@ def load_key_decay(decays, chunk, h, ck, count, which, D: tl.constexpr):
 
 @triton.jit
 def load_factor(factors, pair, which, tokens, count, D: tl.constexpr):
-    """Load e^G (which = 0), e^{G_last - G} (1) or beta (2) of a (chunk, head) pair, [C]; tokens from `count` on are 0."""
+    """Load row `which` of the factors of a (chunk, head) pair, [C]; tokens from `count` on are 0.
+
+    The rows are e^G, e^{G_last - G}, and the factor of what is erased: beta, or the decay e^B of what e reads.
+    """
     return tl.load(factors + (pair * 3 + which) * D.C + tokens, mask=tokens < count, other=0.0)
 
 
@@ -205,27 +237,29 @@ def store_columns(x, value, tokens, d, count, HEADS: tl.constexpr, WIDTH: tl.con
 
 @triton.jit
 def delta_states(
-    q, k, v, k_read, decays, do, inverse, scores, factors, scale, start, d_start, table, states, written, d_states,
+    q, k, v, e_read, write, decays, do, inverse, scores, factors, scale, start, d_start, table, states, written, d_states,
     d_written, d_initial, D: tl.constexpr,
 ):  # fmt: skip
     """Compute states and d_states [chunks, H, V, K], written (U) and d_written (Y) [rows, H, V], and d_initial [N, H, K, V].
 
-    With key gates U and -beta * Y in the place of Y are by chunk, [chunks, H, V, C], or [chunks, H, V, 2 * C] of bfloat16: then
-    the second half holds what the first lost in rounding.
+    With key gates U and, in the place of Y, -Y or with beta -beta * Y are by chunk, [chunks, H, V, C], or
+    [chunks, H, V, 2 * C] of bfloat16: then the second half holds what the first lost in rounding.
     """
     program = tl.program_id(0)
     if program % 2 == 0:
-        scan_states(program // 2, k, v, k_read, decays, inverse, factors, start, table, states, written, D, D.START)
+        scan_states(
+            program // 2, k, v, e_read, write, decays, inverse, factors, start, table, states, written, D, D.START
+        )
     else:
         scan_state_gradients(
-            program // 2, q, k, k_read, decays, do, inverse, scores, factors, scale, d_start, table, d_states,
+            program // 2, q, k, e_read, decays, do, inverse, scores, factors, scale, d_start, table, d_states,
             d_written, d_initial, D,
         )  # fmt: skip
 
 
 @triton.jit
 def scan_states(
-    program, k, v, k_read, decays, inverse, factors, start, table, states, written, D: tl.constexpr,
+    program, k, v, e_read, write, decays, inverse, factors, start, table, states, written, D: tl.constexpr,
     START: tl.constexpr,
 ):  # fmt: skip
     """Store S before each chunk of a segment, and U."""
@@ -250,11 +284,11 @@ def scan_states(
         # [C, BV]
         tv = load_tokens(v, first, h, D.HV, D.V, tokens, cv, count, D)
         # [C]
-        beta = load_factor(factors, pair, 2, tokens, count, D)
+        erase_factor = load_factor(factors, pair, 2, tokens, count, D)
         up = load_factor(factors, pair, 0, tokens, count, D)
         down = load_factor(factors, pair, 1, tokens, count, D)
         store_state(states, S, chunk + c, h, cv, ck, D.H, D.V, D.K)
-        U = written_tokens(S, k_read, tk, tv, T, beta, up, first, h, tokens, ck, count, D)
+        U = written_tokens(S, e_read, write, tk, tv, T, erase_factor, up, first, h, tokens, ck, cv, count, D)
         if D.GATE == "key":
             store_by_chunk(written, U, pair, tokens, cv, D)
         else:
@@ -269,7 +303,7 @@ def scan_states(
 
 @triton.jit
 def scan_state_gradients(
-    program, q, k, k_read, decays, do, inverse, scores, factors, scale, d_start, table, d_states, d_written,
+    program, q, k, e_read, decays, do, inverse, scores, factors, scale, d_start, table, d_states, d_written,
     d_initial, D: tl.constexpr,
 ):  # fmt: skip
     """Store dL/dS after each chunk of a segment and Y, and dL/dS before its sequence. d_start: dL/dS after each sequence."""
@@ -303,7 +337,7 @@ def scan_state_gradients(
         else:
             tdo = load_columns(at(do, first, h, D.H, D.V), tokens, cv, count, D.H, D.V, D.SIGN).to(tl.float32) * factor
         # [C]
-        beta = load_factor(factors, pair, 2, tokens, count, D)
+        erase_factor = load_factor(factors, pair, 2, tokens, count, D)
         up = load_factor(factors, pair, 0, tokens, count, D)
         down = load_factor(factors, pair, 1, tokens, count, D)
         store_state(d_states, dS, chunk + c, h, cv, ck, D.H, D.V, D.K)
@@ -316,23 +350,22 @@ def scan_state_gradients(
             store_columns(at(d_written, first, h, D.H, D.V), Y, tokens, cv, count, D.H, D.V, D.SIGN)
         if D.GATE == "head":
             dS = dS * through + dot(tdo * up[None, :], tq, D)
-            erased = -Y * (beta * up)[None, :]
+            erased = -Y * (erase_factor * up if D.ERASURE == "beta" else erase_factor)[None, :]
         elif D.GATE == "key":
             between = load_key_decay(decays, chunk + c, h, ck, 1, 1, D)
             dS = dS * between[None, :] + dot(tdo, tq, D) * factor
-            erased = -Y * beta[None, :]
+            erased = -Y * erase_factor[None, :] if D.ERASURE == "beta" else -Y
             store_by_chunk(d_written, erased, pair, tokens, cv, D)
         else:
             dS += dot(tdo, tq, D)
-            erased = -Y * beta[None, :]
+            erased = -Y * erase_factor[None, :] if D.ERASURE == "beta" else -Y
+        te = load_erasing(e_read, tk, first, h, tokens, ck, count, D)
+        dS = tl.dot(erased.to(D.DTYPE), te.to(D.DTYPE), dS, input_precision=D.PRECISION)
         if D.GATE == "key":
-            tr = load_tokens(k_read, first, h, D.H, D.K, tokens, ck, count, D)
-            dS = tl.dot(erased.to(D.DTYPE), tr.to(D.DTYPE), dS, input_precision=D.PRECISION)
             enter = load_key_decay(decays, chunk + c, h, ck, 1, 0, D)
             leave = load_key_decay(decays, chunk + c - 1, h, ck, c, 2, D)
             dS = dS * enter[None, :] * leave[None, :]
         else:
-            dS = tl.dot(erased.to(D.DTYPE), tk.to(D.DTYPE), dS, input_precision=D.PRECISION)
             through = load_decay(factors, decays, chunk + c - 1, h, ck, c, D)
     if (edges & 1) != 0:
         store_state(d_initial, tl.trans(dS), n, h, ck, cv, D.H, D.K, D.V)
@@ -340,7 +373,7 @@ def scan_state_gradients(
 
 @triton.jit
 def store_by_chunk(x, value, pair, tokens, d, D: tl.constexpr):
-    """Store U or -beta * Y of a (chunk, head) pair, transposed, [BV, C]. In bfloat16 what rounding lost follows beside it."""
+    """Store U, or what stands for Y, of a (chunk, head) pair, transposed, [BV, C]. In bfloat16 what rounding lost follows."""
     W: tl.constexpr = 2 * D.C if tl.bfloat16 == D.DTYPE else D.C
     p, mask = x + (pair * D.V + d[:, None]) * W + tokens[None, :], (d < D.V)[:, None]
     tl.store(p, value.to(x.dtype.element_ty), mask=mask)

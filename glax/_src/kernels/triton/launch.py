@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from glax._src.core.recurrence import varying_like
+from glax._src.kernels.common.in_place import unfused
 from glax._src.kernels.triton.compile_ahead import compile_ahead
 
 __all__ = ["launch", "tl", "triton"]
@@ -46,8 +47,10 @@ class Dimensions:
     H, HQ, HK, HV: the heads of states, queries, keys and values; HA, HB those of the operands of a state's scan. K, V: the rows
     and columns of a state. C: the tokens of a chunk. BK, BV, BH: the rows, columns and heads of a block. SIGN: -1 if a scan is
     from the last token to the first, else 1. DTYPE, PRECISION: of products (`tiles.dot`). FORM: the form of the decay, and GATE
-    what the scans of the delta rule read of it. GROUP: the heads that a program takes in order, GQ, GK and GV how many of them
-    share a query, key or value. PAIRS: the (chunk, head) pairs that a program of an exact kernel tests.
+    what the scans of the delta rule read of it. ERASURE: the form of the erasure. BEFORE: whether e
+    reads the state before the token's decay. PER_TOKEN: the rows of a token.
+    GROUP: the heads that a program takes in order, GQ, GK and GV how many of them share a query, key or value. PAIRS: the
+    (chunk, head) pairs that a program of an exact kernel tests.
     """
 
     H: int
@@ -81,6 +84,8 @@ class Dimensions:
     KEY: bool | None = None
     VALUE: bool | None = None
     ERASURE: str | None = None
+    BEFORE: bool | None = None
+    PER_TOKEN: int | None = None
 
     def __repr__(self):
         """Return the given constants in letters that a symbol of a program may have."""
@@ -110,9 +115,12 @@ def launch(kernel, programs: int, operands, outputs, *, warps: int, stages: int,
     new_outputs = [x for i, x in enumerate(shapes) if i not in shared]
     specialisation = kernel, *(str(x.dtype) for x in (*operands, *new_outputs)), warps, stages, options["D"]
     compile_ahead(specialisation, functools.partial(call, **{OUTPUTS: new_outputs}), operands)
+    in_place = in_place or {}
     aliases = dict(input_output_aliases=in_place) if in_place else {}
+    operands = [unfused(x) if i in in_place else x for i, x in enumerate(operands)]
     with warnings.catch_warnings():
         # jax-triton 0.4 deprecates this option in favour of references, which 0.3 does not support.
         warnings.filterwarnings("ignore", "input_output_aliases", DeprecationWarning)
         results = call(*operands, **{OUTPUTS: shapes}, **aliases)
+    results = [unfused(x) if i in in_place.values() else x for i, x in enumerate(results)]
     return [varying_like(x, operands[0]) for x in results]

@@ -61,10 +61,11 @@ def vector(x, row, head, d, HEADS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def written(S, kt, vt, beta, erase, write, row, h, k, v, D: tl.constexpr):
+def written(S, before, kt, vt, beta, erase, write, row, h, k, v, D: tl.constexpr):
     """Return what a token writes beside its key, [BV], into its decayed state S: v, or with an erasure w * v - S^T e.
 
-    ERASURE: "none", "beta" (e = beta k and w = beta), "erase" (w = 1) or "erase+write".
+    ERASURE: "none", "beta" (e = beta k and w = beta), "erase" (w = 1) or "erase+write". BEFORE: e reads the state before the
+    decay, `before`.
     """
     if D.ERASURE == "none":
         return vt
@@ -73,7 +74,7 @@ def written(S, kt, vt, beta, erase, write, row, h, k, v, D: tl.constexpr):
     else:
         if D.ERASURE == "erase+write":
             vt *= vector(write, row, h, v, D.H, D.V)
-        return vt - tl.sum(S * vector(erase, row, h, k, D.H, D.K)[:, None], 0)
+        return vt - tl.sum((before if D.BEFORE else S) * vector(erase, row, h, k, D.H, D.K)[:, None], 0)
 
 
 @triton.jit
@@ -94,9 +95,10 @@ def recurrent(q, k, v, head, key, value, beta, erase, write, scale, start, table
     for t in range(0, filled):
         row = origin + D.SIGN * t
         rows, columns = log_decays(head, key, value, row, h, n, ck, cv, D)
+        before = S
         S = decayed(S, rows, columns, D.HEAD != "none" or D.KEY, D.VALUE)
         kt = vector(k, row, hk, ck, D.HK, D.K)
-        u = written(S, kt, vector(v, row, hv, cv, D.HV, D.V), beta, erase, write, row, h, ck, cv, D)
+        u = written(S, before, kt, vector(v, row, hv, cv, D.HV, D.V), beta, erase, write, row, h, ck, cv, D)
         S += kt[:, None] * u[None, :]
         out = tl.sum(S * vector(q, row, hq, ck, D.HQ, D.K)[:, None], 0) * factor
         tl.store(at(o, row, h, D.H, D.V) + cv, out.to(o.dtype.element_ty), mask=cv < D.V)
@@ -124,8 +126,9 @@ def step(q, k, v, head, key, value, beta, erase, write, scale, slots, pool, o, D
         rows, columns = log_decays(head, key, value, n, h, n, ck, cv, D)
         kt, vt = vector(k, n, h // (D.H // D.HK), ck, D.HK, D.K), vector(v, n, h // (D.H // D.HV), cv, D.HV, D.V)
         qt = vector(q, n, h // (D.H // D.HQ), ck, D.HQ, D.K)
+        before = S
         S = decayed(S, rows, columns, D.HEAD != "none" or D.KEY, D.VALUE)
-        S += kt[:, None] * written(S, kt, vt, beta, erase, write, n, h, ck, cv, D)[None, :]
+        S += kt[:, None] * written(S, before, kt, vt, beta, erase, write, n, h, ck, cv, D)[None, :]
         out = tl.sum(S * qt[:, None], 0) * factor
         store_state(pool, S, slot, h, ck, cv, D.H, D.K, D.V, "evict_first")
     tl.store(at(o, n, h, D.H, D.V) + cv, out.to(o.dtype.element_ty), mask=cv < D.V)
@@ -149,9 +152,11 @@ def gates_of(r: Recurrence):
 
 
 def erasure_operands(r: Recurrence):
-    """Return the (beta, erase, write) arrays and their flag. An absent one is replaced by an array that is not read."""
-    form = "none" if r.erasure is None else r.erasure.form
-    return [r.scale if x is None else x for x in arrays_of(r.erasure)], dict(ERASURE=form)
+    """Return the (beta, erase, write) arrays and their flags. An absent one is replaced by an array that is not read."""
+    flags = dict(ERASURE="none", BEFORE=False)
+    if r.erasure is not None:
+        flags = dict(ERASURE=r.erasure.form, BEFORE=r.erasure.before_decay)
+    return [r.scale if x is None else x for x in arrays_of(r.erasure)], flags
 
 
 def shape(r: Recurrence, columns: int) -> dict:

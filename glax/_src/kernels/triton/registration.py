@@ -41,14 +41,16 @@ def gradient_two_phase(r: Recurrence, config: GradientConfig) -> TwoPhase | None
     version=1,
     forms=ROW_FORMS,
     erases=True,
+    erases_before_decay=True,
+    erases_along=True,
     mixes_segments=lambda r: True,
 )
 def chunked(r: Recurrence, *, config: TritonChunkedConfig) -> Outputs:
     """Compute the chunked form in one pass over q, k, v and the gates, or with config.block from states at every chunk."""
     if r.erasure is not None:
-        from glax._src.kernels.triton import delta_chunked
+        from glax._src.kernels.triton import delta_two_rows
 
-        return delta_chunked.delta_chunked(r, config)
+        return delta_two_rows.forward(r, config)
     from glax._src.kernels.triton import chunked as chunks
 
     return chunks.chunked(r, config)
@@ -65,14 +67,16 @@ def chunked(r: Recurrence, *, config: TritonChunkedConfig) -> Outputs:
     version=1,
     forms=ROW_FORMS,
     erases=True,
+    erases_before_decay=True,
+    erases_along=True,
     mixes_segments=lambda r: True,
 )
 def chunked_vjp(r: Recurrence, d_output, d_final, *, config: GradientConfig) -> Recurrence:
     """Compute the gradient in every input from the states at both ends of each chunk."""
     if r.erasure is not None:
-        from glax._src.kernels.triton import delta_chunked
+        from glax._src.kernels.triton import delta_two_rows
 
-        return delta_chunked.delta_chunked_vjp(r, d_output, d_final, config)
+        return delta_two_rows.gradient(r, d_output, d_final, config)
     from glax._src.kernels.triton import chunked as chunks
 
     return chunks.chunked_vjp(r, d_output, d_final, config)
@@ -86,17 +90,24 @@ def chunked_vjp(r: Recurrence, d_output, d_final, *, config: GradientConfig) -> 
     supports=refusal,
     priority=token_priority,
     erases=True,
+    erases_before_decay=True,
     mixes_segments=lambda r: True,
 )
 def recurrent(r: Recurrence, *, config: TokenConfig) -> Outputs:
-    """Compute token by token with exact decays: for short sequences, gates on the value side, and every form of erasure."""
+    """Compute token by token with exact decays: for short sequences, gates on the value side, and every erasure but `along`."""
     from glax._src.kernels.triton import recurrent as tokens
 
     return tokens.run_tokens(r, config)
 
 
 @kernel_registry.register(
-    "recurrent.step", Platform.TRITON, Backend.GPU, config=TokenConfig, supports=step_refusal, erases=True
+    "recurrent.step",
+    Platform.TRITON,
+    Backend.GPU,
+    config=TokenConfig,
+    supports=step_refusal,
+    erases=True,
+    erases_before_decay=True,
 )
 def recurrent_step(r: Recurrence, pool, slots, *, config: TokenConfig):
     """Advance each sequence by one token. Its state in the pool is read and written once, with an erasure too."""

@@ -38,8 +38,6 @@ def chunked_refusal(r: Recurrence) -> str | None:
 
 def erasing_refusal(r: Recurrence) -> str | None:
     """Return why the chunked kernels do not support r, which erases, or None."""
-    if r.erasing.beta is None:
-        return f"erases by beta, not by {r.erasing.form.replace('+', ' and ')}: `recurrent` takes every form"
     widest, of = WIDEST_ERASED, "heads that erase"
     if r.q.dtype == "float32":
         widest, of = WIDEST_ERASED_FLOAT32, "heads that erase in float32"

@@ -241,6 +241,13 @@ def halving(tokens, half):
 
 
 @triton.jit
+def later_half_before(tokens, half):
+    """Return the matrix of `halving` that sums the gates of a block from its middle to before a token of its later half."""
+    i, j = tokens[:, None], tokens[None, :]
+    return tl.where((j >= i // (2 * half) * (2 * half) + half) & (j < i), 1.0, 0.0)
+
+
+@triton.jit
 def middle_matrix(tokens, C: tl.constexpr):
     """Return the matrix whose row i sums the gates from the chunk's middle through token i, with sign -1 before the middle."""
     i, j = tokens[:, None], tokens[None, :]

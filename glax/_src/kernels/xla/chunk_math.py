@@ -59,10 +59,13 @@ class Geometry:
     suffix      row i sums the gates after token i
     before      row i sums the gates before token i
     middle      row i sums the gates from the middle token to token i; the sum is negated before the middle
+    middle_before  row i is row i - 1 of `middle`: the sum ends before token i
     earlier     the pairs (i, j) with j before i
+    adjacent    the pairs (i, j) where j is the token before i
     causal      the pairs (i, j) with j before i or j = i
     halvings    (sums, mask) for each halving of the chunk into blocks. The mask holds the pairs (i, j) where i is in the later
                 half of a block and j in the earlier half. Row i of `sums` sums the gates between token i and the block's middle.
+    halvings_before  `sums` for each halving without token i's own gate, for i in the later half of a block
     begin, end  the row of the first and of the last token
     """
 
@@ -71,9 +74,12 @@ class Geometry:
     suffix: np.ndarray
     before: np.ndarray
     middle: np.ndarray
+    middle_before: np.ndarray
     earlier: np.ndarray
+    adjacent: np.ndarray
     causal: np.ndarray
     halvings: tuple[tuple[np.ndarray, np.ndarray], ...]
+    halvings_before: tuple[np.ndarray, ...]
     begin: int
     end: int
 
@@ -84,15 +90,19 @@ def geometry(size: int, reverse: bool) -> Geometry:
     i, s = np.mgrid[:size, :size]
     half = size // 2
     middle = 1.0 * ((half <= s) & (s <= i)) - 1.0 * ((i < s) & (s < half))
-    halvings, blocks = [], [(0, size)]
+    middle_before = 1.0 * ((half <= s) & (s < i)) - 1.0 * ((i <= s) & (s < half))
+    halvings, halvings_before, blocks = [], [], [(0, size)]
     while blocks := [block for block in blocks if block[1] - block[0] > 1]:
         sums, mask, smaller = np.zeros((size, size)), np.zeros((size, size), bool), []
+        sums_before = np.zeros((size, size))
         for low, high in blocks:
             cut = (low + high) // 2
             sums += ((cut <= s) & (s <= i) & (i < high)) + 1.0 * ((low <= i) & (i < s) & (s < cut))
+            sums_before += (cut <= s) & (s < i) & (i < high)
             mask |= (cut <= i) & (i < high) & (low <= s) & (s < cut)
             smaller += [(low, cut), (cut, high)]
         halvings.append((sums, mask))
+        halvings_before.append(sums_before)
         blocks = smaller
 
     def turned(matrix: np.ndarray) -> np.ndarray:
@@ -104,9 +114,12 @@ def geometry(size: int, reverse: bool) -> Geometry:
         suffix=turned(1.0 * (s > i)),
         before=turned(1.0 * (s < i)),
         middle=turned(middle),
+        middle_before=turned(middle_before),
         earlier=turned(s < i),
+        adjacent=turned(s == i - 1),
         causal=turned(s <= i),
         halvings=tuple((turned(sums), turned(mask)) for sums, mask in halvings),
+        halvings_before=tuple(map(turned, halvings_before)),
         begin=size - 1 if reverse else 0,
         end=0 if reverse else size - 1,
     )
@@ -120,6 +133,8 @@ class Factors(NamedTuple):
         pairs of tokens          sum over levels of (q * up) (k * down)^T * between, masked
 
     inward, outward, up, down: [B, H, C, D], or [B, H, C, 1] for a per-head gate. between: [B, H, C, C], for a per-head gate only.
+    before: the factors of what reads the state before each token's own decay: row i has G_{i-1} in the place of G_i. It has no
+    `outward`; None where nothing reads so.
     """
 
     inward: Array | None = None
@@ -127,6 +142,12 @@ class Factors(NamedTuple):
     up: tuple[Array | None, ...] = (None,)
     down: tuple[Array | None, ...] = (None,)
     between: Array | None = None
+    before: "Factors | None" = None
+
+    @property
+    def erasing(self) -> "Factors":
+        """Return the factors of the side that reads for the erase vectors."""
+        return self if self.before is None else self.before
 
 
 def sums(matrix: np.ndarray, x: Float[Array, "B H C D"]) -> Float[Array, "B H I D"]:
@@ -153,11 +174,12 @@ def copies(matrix: np.ndarray, x: Float[Array, "B H C D"]) -> Array:
     return jnp.broadcast_to(jnp.asarray(matrix, x.dtype), (*x.shape[:2], *matrix.shape))
 
 
-def fast(g: Geometry, gates: Float[Array, "B H C D"] | None) -> Factors:
+def fast(g: Geometry, gates: Float[Array, "B H C D"] | None, before: bool = False) -> Factors:
     """Compute the factors of e^{G_i - G_j} = e^{M_i} e^{-M_j}, where M is G minus G at the chunk's middle.
 
     The form needs two exponentials per element. It is exact while |M|, summed over the rows' and the columns' gates, is at most
-    `fast_limit`: no factor, and no product of a row's and a column's factor, then overflows or underflows.
+    `fast_limit`: no factor, and no product of a row's and a column's factor, then overflows or underflows. `before`: with the
+    factors before each token's own decay.
     """
     if gates is None:
         return Factors()
@@ -165,7 +187,11 @@ def fast(g: Geometry, gates: Float[Array, "B H C D"] | None) -> Factors:
     up, down = jnp.exp(middle), jnp.exp(-middle)
     enter = jnp.exp(gates[:, :, g.begin] - middle[:, :, g.begin])[:, :, None]
     leave = up[:, :, g.end][:, :, None]
-    return Factors(up * enter, down * leave, (up,), (down,))
+    factors = Factors(up * enter, down * leave, (up,), (down,))
+    if not before:
+        return factors
+    up = jnp.exp(sums(g.middle_before, gates))
+    return factors._replace(before=Factors(up * enter, None, (up,), (down,)))
 
 
 def max_abs_cumsum(g: Geometry, gates: Float[Array, "B H C D"]) -> Array:
@@ -179,12 +205,12 @@ def fast_limit(dtype) -> float:
     return FAST_LIMIT if dtype == jnp.float32 else 500.0
 
 
-def exact(g: Geometry, gates: Float[Array, "B H C D"] | None, with_self: bool) -> Factors:
+def exact(g: Geometry, gates: Float[Array, "B H C D"] | None, with_self: bool, before: bool = False) -> Factors:
     """Compute the factors of e^{G_i - G_j} = e^{G_i - R} e^{R - G_j}, where the reference R lies between tokens j and i.
 
     No exponent is positive for gates <= 0. Repeated halving finds a reference for every pair: two tokens in different halves of
     a block share the block's middle. There are log2(C) levels with one exponential per element each. `with_self` adds a level
-    without factors, for the pair of each token with itself.
+    without factors, for the pair of each token with itself. `before`: with the factors before each token's own decay.
     """
     levels, self_level = len(g.halvings), (None,) * with_self
     if gates is None:
@@ -192,17 +218,27 @@ def exact(g: Geometry, gates: Float[Array, "B H C D"] | None, with_self: bool) -
     stacked = np.concatenate([g.prefix, g.suffix, *(matrix for matrix, _ in g.halvings)])
     inward, outward, *pairs = jnp.split(jnp.exp(sums(stacked, gates)), levels + 2, axis=2)
     pairs = (*pairs, *self_level)
-    return Factors(inward, outward, pairs, pairs)
+    factors = Factors(inward, outward, pairs, pairs)
+    if not before:
+        return factors
+    stacked = np.concatenate([g.before, *g.halvings_before])
+    inward, *up = jnp.split(jnp.exp(sums(stacked, gates)), levels + 1, axis=2)
+    return factors._replace(before=Factors(inward, None, (*up, *self_level), pairs))
 
 
-def per_head(g: Geometry, gates: Float[Array, "B H C 1"]) -> Factors:
+def per_head(g: Geometry, gates: Float[Array, "B H C 1"], before: bool = False) -> Factors:
     """Compute the factors of a per-head gate: e^{G_i - G_j} is a matrix [B, H, C, C], exact for all gates.
 
-    Each entry (i, j) is the exponential of a separate sum, over the tokens after j through i.
+    Each entry (i, j) is the exponential of a separate sum, over the tokens after j through i. `before`: with the factors before
+    each token's own decay, which sum over the tokens between j and i.
     """
     inward, outward = jnp.split(jnp.exp(sums(np.concatenate([g.prefix, g.suffix]), gates)), 2, axis=2)
     between = jnp.exp(sums(g.prefix, jnp.where(g.earlier, gates, 0)))
-    return Factors(inward, outward, between=between)
+    factors = Factors(inward, outward, between=between)
+    if not before:
+        return factors
+    between = jnp.exp(sums(g.before, jnp.where(g.earlier, gates, 0)))
+    return factors._replace(before=Factors(jnp.exp(sums(g.before, gates)), between=between))
 
 
 def edges(g: Geometry, gates: Float[Array, "B H C D"] | None) -> Factors:
@@ -309,15 +345,25 @@ def backward(S, dS, q, k, v, do, key: Factors, value: Factors, masks):
     return d_added, (d_self_pairs * k, dq), (d_self_pairs * q, dk), (self_pairs * do, dv)
 
 
-def log_gradient(g: Geometry, terms: Float[Array, "B H C D"], edge: Float[Array, "B H D"], per_head: bool) -> Array:
+def log_gradient(
+    g: Geometry,
+    terms: Float[Array, "B H C D"],
+    edge: Float[Array, "B H D"],
+    own: Array | None = None,
+    *,
+    per_head: bool,
+) -> Array:
     """Compute dg_t = <S, dS>_{before the chunk} - sum over earlier s in the chunk of (q_s dq_s - k_s dk_s), [B, H, C, D or 1].
 
     terms: q_s dq_s - k_s dk_s for every token. edge: S dS before the chunk, summed over the other side of the state. For
-    per-value gates, o and v take the places of q and k. `per_head` sums both over D.
+    per-value gates, o and v take the places of q and k. own: what the sum has of token t itself, [B, H, C, D]: e_t de_t for
+    what reads the state before the token's decay; None for nothing. `per_head` sums all over D.
 
     In the sum, the pairs of tokens that do not span t cancel. It starts again at every chunk, so its rounding error does not
     grow with T.
     """
     if per_head:
         terms, edge = total(terms, 3)[..., None], edge.sum(2, keepdims=True)
-    return edge[:, :, None] - sums(g.before, terms)
+        own = None if own is None else total(own, 3)[..., None]
+    gradient = edge[:, :, None] - sums(g.before, terms)
+    return gradient if own is None else gradient - own

@@ -140,6 +140,8 @@ def chunked_with_residuals(r: Recurrence, *, config: ChunkedConfig) -> tuple[Out
     forward_with_residuals=chunked_with_residuals,
     saves_residuals=lambda r: Backend.here() is Backend.CPU and not r.is_symbolic,
     erases=True,
+    erases_before_decay=True,
+    erases_along=True,
     erasing_forms=ROW_FORMS,  # with per-value gates each value column would need an inverse of its own
     mixes_segments=lambda r: True,
     isolate=isolate,
@@ -155,6 +157,8 @@ def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
     Backend.ANY,
     config=ChunkedConfig,
     erases=True,
+    erases_before_decay=True,
+    erases_along=True,
     erasing_forms=ROW_FORMS,
     mixes_segments=lambda r: True,
     isolate=isolate,

@@ -127,7 +127,7 @@ def vjp_by_scan(r: Recurrence, size: int, d_output, d_final, states: Array | Non
             return d_added, more_scale, sum(dq) * w.scale, sum(dk), sum(dv), (row_terms, column_terms)
 
         S = state_before(w, i, d_qk)
-        d_added, more_scale, dq, dk, dv, terms = select_form(g, r.decay, gates, False, evaluate, S, d_state.high)
+        d_added, more_scale, dq, dk, dv, terms = select_form(g, r, gates, False, evaluate, S, d_state.high)
         d_state = d_state.advance(chunk_math.state_decay(*log_through(gates, transposed=True)), d_added)
         edges = (chunk_math.total(S * d_state.high, axis) for axis in (2, 3))
         each_scale = w.carry_or_start(each_scale, None) + more_scale
@@ -164,7 +164,7 @@ def saved_states(states: Float[Array, "B chunks H K V"]) -> ReadState:
 def decay_gradient(w: ChunkWindow, g: chunk_math.Geometry, d_decay: Decay, row_side, column_side) -> Decay:
     """Write the gradient of one chunk's log decays to d_decay.
 
-    Each side is a pair (terms [B, H, C, D], edge [B, H, D]), the arguments of `chunk_math.log_gradient`.
+    Each side is (terms [B, H, C, D], edge [B, H, D], and own [B, H, C, D] if any), the arguments of `chunk_math.log_gradient`.
     """
     per_channel, per_head = (functools.partial(chunk_math.log_gradient, g, per_head=x) for x in (False, True))
     if d_decay.constant is not None:

@@ -11,9 +11,8 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, Recurrence, is_symbol, spread_heads, sum_heads, varying_like
 from glax._src.core.registry import Backend
 from glax._src.kernels.common.chunks import Chunks, chunks_of, pad_to_chunk, trim_rows
@@ -34,6 +33,7 @@ class ChunkWindow:
         whole = r.boundaries is None and not is_symbol(T) and T % C == 0
         # [C]: whether a row belongs to this chunk; None if every chunk fills its window
         self.in_chunk = None if whole else (row >= chunks.first[i]) & (row < chunks.last[i])
+        self.chunks, self.i, self.row = chunks, i, row
         self.sequence = chunks.sequence[i]
         self.begins = begins  # whether this is the first chunk of its sequence in the scan
         self.batch = r.q.shape[0]
@@ -72,6 +72,12 @@ class ChunkWindow:
     def read_state(self, states: Float[Array, "N *rest"]) -> Float[Array, "B *rest"]:
         """Return the entry of this chunk's sequence, [1, ...]; without packing, the entries of all B sequences."""
         return states if self.r.boundaries is None else lax.dynamic_slice_in_dim(states, self.sequence, self.batch, 0)
+
+    @property
+    def is_first(self) -> Bool[Array, "C 1"]:
+        """Return whether each row is the chunk's first token in the scan."""
+        behind = jnp.minimum(self.start + self.C, self.chunks.last[self.i])
+        return (self.row == (behind - 1 if self.r.reverse else self.chunks.first[self.i]))[:, None]
 
     @property
     def scale(self) -> Float[Array, "B 1 1 1"]:
@@ -125,26 +131,31 @@ def log_of_zero(dtype) -> float:
     return LOG_OF_ZERO if dtype == jnp.float32 else -800.0
 
 
-def select_form(g: chunk_math.Geometry, decay: Decay, gates, with_self: bool, evaluate, *operands):
+def select_form(g: chunk_math.Geometry, r: Recurrence, gates, with_self: bool, evaluate, *operands):
     """Return evaluate(key factors, value factors, masks, *operands), in the fast form if it is exact for this chunk.
 
     The masks hold the pairs of each token with the earlier tokens and, `with_self`, the pair with itself. `evaluate` should read
-    the chunk's rows inside, because lax.cond copies the operands of its branches.
+    the chunk's rows inside, because lax.cond copies the operands of its branches. The key factors have `before` where r erases
+    before the decay.
     """
+    decay, before = r.decay, r.erasure is not None and r.erasure.before_decay
     pairs = (g.causal if with_self else g.earlier,)
     if gates == (None, None):
         return evaluate(chunk_math.Factors(), chunk_math.Factors(), pairs, *operands)
     if decay.key is None and decay.value is None:
-        return evaluate(chunk_math.per_head(g, gates[0]), chunk_math.Factors(), pairs, *operands)
+        return evaluate(chunk_math.per_head(g, gates[0], before), chunk_math.Factors(), pairs, *operands)
     present = [x for x in gates if x is not None]
     in_range = sum(chunk_math.max_abs_cumsum(g, x) for x in present) <= chunk_math.fast_limit(present[0].dtype)
 
     def fast(*operands):
-        return evaluate(*(chunk_math.fast(g, side) for side in gates), pairs, *operands)
+        key, value = gates
+        return evaluate(chunk_math.fast(g, key, before), chunk_math.fast(g, value), pairs, *operands)
 
     def exact(*operands):
         masks = *(mask for _, mask in g.halvings), *([g.causal & ~g.earlier] if with_self else [])
-        return evaluate(*(chunk_math.exact(g, side, with_self) for side in gates), masks, *operands)
+        key, value = gates
+        factors = chunk_math.exact(g, key, with_self, before), chunk_math.exact(g, value, with_self)
+        return evaluate(*factors, masks, *operands)
 
     return lax.cond(in_range, fast, exact, *operands)
 
@@ -195,7 +206,7 @@ def scan_outputs(
             return evaluate(r, w, g, key, value, masks, S)
 
         state, gates = w.carry_or_start(state, first), w.gates()
-        added, o = select_form(g, r.decay, gates, True, evaluate_form, state.high)
+        added, o = select_form(g, r, gates, True, evaluate_form, state.high)
         residuals = residuals if residuals is None else lax.dynamic_update_index_in_dim(residuals, state.high, i, 1)
         state = state.advance(chunk_math.state_decay(*log_through(gates)), added)
         return state, w.write_state(states, state.high), w.write(output, o), residuals

@@ -10,6 +10,13 @@ holds what the tokens write: row u_i beside key k_i.
     O    = (q e^G) S + P U
     S'   = e^{G_last} S + (k e^{G_last - G})^T U
 
+Where the erasure reads before the decay (`Erasure.before_decay`), L and X have G_{i-1} in the place of G_i: the factors of the
+rows of e are `Factors.before`, and nothing else changes.
+
+Where it takes what it reads along another key b (`Erasure.along`), the tokens write twice: W = w * v beside k, and U beside b.
+L has b in the place of k, and X has -M W in the place of w * v, with M the scores of e with k. The outputs and the state sum over
+both. This costs three products of C x C more, and the state is read and written once.
+
 A chunk is thus a chunk of `chunk_math` with U in the place of v, and one more matrix of scores, L. Both use the same factors,
 which are exact for all gates. L includes the decays. The inverse of a matrix without decays may overflow where (I + L)^-1 is
 small.
@@ -24,7 +31,15 @@ The gradient follows from dS' = dL/dS' and do. dP and dL are restricted to the p
 The products of dP and dL with k, q and e include the decays of the pairs. The gradient of the log decays telescopes: it is <S,
 dS> minus the sum over earlier tokens of q dq - k dk + e de, without the pair of a token with itself
 (`chunk_math.log_gradient`).
+
+Where the erasure reads before the decay, token t's gate multiplies nothing that e_t reads, and the sum includes e_t de_t. What
+passes no gate at all is left out of the sum, as the pair of a token with itself is: what e reads of the token before it or, at
+the chunk's first token, of S.
 """
+
+import functools
+import operator
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -75,15 +90,33 @@ def scores_gradient(d_pairs, x, k, key: Factors, masks) -> tuple[Array, Array]:
 def read_erasure(w: ChunkWindow, erasure: Erasure) -> Erasure:
     """Read the chunk's rows of each array, [B, H, C, width]; beta has a width of 1."""
     if erasure.beta is not None:
-        return Erasure(beta=w.read(erasure.beta[..., None]))
+        return erasure.replace(beta=w.read(erasure.beta[..., None]))
     return jax.tree.map(w.read, erasure)
 
 
-def written(S, k, v, e, w, key: Factors, g: chunk_math.Geometry, masks) -> tuple[Array, Array]:
-    """Return ((I + L)^-1 [B, H, C, C], U [B, H, C, V]) of a chunk from the state S [B, H, K, V] before it."""
-    L = scores(e, k, key, [mask & g.earlier for mask in masks])
+Written = list[tuple[Array, Array]]
+
+
+def written(S, k, v, e, w, along, key: Factors, g: chunk_math.Geometry, masks) -> tuple[Array, Written]:
+    """Return (I + L)^-1 [B, H, C, C] of a chunk, and what its tokens write after the state S [B, H, K, V]: pairs of keys
+    [B, H, C, K] and values [B, H, C, V], of which the last pair is what the inverse forms."""
+    reads, earlier = key.erasing, [mask & g.earlier for mask in masks]
+    L = scores(e, k if along is None else along, reads, earlier)
     inverse = unit_inverse(L, descending=g.begin != 0)
-    return inverse, matmul(inverse, times(v, w) - matmul(times(e, key.inward), S))
+    if along is None:
+        return inverse, [(k, matmul(inverse, times(v, w) - matmul(times(e, reads.inward), S)))]
+    values = times(v, w)
+    X = -matmul(scores(e, k, reads, earlier), values) - matmul(times(e, reads.inward), S)
+    return inverse, [(k, values), (along, matmul(inverse, X))]
+
+
+def summed(terms: Iterable[Array]) -> Array:
+    return functools.reduce(operator.add, terms)
+
+
+def added(write: Written, key: Factors) -> Float[Array, "B H K V"]:
+    """Return what the tokens of a chunk add to the state after it."""
+    return summed([chunk_math.added(k, x, key, Factors()) for k, x in write])
 
 
 def forward_by_scan(r: Recurrence, size: int, save_states: bool) -> tuple[Outputs, Array | None]:
@@ -92,10 +125,12 @@ def forward_by_scan(r: Recurrence, size: int, save_states: bool) -> tuple[Output
     def evaluate(r: Recurrence, w: ChunkWindow, g, key, _, masks, S):
         q, k, v = w.read_all(r.q, r.k, r.v)
         q *= w.scale
-        e, write = read_erasure(w, r.erasing).vectors(k)
-        _, U = written(S, k, v, e, write, key, g, masks)
-        o = matmul(times(q, key.inward), S) + matmul(scores(q, k, key, masks), U)
-        return chunk_math.added(k, U, key, Factors()), o
+        erasure = read_erasure(w, r.erasing)
+        _, write = written(S, k, v, *erasure.vectors(k), erasure.along, key, g, masks)
+        o = matmul(times(q, key.inward), S)
+        for k, x in write:
+            o += matmul(scores(q, k, key, masks), x)
+        return added(write, key), o
 
     return scan_outputs(r, size, save_states, evaluate)
 
@@ -110,41 +145,70 @@ def states_before(r: Recurrence, size: int) -> Float[Array, "B chunks H K V"]:
 
         def evaluate(key, _, masks, S):
             k, v = w.read_all(r.k, r.v)
-            e, write = read_erasure(w, r.erasing).vectors(k)
-            return chunk_math.added(k, written(S, k, v, e, write, key, g, masks)[1], key, Factors())
+            erasure = read_erasure(w, r.erasing)
+            return added(written(S, k, v, *erasure.vectors(k), erasure.along, key, g, masks)[1], key)
 
         state, gates = w.carry_or_start(state, first), w.gates()
         residuals = lax.dynamic_update_index_in_dim(residuals, state.high, i, 1)
-        added = select_form(g, r.decay, gates, False, evaluate, state.high)
-        return [state.advance(chunk_math.state_decay(*log_through(gates)), added), residuals]
+        more = select_form(g, r, gates, False, evaluate, state.high)
+        return [state.advance(chunk_math.state_decay(*log_through(gates)), more), residuals]
 
     residuals = jnp.zeros((B, chunks.first.shape[0], *r.state_shape[1:]), r.dtype)
     return scan_chunks(r, chunks, body, [initial_state_of(first, B), residuals], backwards=False)[1]
 
 
-def chunk_gradient(S, dS, q, k, v, do, erasure: Erasure, key: Factors, g: chunk_math.Geometry, masks):
-    """Compute the gradient of one chunk from S before the chunk and dS = dL/dS after it. q is multiplied by the scale.
+def chunk_gradient(S, dS, rows, erasure: Erasure, is_first, key: Factors, g: chunk_math.Geometry, masks):
+    """Compute the gradient of one chunk from S before the chunk and dS = dL/dS after it.
 
-    Returns (what the chunk adds to dL/dS before it, dq, dk, dv, the gradient of the erasure, the terms of the gates' gradient
-    [B, H, C, K]). `masks` exclude the pair of a token with itself.
+    Returns (what the chunk adds to dL/dS before it, what it adds beside that through no gate, or None, dq, dk, dv, the gradient
+    of the erasure, the terms of the gates' gradient [B, H, C, K] and the own terms, or None; see `chunk_math.log_gradient`).
+    rows: q, multiplied by the scale, k, v and do. is_first: [C, 1], whether a row is the chunk's first token in the scan. `masks`
+    exclude the pair of a token with itself.
     """
-    e, write = erasure.vectors(k)
-    inverse, U = written(S, k, v, e, write, key, g, masks)
+    q, k, v, do = rows
+    (e, write), reads, along = erasure.vectors(k), key.erasing, erasure.along
+    inverse, pairs = written(S, k, v, e, write, along, key, g, masks)
     # [B, H, C, 1]
-    own, d_own = total(q * k, 3)[..., None], total(do * U, 3)[..., None]
-    q_in, e_in, k_out = times(q, key.inward), times(e, key.inward), times(k, key.outward)
-    dU = matmul(k_out, dS) + matmul(scores(q, k, key, masks).mT, do) + own * do
-    dX = matmul(inverse.mT, dU)
-    dq, dk = scores_gradient(inner(do, U), q, k, key, masks)
-    de, more_dk = scores_gradient(-inner(dX, U), e, k, key, masks)
+    owns = [(total(q * k, 3)[..., None], total(do * x, 3)[..., None]) for k, x in pairs]
+    q_in, e_in = times(q, key.inward), times(e, reads.inward)
+    d_writes = [
+        matmul(times(k, key.outward), dS) + matmul(scores(q, k, key, masks).mT, do) + own * do
+        for (k, _), (own, _) in zip(pairs, owns, strict=True)
+    ]
+    dX = matmul(inverse.mT, d_writes[-1])
+    d_value = dX if along is None else d_writes[0] - matmul(scores(e, k, reads, masks).mT, dX)
+    of_reads = [scores_gradient(inner(do, x), q, k, key, masks) for k, x in pairs]
+    gated = [mask & ~g.adjacent for mask in masks] if erasure.before_decay else masks
+    of_erasures = [scores_gradient(-inner(dX, x), e, k, reads, gated) for k, x in pairs]
+    dq, de = summed([d for d, _ in of_reads]), summed([d for d, _ in of_erasures])
     dq += times(inner(do, S), key.inward)
-    de -= times(inner(dX, S), key.inward)
-    dk += more_dk + times(inner(U, dS), key.outward)
-    terms = q * dq - k * dk + e * de
-    d_erasure, gain = erasure.gradient(de, dX, k, v)
+    de_state, own, through_no_gate = times(inner(dX, S), reads.inward), None, None
+    if erasure.before_decay:
+        first, e_in = jnp.where(is_first, e_in, 0), jnp.where(is_first, 0, e_in)
+        through_no_gate = -chunk_math.outer(first, dX)
+        de -= jnp.where(is_first, 0, de_state)
+        own = e * de
+    else:
+        de -= de_state
+    dks = [
+        dk + (more_dk + times(inner(x, dS), key.outward))
+        for (_, dk), (_, more_dk), (_, x) in zip(of_reads, of_erasures, pairs, strict=True)
+    ]
+    terms = q * dq - summed([k * dk for (k, _), dk in zip(pairs, dks, strict=True)]) + e * de
+    if erasure.before_decay:
+        adjacent = [jnp.where(g.adjacent, -inner(dX, x), 0) for _, x in pairs]
+        de += summed([matmul(d, k) for d, (k, _) in zip(adjacent, pairs, strict=True)]) - jnp.where(
+            is_first, de_state, 0
+        )
+        dks = [dk + matmul(d.mT, e) for d, dk in zip(adjacent, dks, strict=True)]
+    d_erasure, gain = erasure.gradient(de, d_value, k, v)
     d_added = chunk_math.outer(q_in, do) - chunk_math.outer(e_in, dX)
-    dk = dk + d_own * q if gain is None else dk + d_own * q + gain
-    return d_added, dq + d_own * k, dk, times(dX, write), d_erasure, terms
+    dks = [dk + d_own * q for dk, (_, d_own) in zip(dks, owns, strict=True)]
+    dk = dks[0] if gain is None else dks[0] + gain
+    if along is not None:
+        d_erasure = d_erasure.replace(along=dks[1])
+    dq += summed([d_own * k for (k, _), (_, d_own) in zip(pairs, owns, strict=True)])
+    return (d_added, through_no_gate), dq, dk, times(d_value, write), d_erasure, (terms, own)
 
 
 def vjp_by_scan(r: Recurrence, size: int, d_output, d_final, states: Array | None) -> Recurrence:
@@ -164,15 +228,18 @@ def vjp_by_scan(r: Recurrence, size: int, d_output, d_final, states: Array | Non
         def evaluate(key, _, masks, S, dS):
             unscaled, k, v, do = w.read_all(r.q, r.k, r.v, d_output)
             erasure = read_erasure(w, r.erasing)
-            d = chunk_gradient(S, dS, unscaled * w.scale, k, v, do, erasure, key, g, masks)
+            is_first = w.is_first if erasure.before_decay else None
+            d = chunk_gradient(S, dS, (unscaled * w.scale, k, v, do), erasure, is_first, key, g, masks)
             d_added, dq, dk, dv, d_erased, terms = d
             return d_added, total(unscaled * dq, 3).sum((1, 2)), (dq * w.scale, dk, dv), d_erased, terms
 
         S = lax.dynamic_index_in_dim(states, i, 1, keepdims=False)
-        d_added, more_scale, d_rows, d_erased, terms = select_form(g, r.decay, gates, False, evaluate, S, d_state.high)
-        d_state = d_state.advance(chunk_math.state_decay(*log_through(gates)), d_added)
+        d_added, more_scale, d_rows, d_erased, (terms, own) = select_form(g, r, gates, False, evaluate, S, d_state.high)
+        (d_added, through_no_gate), decay = d_added, chunk_math.state_decay(*log_through(gates))
+        through_gates = d_state.advance(decay, d_added)
+        d_state = through_gates if through_no_gate is None else d_state.advance(decay, d_added + through_no_gate)
         each_scale = w.carry_or_start(each_scale, None) + more_scale
-        sides = (terms, total(S * d_state.high, 3)), (None, None)
+        sides = (terms, total(S * through_gates.high, 3), own), (None, None)
         return [
             d_state,
             each_scale,
@@ -212,5 +279,5 @@ def vjp_by_scan(r: Recurrence, size: int, d_output, d_final, states: Array | Non
 def write_erasure(w: ChunkWindow, buffers: Erasure, x: Erasure) -> Erasure:
     """Return the buffers with the gradient of one chunk's erasure, x, written to the rows of the chunk."""
     if buffers.beta is not None and x.beta is not None:
-        return Erasure(beta=w.write(buffers.beta[..., None], x.beta)[..., 0])
+        return buffers.replace(beta=w.write(buffers.beta[..., None], x.beta)[..., 0])
     return jax.tree.map(w.write, buffers, x)

@@ -11,6 +11,10 @@ G_t = dL/dS_t includes scale q_t do_t^T. The gradient is a reverse scan:
     dk_t = G_t u_t              de_t = -S_bar_t du_t    dS_bar_t = G_t - e_t du_t^T
     d log decay_t = dS_bar_t * S_bar_t                  dL/dS_{t-1} = exp(rows_t) dS_bar_t exp(columns_t)
 
+Where the erasure reads before the decay (`Erasure.before_decay`), S_{t-1} stands for S_bar_t in u_t and in de_t, and -e_t du_t^T
+is a term of dL/dS_{t-1} instead of one of dS_bar_t. With another key b_t that it takes what it reads along (`Erasure.along`),
+y_t = -S_bar_t^T e_t is written beside b_t and not a part of u_t, and dy_t = G_t^T b_t stands for du_t in de_t and dS_bar_t.
+
 No step is a difference of long sums, so this form is exact for all gates and all keys. It is plain JAX, so the gradient can be
 differentiated any number of times. Yang et al. 2024, https://arxiv.org/abs/2406.06484 and https://arxiv.org/abs/2412.06464.
 """
@@ -94,7 +98,7 @@ def token_of(r: Recurrence, row: Tokens) -> Token:
     q, k, v = (spread_heads(x.astype(r.dtype), r.num_heads, axis=1) for x in (row.q, row.k, row.v))
     erasure = jax.tree.map(lambda x: x.astype(r.dtype), row.erasure)
     if erasure.beta is not None:
-        erasure = Erasure(beta=erasure.beta[..., None])
+        erasure = erasure.replace(beta=erasure.beta[..., None])
     # Below the floor, exp is 0 in this dtype; the exponential of -inf itself has no derivative in its series.
     head, key, value = (
         None if x is None else jnp.maximum(x.astype(r.dtype), log_of_zero(r.dtype))
@@ -128,12 +132,17 @@ def decayed(S: Array, decay: StateDecay | None) -> Array:
 
 
 def advance(S: Float[Array, "B H K V"], t: Token):
-    """Return (S_bar, u, S) of a token from the state S before it."""
+    """Return (S_bar, u, y, S) of a token from the state S before it. y is what it erases, negative; None where it is in u."""
     S_bar = decayed(S, t.decay)
-    u = (t.v if t.w is None else t.w * t.v) - read(S_bar, t.e)
+    u, erased = t.v if t.w is None else t.w * t.v, read(S if t.erasure.before_decay else S_bar, t.e)
+    if t.erasure.along is None:
+        u, y = u - erased, None
+        written = outer(t.k, u)
+    else:
+        y = -erased
+        written = outer(t.k, u) + outer(t.erasure.along, y)
     # S * rest is summed with the token's own term first: alone it may be less than half a digit of S.
-    written = outer(t.k, u)
-    return S_bar, u, S + written if t.decay is None else S * t.decay.base + (S * t.decay.rest + written)
+    return S_bar, u, y, S + written if t.decay is None else S * t.decay.base + (S * t.decay.rest + written)
 
 
 def each(x: Shaped[Array, "N"], like: Array) -> Array:
@@ -153,6 +162,11 @@ def enter(states: Array, carried: Array, begins, sequence) -> Array:
     if begins is None:
         return carried
     return jnp.where(begins, lax.dynamic_index_in_dim(states, jnp.minimum(sequence, len(states) - 1)), carried)
+
+
+def of_tokens(r: Recurrence, sequence, x):
+    """Return a tree of arrays, or zeros of these in padding, whose state may be NaN of the last sequence."""
+    return x if sequence is None else jax.tree.map(lambda x: jnp.where(sequence < r.num_sequences, x, 0), x)
 
 
 def write_state(states: Array, x: Array, sequence) -> Array:
@@ -176,9 +190,9 @@ def delta_by_token(r: Recurrence, resets: Bool[Array, "B T"] | None = None) -> O
     def step(carry, row: Tokens):
         S, finals = carry
         t, n = token_of(r, row), row.sequence
-        _, _, S = advance(cleared(enter(start, S, row.begins, n), row), t)
+        *_, S = advance(cleared(enter(start, S, row.begins, n), row), t)
         factor = each(scale, t.q) if n is None else scale[jnp.minimum(n, len(scale) - 1)]
-        return (S, write_state(finals, S, n)), read(S, t.q * factor).astype(r.q.dtype)
+        return (S, write_state(finals, S, n)), of_tokens(r, n, read(S, t.q * factor)).astype(r.q.dtype)
 
     carry = jax.tree.map(lambda x: varying_like(x, r.q), (first_carry(r, start), start))
     (_, final), output = lax.scan(step, carry, tokens_of(r, resets), reverse=r.reverse)
@@ -219,7 +233,7 @@ def delta_gradient_by_token(r: Recurrence, d_output, d_final, resets: Bool[Array
     def forward_step(S, row):
         t = token_of(r, row[0])
         before = cleared(enter(start, S, row[0].begins, row[0].sequence), row[0])
-        return advance(before, t)[2], before
+        return advance(before, t)[-1], before
 
     def forward_segment(S, segment):
         return lax.scan(forward_step, S, segment, reverse=r.reverse)[0], S
@@ -270,19 +284,22 @@ def token_gradient(r: Recurrence, row: Tokens, do, before, G):
     before: the state before the token. G: dL/dS after the token, without the term of its output.
     """
     t, n = token_of(r, row), row.sequence
-    S_bar, u, S = advance(before, t)
+    S_bar, u, y, S = advance(before, t)
     scale = each(r.scale, t.q) if n is None else r.scale[jnp.minimum(n, len(r.scale) - 1)]
     reads = read_rows(S, do)
     G = G + outer(t.q * scale, do)
     du = read(G, t.k)
-    d_bar = G - outer(t.e, du)
-    erasure, more_dk = t.erasure.gradient(-read_rows(S_bar, du), du, t.k, t.v)
+    along, before_decay = t.erasure.along, t.erasure.before_decay
+    d_erased = du if along is None else read(G, along)
+    d_read = outer(t.e, d_erased)
+    d_bar = G if before_decay else G - d_read
+    erasure, more_dk = t.erasure.gradient(-read_rows(before if before_decay else S_bar, d_erased), du, t.k, t.v)
+    if y is not None:
+        erasure = erasure.replace(along=read_rows(G, y))
     dk = read_rows(G, u) if more_dk is None else read_rows(G, u) + more_dk
     if erasure.beta is not None:
-        erasure = Erasure(beta=erasure.beta[..., 0])
+        erasure = erasure.replace(beta=erasure.beta[..., 0])
     d_log, decay = d_bar * S_bar, row.decay
-    if n is not None:
-        d_log = jnp.where(n < r.num_sequences, d_log, 0)
     d = TokenGradient(
         q=sum_heads(reads * scale, row.q.shape[1], axis=1),
         k=sum_heads(dk, row.k.shape[1], axis=1),
@@ -295,4 +312,5 @@ def token_gradient(r: Recurrence, row: Tokens, do, before, G):
         erasure=erasure,
         scale=(t.q * reads).sum((1, 2)),
     )
-    return cleared(decayed(d_bar, t.decay), row), d
+    d_before = decayed(d_bar, t.decay)
+    return cleared(d_before - d_read if before_decay else d_before, row), of_tokens(r, n, d)

@@ -30,26 +30,26 @@ def isolate(run: Callable[..., Any], r: Recurrence, *given) -> Any:
     return run_checked(run, r, *given)
 
 
-def run_checked(run: Callable[..., Any], r: Recurrence, *given, resets: Resets = None) -> Any:
+def run_checked(run: Callable[..., Any], r: Recurrence, *given, resets: Resets = None, axis=None) -> Any:
     """Return run(r, *given), computed again token by token where it is not finite.
 
     run: (r) -> Outputs or (Outputs, Residuals), or (r, d_output, d_final, *residuals) -> Recurrence. resets: see
-    `isolated_outputs`.
+    `isolated_outputs`. axis: see `if_finite`.
     """
     found = run(r, *given)
     if given:
         d_output, d_final, *_ = given
-        return if_finite(found, functools.partial(isolated_gradient, r, d_output, d_final, resets))
+        return if_finite(found, functools.partial(isolated_gradient, r, d_output, d_final, resets), axis)
     again = functools.partial(isolated_outputs, r, resets)
     if isinstance(found, Outputs):
-        return if_finite(found, again)
+        return if_finite(found, again, axis)
     # The gradient checks its own results, whatever the residuals hold.
     outputs, residuals = found
-    return if_finite(outputs, again), residuals
+    return if_finite(outputs, again, axis), residuals
 
 
-def if_finite(found: Tree, again: Callable[[], Tree]) -> Tree:
-    """Return `found` if all of its numbers are finite, else again().
+def if_finite(found: Tree, again: Callable[[], Tree], axis: str | tuple[str, ...] | None = None) -> Tree:
+    """Return `found` if all of its numbers are finite, else again(). axis: axes of a mesh along which all shards must be finite.
 
     A loop of at most one iteration overwrites `found` in place. lax.cond would copy it. The loop carries every array as a matrix:
     XLA would else carry them with time first, as again() forms them, and transpose `found` before and after the loop.
@@ -61,16 +61,17 @@ def if_finite(found: Tree, again: Callable[[], Tree]) -> Tree:
     def overwrite(carry):
         return jax.tree.map(varying_like, (jnp.ones((), bool), as_matrices(again())), carry)
 
-    _, matrices = lax.while_loop(lambda carry: ~carry[0], overwrite, (all_finite(found), as_matrices(found)))
+    _, matrices = lax.while_loop(lambda carry: ~carry[0], overwrite, (all_finite(found, axis), as_matrices(found)))
     return jax.tree.map(lambda x, like: x.reshape(like.shape), matrices, found)
 
 
-def all_finite(tree) -> Bool[Array, ""]:
-    """Return whether all numbers of a tree's arrays are finite."""
+def all_finite(tree, axis: str | tuple[str, ...] | None = None) -> Bool[Array, ""]:
+    """Return whether all numbers of a tree's arrays are finite, on all shards along an axis."""
     # x - x is 0 where x is finite, else NaN. XLA for CPUs forms such a sum in vectors, unlike a reduction of booleans. For x * 0
     # it would read an array of zeros too.
     sums = [(x - x).sum(dtype=jnp.promote_types(x.dtype, jnp.float32)) for x in jax.tree.leaves(tree)]
-    return jnp.isfinite(sum(sums, jnp.float32(0)))
+    total = sum(sums, jnp.float32(0))
+    return jnp.isfinite(total if axis is None else lax.psum(total, axis))
 
 
 def isolated_outputs(r: Recurrence, resets: Resets) -> Outputs:

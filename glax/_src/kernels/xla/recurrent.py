@@ -111,6 +111,8 @@ def decay_by_token(log: Float[Array, "T *rest"]) -> Float[Array, "T *rest"]:
     Backend.ANY,
     priority=priority,
     erases=True,
+    erases_before_decay=True,
+    erases_along=True,
     mixes_segments=lambda r: True,
     isolate=isolate,
 )
@@ -140,6 +142,8 @@ def recurrent(r: Recurrence, *, config) -> Outputs:
         scale = r.scale[n] if packed else r.scale[:, None, None]
         # [B, H, V]
         o = jnp.einsum("bhk,bhkv->bhv", q * scale, S, precision=lax.Precision.HIGHEST)
+        if is_token is not None:  # a query of 0 does not stop NaN of the last sequence
+            o = jnp.where(is_token, o, 0)
         return lax.dynamic_update_index_in_dim(states, S, n, 0) if packed else S, o.astype(r.q.dtype)
 
     rows = (by_time, places)
@@ -161,6 +165,8 @@ def vjp_supports(r: Recurrence) -> str | None:
     priority=priority,
     supports=vjp_supports,
     erases=True,
+    erases_before_decay=True,
+    erases_along=True,
     mixes_segments=lambda r: True,
     isolate=isolate,
 )

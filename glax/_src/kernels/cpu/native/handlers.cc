@@ -5,6 +5,7 @@
 #include <string>
 
 #include "delta_tasks.h"
+#include "selective_tasks.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -202,17 +203,17 @@ ffi::Error delta_gradient(ffi::ThreadPool pool, bool reverse, ffi::RemainingArgs
   });
 }
 
-// Reads the operands of a step and copies its pool where XLA does not run in place.
-Step step_of(const Read& read, const Write& write) {
+// Reads the operands of a step and copies its pool where XLA does not run in place. Unless `writes`, the pool is no result.
+Step step_of(const Read& read, const Write& write, bool writes = true) {
   Step p;
   p.q = tensor(read(0)), p.k = tensor(read(1)), p.v = tensor(read(2));
   p.head = tensor(read(3), false), p.key = tensor(read(4)), p.value = tensor(read(5));
   p.constant = floats(read(6)), p.scale = floats(read(9));
   if (present(read(8))) p.slots = static_cast<const int32_t*>(read(8).untyped_data());
-  const ffi::AnyBuffer state = write(1);
+  const ffi::AnyBuffer state = writes ? write(1) : read(7);
   p.output = tensor(write(0)), p.state = tensor(state);
   p.P = state.dimensions()[0], p.H = state.dimensions()[1], p.K = p.q.width, p.V = p.v.width;
-  p.B = read(9).dimensions()[0];
+  p.B = read(9).dimensions()[0], p.T = read(0).dimensions()[1], p.writes = writes;
   if (state.untyped_data() != read(7).untyped_data()) std::memcpy(state.untyped_data(), read(7).untyped_data(), state.size_bytes());
   return p;
 }
@@ -243,6 +244,86 @@ ffi::Error step(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRet
   });
 }
 
+// Operands: x, dt, A, B, C, initial states, boundaries, resets.
+constexpr size_t selective_operands = 8;
+
+// Rows [B, T, width] or [B, width].
+Tensor rows(const ffi::AnyBuffer& x) {
+  const auto dims = x.dimensions();
+  Tensor tensor{static_cast<char*>(x.untyped_data()), type_of(x.element_type()), 1, dims[dims.size() - 1]};
+  return tensor;
+}
+
+const int32_t* integers(const ffi::AnyBuffer& x) { return present(x) ? static_cast<const int32_t*>(x.untyped_data()) : nullptr; }
+
+SelectiveScan selective_of(const Read& read, bool reverse) {
+  SelectiveScan p;
+  const ffi::AnyBuffer x = read(0), A = read(2), initial = read(5);
+  p.rows = x.dimensions()[0], p.T = x.dimensions()[1], p.D = A.dimensions()[0], p.N = A.dimensions()[1];
+  p.sequences = initial.dimensions()[0], p.reverse = reverse;
+  p.x = rows(x), p.dt = rows(read(1)), p.A = floats(A), p.B = rows(read(3)), p.C = rows(read(4)), p.initial = floats(initial);
+  p.boundaries = integers(read(6)), p.resets = integers(read(7));
+  return p;
+}
+
+// Results: y, final states, the states before chunks or none.
+ffi::Error selective_forward(ffi::ThreadPool pool, bool reverse, ffi::RemainingArgs args, ffi::RemainingRets results) {
+  if (auto error = expect(args, selective_operands, results, 3); error.failure()) return error;
+  return guarded([&] {
+    const Write write{results};
+    populate_pages(pool, {bytes_of(write(0)), bytes_of(write(2))});
+    SelectiveScan p = selective_of({args}, reverse);
+    p.y = floats(write(0)), p.final_state = floats(write(1)), p.starts = floats(write(2));
+    run_selective(pool, p, false);
+    return ffi::Error::Success();
+  });
+}
+
+// Operands: those of the forward, its states before chunks, d y, d final states. Results: dx, ddt, dA, dB, dC, d initial states.
+ffi::Error selective_gradient(ffi::ThreadPool pool, bool reverse, int64_t channels, ffi::RemainingArgs args, ffi::RemainingRets results) {
+  if (auto error = expect(args, selective_operands + 3, results, 6); error.failure()) return error;
+  return guarded([&] {
+    const Read read{args};
+    const Write write{results};
+    std::vector<Bytes> written;
+    for (size_t i = 0; i < results.size(); ++i) written.push_back(bytes_of(write(i)));
+    populate_pages(pool, written);
+    SelectiveScan p = selective_of(read, reverse);
+    p.starts = floats(read(selective_operands)), p.d_y = floats(read(selective_operands + 1));
+    p.d_final = floats(read(selective_operands + 2)), p.group_channels = channels;
+    p.dx = rows(write(0)), p.ddt = rows(write(1));
+    p.dA = floats(write(2)), p.dB = floats(write(3)), p.dC = floats(write(4)), p.d_initial = floats(write(5));
+    run_selective(pool, p, true);
+    return ffi::Error::Success();
+  });
+}
+
+// Operands: x, dt, A, B, C, pool, slots. Results: y, pool.
+ffi::Error selective_step(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets results) {
+  if (auto error = expect(args, 7, results, 2); error.failure()) return error;
+  return guarded([&] {
+    const Read read{args};
+    const Write write{results};
+    const ffi::AnyBuffer x = read(0), A = read(2), before = read(5), state = write(1);
+    SelectiveStep p;
+    p.B = x.dimensions()[0], p.D = A.dimensions()[0], p.N = A.dimensions()[1], p.P = state.dimensions()[0];
+    p.x = rows(x), p.dt = rows(read(1)), p.A = floats(A), p.in = rows(read(3)), p.out = rows(read(4));
+    p.slots = integers(read(6)), p.state = rows(state), p.y = floats(write(0));
+    if (state.untyped_data() != before.untyped_data()) std::memcpy(state.untyped_data(), before.untyped_data(), state.size_bytes());
+    run_selective_step(pool, p);
+    return ffi::Error::Success();
+  });
+}
+
+// Operands: those of a step, of up to Step::most_tokens tokens. Results: the output, and the pool if it is written.
+ffi::Error tokens(ffi::ThreadPool pool, bool writes, ffi::RemainingArgs args, ffi::RemainingRets results) {
+  if (auto error = expect(args, operands, results, writes ? 2 : 1); error.failure()) return error;
+  return guarded([&] {
+    run_tokens(pool, step_of({args}, {results}, writes));
+    return ffi::Error::Success();
+  });
+}
+
 auto scan_binding() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attr<bool>("reverse").Attr<int64_t>("block"); }
 auto delta_binding() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attr<bool>("reverse"); }
 
@@ -254,11 +335,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_delta_forward, delta_forward, delta_binding()
 XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_delta_gradient, delta_gradient, delta_binding().RemainingArgs().RemainingRets());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_delta_step, delta_step, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_step, step, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_selective_forward, selective_forward, delta_binding().RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_selective_gradient, selective_gradient,
+                              delta_binding().Attr<int64_t>("channels").RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_selective_step, selective_step, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_tokens, tokens, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attr<bool>("writes").RemainingArgs().RemainingRets());
 
 }  // namespace glax
 
 // The version of these handlers. 2: glax_gradient sums over heads that share a row. 3: glax_forward and glax_gradient take
-// marks. 4: those of the delta rule take marks.
+// marks. 4: those of the delta rule take marks. A new handler is found by its name, and leaves the version as it is.
 extern "C" int32_t glax_interface() { return 4; }
 
 // For `glax doctor` and tests.

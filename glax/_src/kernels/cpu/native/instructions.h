@@ -21,10 +21,12 @@ struct Count {
 #include "kernels.h"
 #include "gradient.h"
 #include "step.h"
+#include "tokens.h"
 #include "delta_products.h"
 #include "delta_block.h"
 #include "delta.h"
 #include "delta_gradient.h"
+#include "selective_scan.h"
 
 // y = e^x for `count` elements, for tests.
 void exponentials(const float* x, float* y, int64_t count) {
@@ -47,11 +49,17 @@ const Kernels GLAX_NAMESPACE_EXPORT = {
     GLAX_NAMESPACE::gradient_of_keys,
     GLAX_NAMESPACE::gradient_of_values,
     GLAX_NAMESPACE::step,
+    GLAX_NAMESPACE::tokens_bytes,
+    GLAX_NAMESPACE::tokens,
     GLAX_NAMESPACE::delta_scratch_bytes,
     GLAX_NAMESPACE::delta_forward,
     GLAX_NAMESPACE::delta_gradient,
     GLAX_NAMESPACE::delta_step_bytes,
     GLAX_NAMESPACE::delta_step,
+    GLAX_NAMESPACE::selective_bytes,
+    GLAX_NAMESPACE::selective_forward,
+    GLAX_NAMESPACE::selective_gradient,
+    GLAX_NAMESPACE::selective_step,
     GLAX_NAMESPACE::exponentials,
     GLAX_NAME,
 };

@@ -85,9 +85,13 @@ struct Heads {
 // depend on the number of threads.
 constexpr int64_t group = 32;
 
-// One token of each of B sequences: state row slots[b] of [P, H, K, V] becomes S', output = scale * S'^T q.
+// One token of each of B sequences: state row slots[b] of [P, H, K, V] becomes S', output = scale * S'^T q. Without an
+// erasure, also T tokens of each, in order; then the states stay as they are unless `writes`.
 struct Step {
-  int64_t B, H, K, V, P;
+  static constexpr int64_t most_tokens = 64;
+
+  int64_t B, H, K, V, P, T = 1;
+  bool writes = true;
   const int32_t* slots = nullptr;  // [B]; an absent sequence has a slot outside [0, P) and output 0
   Tensor q, k, v, head, key, value;
   Tensor beta, erase, write;        // the delta rule
@@ -95,6 +99,58 @@ struct Step {
   const float* scale = nullptr;     // [B]
   Tensor state;                     // updated in place
   Tensor output;
+};
+
+// The selective scan of Mamba-1, in which every entry of the state has a decay of its own:
+//
+//     h_t[n] = exp(dt_t A[n]) h_{t-1}[n] + dt_t x_t B_t[n]        y_t = sum over n of C_t[n] h_t[n]        for every channel d
+//
+// and its gradient. A chunk is `chunk` consecutive tokens of a sequence in the order of the scan, from its first token on.
+struct SelectiveScan {
+  static constexpr int64_t chunk = 32;
+
+  int64_t rows, T, D, N, sequences;
+  bool reverse;
+  const int32_t* boundaries = nullptr;  // [sequences + 1], in one row; if null, each row is a sequence
+  const int32_t* resets = nullptr;      // [rows, T]: 1 where a token starts from a state of zeros
+  Tensor x, dt, B, C;                   // [rows, T, 1, D] and [rows, T, 1, N]
+  const float *A = nullptr, *initial = nullptr;  // [D, N], [sequences, D, N]
+  float* starts = nullptr;  // [chunks, D, N], the states before chunks: a result of the forward if not null, and an operand of the gradient
+
+  // Forward.
+  float *y = nullptr, *final_state = nullptr;  // [rows, T, D], [sequences, D, N]
+
+  // Gradient. A group is `group_channels` channels, a multiple of `selective_alignment`. It has a partial sum of dB and dC of its own.
+  const float *d_y = nullptr, *d_final = nullptr;
+  Tensor dx, ddt;
+  float *dA = nullptr, *dB = nullptr, *dC = nullptr, *d_initial = nullptr;  // [sequences, D, N], twice [groups, rows, T, N], [sequences, D, N]
+  int64_t group_channels = 0;
+
+  // The tokens [begin, end) of a sequence.
+  int64_t begin(int64_t sequence) const { return boundaries ? clamped(boundaries[sequence], 0) : 0; }
+  int64_t end(int64_t sequence) const { return boundaries ? clamped(boundaries[sequence + 1], begin(sequence)) : T; }
+  int64_t row(int64_t sequence) const { return boundaries ? 0 : sequence; }
+  // The place of a sequence's first chunk among all chunks; those of the sequence before end there or earlier.
+  int64_t first_chunk(int64_t sequence) const {
+    return boundaries ? begin(sequence) / chunk + sequence : sequence * ((T + chunk - 1) / chunk);
+  }
+
+ private:
+  // A traced caller cannot check the values of boundaries.
+  int64_t clamped(int64_t t, int64_t least) const { return t < least ? least : t > T ? T : t; }
+};
+
+// The channels of a group are a multiple of this, for every instruction set.
+constexpr int64_t selective_alignment = 64;
+
+// One token of the selective scan for each of B sequences. state: [P, D, N], updated in place.
+struct SelectiveStep {
+  int64_t B, D, N, P;
+  const int32_t* slots = nullptr;  // [B]; an absent sequence has a slot outside [0, P) and y of 0
+  Tensor x, dt, in, out;           // [B, 1, D]; B_t and C_t, [B, 1, N]
+  const float* A = nullptr;        // [D, N]
+  Tensor state;
+  float* y = nullptr;  // [B, D]
 };
 
 // Computes a range of columns for a segment and its heads. Returns false if a value divided by its decay overflowed float32.
@@ -105,11 +161,18 @@ struct Kernels {
   int64_t (*scratch_bytes)(const Problem&, int64_t heads, int64_t longest);  // longest: tokens of the longest segment
   Kernel *forward, *boundary_states, *gradient_of_keys, *gradient_of_values;
   void (*step)(const Step&, int64_t b, int64_t h);
+  int64_t (*tokens_bytes)(const Step&);
+  void (*tokens)(const Step&, int64_t b, int64_t h, void* scratch);
   // The delta rule. The gradient takes whole heads: all columns at a time.
   int64_t (*delta_scratch_bytes)(const Problem&, int64_t longest, bool gradient);
   Kernel *delta_forward, *delta_gradient;
   int64_t (*delta_step_bytes)(const Step&);
   void (*delta_step)(const Step&, int64_t b, int64_t h, void* scratch);
+  // The selective scan, for channels [first, last) of a sequence, and its step, for channels of sequences [begin, end).
+  int64_t (*selective_bytes)(const SelectiveScan&, bool gradient);
+  void (*selective_forward)(const SelectiveScan&, int64_t sequence, int64_t first, int64_t last, void* scratch);
+  void (*selective_gradient)(const SelectiveScan&, int64_t sequence, int64_t first, int64_t last, void* scratch);
+  void (*selective_step)(const SelectiveStep&, int64_t begin, int64_t end, int64_t first, int64_t last, void* scratch);
   void (*exponential)(const float* x, float* y, int64_t count);
   const char* name;
 };

@@ -186,4 +186,20 @@ void run_gradient(Pool& pool, const Problem& p) {
   run_in_range(p, [&](const Problem& p) { return gradient_by_segment(pool, p); });
 }
 
+// Runs a few tokens of each sequence, whose states lie in a pool. Throws std::bad_alloc if no thread gets its scratch.
+template <class Pool>
+void run_tokens(Pool& pool, const Step& p) {
+  // Small heads share a task: waking a thread costs more than one of them.
+  const int64_t heads = p.B * p.H, heads_per_task = std::max<int64_t>(1, (int64_t(1) << 16) / std::max<int64_t>(1, p.K * p.V));
+  const int64_t tasks = (heads + heads_per_task - 1) / heads_per_task, bytes = kernels().tokens_bytes(p);
+  const bool done = parallel_for(pool, tasks, std::max<int64_t>(1, pool.num_threads()), [&](std::atomic<int64_t>& next, int64_t tasks) {
+    const ThreadScratch scratch(bytes);
+    if (!scratch.block) return;
+    for (int64_t i; (i = next.fetch_add(1)) < tasks;)
+      for (int64_t head = i * heads_per_task; head < std::min((i + 1) * heads_per_task, heads); ++head)
+        kernels().tokens(p, head / p.H, head % p.H, scratch.aligned());
+  });
+  if (!done) throw std::bad_alloc();
+}
+
 }  // namespace glax

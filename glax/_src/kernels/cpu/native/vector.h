@@ -47,7 +47,7 @@ inline bool any(ivec x) {
 
 // e^x = 2^n e^r with n whole and |r| <= log(2) / 2.
 struct Power {
-  vec shifted, fraction;  // 1.5 * 2^23 + n, e^r
+  vec shifted, rest;  // 1.5 * 2^23 + n, e^r - 1
 
   explicit Power(vec x) {
     const vec shift = broadcast(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number
@@ -60,8 +60,12 @@ struct Power {
     p = p * r + broadcast(4.166838899254799e-2f);
     p = p * r + broadcast(0.1666652113199234f);
     p = p * r + broadcast(0.4999999403953552f);
-    fraction = (p * r) * r + r + broadcast(1.f);
+    rest = (p * r) * r + r;
   }
+
+  vec fraction() const { return rest + broadcast(1.f); }
+  // 2^n for |n| < 126: the last bits of 1.5 * 2^23 + n are its exponent less the bias.
+  vec whole() const { return reinterpret_cast<vec>((reinterpret_cast<uvec>(shifted) << 23) + (127u << 23)); }
 };
 
 // e^x, within 2 units in the last place of every float.
@@ -73,14 +77,21 @@ inline vec exponential(vec x) {
   // Two factors for 2^n: n exceeds the exponent's range where e^x is denormal or infinite.
   const ivec whole = reinterpret_cast<ivec>(power.shifted) - 0x4b400000, half = whole >> 1;
   const vec low = reinterpret_cast<vec>((half + 127) << 23), high = reinterpret_cast<vec>((whole - half + 127) << 23);
-  return power.fraction * low * high;
+  return power.fraction() * low * high;
 }
 
-// e^x for |x| <= 80 or NaN, with one factor for 2^n: the last bits of 1.5 * 2^23 + n are its exponent less the bias. Undefined outside
-// that range.
+// e^x for |x| <= 80 or NaN, with one factor for 2^n. Undefined outside that range.
 inline vec exponential_of_small(vec x) {
   const Power power(x);
-  return power.fraction * reinterpret_cast<vec>((reinterpret_cast<uvec>(power.shifted) << 23) + (127u << 23));
+  return power.fraction() * power.whole();
+}
+
+// e^x s + added for |x| <= 80 or NaN. The rounding of s + s (e^r - 1) depends on s. One factor next to 1 would have the same error at
+// every token of a slow decay, and the errors would add up.
+inline vec decayed_by_small(vec x, vec s, vec added) {
+  const Power power(x);
+  const vec scaled = s * power.whole();
+  return scaled + (scaled * power.rest + added);
 }
 
 // 1 / x for e^-80 <= x <= e^80, to about 1 ulp.

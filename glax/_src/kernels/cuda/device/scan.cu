@@ -6,13 +6,14 @@
 //
 //     S_bar_t = diag(e^{rows_t}) S_{t-1} diag(e^{value_t}),     S_t = S_bar_t + k_t (w_t * v_t - S_bar_t^T e_t)^T
 //
-// with e = beta k and w = beta, or with e and w given (w = 1 if absent).
+// with e = beta k and w = beta, or with e and w given (w = 1 if absent). With BEFORE, e reads S_{t-1} in the place of S_bar_t. With
+// ALONG, what e reads is taken from the state along a key b of its own: S_t = S_bar_t + k_t (w_t * v_t)^T - b_t (S_bar_t^T e_t)^T.
 // A block has one sequence, one head and COLUMNS columns of the state. A thread holds VECTOR neighbouring columns of every
 // LINES-th row, ROWS rows in all. In a pool, a negative slot is no sequence, and its outputs are 0.
 //
 // Constants that stand before this file: H, HQ, HK, HV heads; K, V; THREADS, LANES, VECTOR; TOKENS staged in shared memory at a time;
-// DTYPE of q, k, v and o; CONSTANT, HEAD, KEY, VALUE, BETA, ERASE, WRITE: -1 for an absent array, else its dtype (float32 for
-// CONSTANT); STATE the dtype of initial states, or -1; STATES where they lie; SINGLE, PACKED, REVERSE: 0 or 1. With SINGLE, a
+// DTYPE of q, k, v and o; CONSTANT, HEAD, KEY, VALUE, BETA, ERASE, WRITE, ALONG: -1 for an absent array, else its dtype (float32
+// for CONSTANT; ALONG lies in the operand of BETA, which then is absent); BEFORE; STATE the dtype of initial states, or -1; STATES where they lie; SINGLE, PACKED, REVERSE: 0 or 1. With SINGLE, a
 // sequence is one token.
 
 // Initial states of sequence n lie in row n, and final states go to another array, in float32; or both are the rows of a pool;
@@ -40,11 +41,12 @@ struct Staged {
   float v[TOKENS][COLUMNS];
   float sums[TOKENS][WARPS][COLUMNS];  // of S^T q over the rows of each warp
   float e[ERASES ? TOKENS : 1][ERASES ? K : 1];
+  float along[ALONG >= 0 ? TOKENS : 1][ALONG >= 0 ? K : 1];
   float erased[ERASES ? 2 : 1][WARPS][ERASES ? COLUMNS : 1];  // the same of S_bar^T e, for even and odd tokens
 };
 
 struct Operands {
-  const void *q, *k, *v, *head, *key, *value, *beta, *erase, *write;
+  const void *q, *k, *v, *head, *key, *value, *beta, *erase, *write;  // beta: also along
   const float *constant, *scale;
 };
 
@@ -71,6 +73,7 @@ __device__ inline void stage(Staged& staged, const Operands& given, const Place&
     if (BY_ROW) staged.rows[token][row] = factor_of(gate<KEY>(given.key, (at * H + place.h) * K + row));
     if (BETA >= 0) staged.e[token][row] = gate<BETA>(given.beta, at * H + place.h) * staged.k[token][row];
     if (ERASE >= 0) staged.e[token][row] = gate<ERASE>(given.erase, (at * H + place.h) * K + row);
+    if (ALONG >= 0) staged.along[token][row] = gate<ALONG>(given.beta, (at * H + place.h) * K + row);
   }
   for (int i = threadIdx.x; i < count * COLUMNS; i += THREADS) {
     const int token = i / COLUMNS, column = place.column + i % COLUMNS;
@@ -108,22 +111,24 @@ __device__ inline float advanced(float S, const Staged& staged, int token, int r
   return BY_ROW || BY_HEAD || VALUE >= 0 ? decayed(S, decay_of(staged, token, row, c), added) : S + added;
 }
 
-// One row of the state, VECTOR columns, behind one more token; its part of S^T q is added to `out`.
-__device__ inline void advance_row(float (&s)[VECTOR], float (&out)[VECTOR], const float (&v)[VECTOR], const Staged& staged,
-                                   int token, int row) {
+// One row of the state, VECTOR columns, behind one more token; its part of S^T q is added to `out`. y is what is written along.
+__device__ inline void advance_row(float (&s)[VECTOR], float (&out)[VECTOR], const float (&v)[VECTOR], const float (&y)[VECTOR],
+                                   const Staged& staged, int token, int row) {
   const float k = staged.k[token][row], q = staged.q[token][row];
 #pragma unroll
   for (int c = 0; c < VECTOR; ++c) {
-    s[c] = advanced(s[c], staged, token, row, c, k * v[c]);
+    float added = k * v[c];
+    if (ALONG >= 0) added = fmaf(staged.along[token][row], y[c], added);
+    s[c] = advanced(s[c], staged, token, row, c, added);
     out[c] = fmaf(s[c], q, out[c]);
   }
 }
 
-// One row's part of S_bar^T e is added to `sum`.
+// One row's part of S_bar^T e, or with BEFORE of S^T e, is added to `sum`.
 __device__ inline void read_row(float (&sum)[VECTOR], const float (&s)[VECTOR], const Staged& staged, int token, int row) {
   const float e = staged.e[token][row];
 #pragma unroll
-  for (int c = 0; c < VECTOR; ++c) sum[c] = fmaf(advanced(s[c], staged, token, row, c, 0.0f), e, sum[c]);
+  for (int c = 0; c < VECTOR; ++c) sum[c] = fmaf(BEFORE ? s[c] : advanced(s[c], staged, token, row, c, 0.0f), e, sum[c]);
 }
 
 __device__ inline void values_of(float (&v)[VECTOR], const Staged& staged, int token) {
@@ -142,8 +147,9 @@ __device__ inline void sum_over_rows(float (&x)[VECTOR], float (&sums)[WARPS][WI
   }
 }
 
-// v becomes v - S_bar^T e, with the sums of all warps. A block that is two tokens ahead overwrites them, so none waits behind it.
-__device__ inline void erase(float (&v)[VECTOR], float (&sum)[VECTOR], Staged& staged, int token) {
+// v becomes v - S_bar^T e, or with ALONG y becomes -S_bar^T e, with the sums of all warps. A block that is two tokens ahead
+// overwrites them, so none waits behind it.
+__device__ inline void erase(float (&v)[VECTOR], float (&y)[VECTOR], float (&sum)[VECTOR], Staged& staged, int token) {
   auto& sums = staged.erased[token % 2];
   sum_over_rows(sum, sums);
   __syncthreads();
@@ -152,7 +158,7 @@ __device__ inline void erase(float (&v)[VECTOR], float (&sum)[VECTOR], Staged& s
     float whole = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < WARPS; ++warp) whole += sums[warp][threadIdx.x % LANES * VECTOR + c];
-    v[c] -= whole;
+    (ALONG >= 0 ? y : v)[c] -= whole;
   }
 }
 
@@ -189,7 +195,7 @@ __device__ inline void step(Staged& staged, const Operands& given, const Place& 
   }
   stage(staged, given, place, 0, 1);
   __syncthreads();
-  float v[VECTOR], out[VECTOR] = {};
+  float v[VECTOR], y[VECTOR] = {}, out[VECTOR] = {};
   values_of(v, staged, 0);
   if (ERASES) {
     float sum[VECTOR] = {};
@@ -202,7 +208,7 @@ __device__ inline void step(Staged& staged, const Operands& given, const Place& 
         read_row(sum, s, staged, 0, row);
       }
     }
-    erase(v, sum, staged, 0);
+    erase(v, y, sum, staged, 0);
   }
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
@@ -210,7 +216,7 @@ __device__ inline void step(Staged& staged, const Operands& given, const Place& 
     if (row < K && inside) {
       float s[VECTOR];
       unpack(held[r], s);
-      advance_row(s, out, v, staged, 0, row);
+      advance_row(s, out, v, y, staged, 0, row);
       if (STORES) store_streaming<STORED>(after, tile + row * V, s);
     }
   }
@@ -235,7 +241,7 @@ __device__ inline void tokens(Staged& staged, const Operands& given, const Place
     stage(staged, given, place, first, count);
     __syncthreads();
     for (int token = 0; token < count; ++token) {
-      float v[VECTOR], out[VECTOR] = {};
+      float v[VECTOR], y[VECTOR] = {}, out[VECTOR] = {};
       values_of(v, staged, token);
       if (ERASES) {
         float sum[VECTOR] = {};
@@ -244,12 +250,12 @@ __device__ inline void tokens(Staged& staged, const Operands& given, const Place
           const int row = r * LINES + line;
           if (row < K) read_row(sum, S[r], staged, token, row);
         }
-        erase(v, sum, staged, token);
+        erase(v, y, sum, staged, token);
       }
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         const int row = r * LINES + line;
-        if (row < K) advance_row(S[r], out, v, staged, token, row);
+        if (row < K) advance_row(S[r], out, v, y, staged, token, row);
       }
       sum_over_rows(out, staged.sums[token]);
     }

@@ -3,8 +3,10 @@
 G_i is the sum of a chunk's log gates through token i:
 
     L_ij = beta_i (k_i . k_j) e^{G_i - G_j}     j before i
+    L_ij = (e_i . k_j) e^{H_i - G_j}            with an erase vector
     R    = (I + L)^-1 - I
 
+H_i is G_i, or where e reads the state before the token's decay the sum of the gates before token i.
 Exponents are sums of gates between two tokens, which are never above 0 for gates <= 0, so no gate needs another form. A gate of
 -inf makes its pairs 0. L includes the decays. The inverse of a matrix without decays may overflow where (I + L)^-1 is small. The
 kernel also writes the factors by which the scans and the gradient multiply tokens.
@@ -31,6 +33,8 @@ for whom:
 
     waits    for      until
     compute  compute  keys full: k
+
+and of e, too, if there is one.
 """
 
 import dataclasses
@@ -51,7 +55,7 @@ from jax.extend.mlir.dialects import math as math_of_mlir
 
 from glax._src.kernels.common.limits import LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu.device import tiles
-from glax._src.kernels.pallas_gpu.device.launch import PROGRAM, WARPGROUP, launch
+from glax._src.kernels.pallas_gpu.device.launch import PARAMS, PROGRAM, SUMS_WITHIN_WARPS, WARPGROUP, launch
 from glax._src.kernels.pallas_gpu.device.pipeline import Pipeline, Ring
 from glax._src.kernels.pallas_gpu.device.tiles import (
     BY_COLUMN,
@@ -72,6 +76,7 @@ from glax._src.kernels.pallas_gpu.plan import PAIRS, C, chunk_of, quotient, rema
 BF16 = jnp.bfloat16
 FACTORS = 5
 BETA, ERASING, LEAVING, WITHIN, GATES = range(FACTORS)  # rows of `Results.factors`
+READING = BETA  # the same row, with e
 WARPS = 4
 BLOCK = 16  # rows of a warp
 TILE = 8  # rows and columns of a tile of registers; a lane holds two neighbouring columns of one row
@@ -88,31 +93,36 @@ class Operands(NamedTuple):
 
     k: Ref  # [B, T, HK, K], in bfloat16
     gates: Ref  # [B, chunks * C, H]: natural log gates, in bfloat16 or float32
-    beta: Ref  # [B, chunks * C, H], in bfloat16 or float32; 0 for rows without a token
+    beta: Ref  # [B, chunks * C, H], in bfloat16 or float32; 0 for rows without a token; None with e
+    e: Ref  # [B, T, H, K], in bfloat16; None with beta
 
 
 class Results(NamedTuple):
     """Hold the results, in global memory."""
 
     inverse: Ref  # [B, chunks, H, C, C]: R, in bfloat16
-    factors: Ref  # [B, chunks, H, FACTORS, C]: beta, beta e^G, e^{G_last - G}, e^G, G to base 2; in float32
+    # [B, chunks, H, FACTORS, C] in float32: beta, beta e^G, e^{G_last - G}, e^G, G to base 2; with e the first two are H to base
+    # 2, and e^H
+    factors: Ref
 
 
 class Tiles(NamedTuple):
     """Hold the shared memory of a warpgroup."""
 
     k: Ref  # [C, K]
-    numbers: Ref  # [C]: log2 gates, and then beta
+    numbers: Ref  # [C]: log2 gates, and then beta, or with e H to base 2
     sums: Ref  # [C]: G, to base 2
     result: Ref  # [C, C]: R
     pair: tuple[Ref, Ref]  # [C, C]: what is multiplied, in two terms
+    e: Ref  # [C, K]; None with beta
 
     @classmethod
-    def types(cls, K: int) -> "Tiles":
+    def types(cls, K: int, has_erase: bool) -> "Tiles":
         """Return the types of all warpgroups, by warpgroup."""
-        n = warpgroups_of(K)
+        n = warpgroups_of(K, has_erase)
         numbers, term = plgpu.SMEM((n, C), jnp.float32), tiled(n, C, C, columns=BLOCK)
-        return cls(tiled(n, C, K), numbers, numbers, tiled(n, C, C), (term, term))
+        e = tiled(n, C, K) if has_erase else None
+        return cls(tiled(n, C, K), numbers, numbers, tiled(n, C, C), (term, term), e)
 
     def of(self, me) -> "Tiles":
         """Return those of one warpgroup."""
@@ -126,41 +136,44 @@ class InversePipeline(Pipeline):
     keys: Ring
 
     @classmethod
-    def planned(cls, K: int) -> "InversePipeline":
+    def planned(cls, K: int, has_erase: bool = False) -> "InversePipeline":
         """Return the pipeline for keys of this width."""
-        return cls(Ring(warpgroups_of(K), ("compute",), ("compute",), ("k",), released_by=()))
+        copies = "k", *("e",) * has_erase
+        return cls(Ring(warpgroups_of(K, has_erase), ("compute",), ("compute",), copies, released_by=()))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal calls are lowered once
-def inverses_of_chunks(reverse: bool, multiprocessors: int, k, gates, beta, *edges) -> Results:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # so that equal calls are lowered once
+def inverses_of_chunks(reverse: bool, before_decay: bool, multiprocessors: int, k, gates, beta, e, *edges) -> Results:
     """Compute the fields of `Results` for every chunk and head. `Operands` has the shapes.
 
-    multiprocessors: those of the GPU, and the largest number of programs. edges: the fields of `EdgeCopies`, or none.
+    before_decay: whether e reads the state before the token's decay. multiprocessors: those of the GPU, and the largest number of
+    programs. edges: the fields of `EdgeCopies`, or none.
     """
-    (B, rows, H), K = gates.shape, k.shape[3]
-    place = B, rows // C, H
-    programs = min(multiprocessors, -(-math.prod(place) // warpgroups_of(K)))
+    (B, rows, H), K, has_erase = gates.shape, k.shape[3], e is not None
+    place, warpgroups = (B, rows // C, H), warpgroups_of(K, has_erase)
+    programs = min(multiprocessors, -(-math.prod(place) // warpgroups))
 
     def body(operands, *refs):
-        write_inverses(Program(reverse, programs, *operands, *refs))
+        write_inverses(Program(reverse, before_decay, programs, *operands, *refs))
 
     numbers = jax.ShapeDtypeStruct((*place, FACTORS, C), jnp.float32)
     return launch(
         "delta_inverse",
-        reverse,
+        (reverse, before_decay),
         body,
-        split_edges(Operands, (k, gates, beta, *edges)),
+        split_edges(Operands, (k, gates, beta, e, *edges)),
         Results(jax.ShapeDtypeStruct((*place, C, C), BF16), numbers),
-        (Tiles.types(K),),
-        dict(compute=warpgroups_of(K)),
-        InversePipeline.planned(K),
+        (Tiles.types(K, has_erase),),
+        dict(compute=warpgroups),
+        InversePipeline.planned(K, has_erase),
         programs=programs,
+        params=SUMS_WITHIN_WARPS if has_erase else PARAMS,
     )
 
 
-def warpgroups_of(K: int) -> int:
+def warpgroups_of(K: int, has_erase: bool) -> int:
     """Return the number of warpgroups of a program: as many as registers and 227 KB of shared memory have room for."""
-    return 4 if K <= 128 else 3
+    return 4 if K <= 128 else 3 - has_erase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +181,7 @@ class Program:
     """Hold the references of one program. programs: their number."""
 
     reverse: bool
+    before_decay: bool
     programs: int
     operands: Operands
     edges: EdgeCopies | None
@@ -200,20 +214,23 @@ class Program:
         pl.when(item < self.total)(lambda: self.load_keys(item, me))
 
     def load_keys(self, item, me):
-        """Start to load the keys of an item, [C, K]."""
-        (b, c, h), k = self.place(item), self.operands.k
-        at = b, c, quotient(h, self.results.inverse.shape[2] // k.shape[2]), slice(None)
-        load_tokens(self.edges, "k", k, at, self.tiles.k.at[me], self.pipeline.keys.full.at[me])
+        """Start to load the keys of an item, [C, K], and e."""
+        b, c, h = self.place(item)
+        for name, x, tile in (("k", self.operands.k, self.tiles.k), ("e", self.operands.e, self.tiles.e)):
+            if x is not None:
+                at = b, c, quotient(h, self.results.inverse.shape[2] // x.shape[2]), slice(None)
+                load_tokens(self.edges, name, x, at, tile.at[me], self.pipeline.keys.full.at[me])
 
     def numbers(self, item):
-        """Return the log2 gates and beta of an item's tokens, [C] each, by row and in float32."""
+        """Return the log2 gates of an item's tokens and beta, if there is one, [C] each, by row and in float32."""
         b, c, h = self.place(jnp.minimum(item, self.total - 1))
         x, rows = self.operands, pl.ds(c * C, C)
-        log, beta = (
+        log, *beta = (
             plgpu.load(source.at[b, rows, h], layout=BY_ROW, optimized=False).astype(jnp.float32)
             for source in (x.gates, x.beta)
+            if source is not None
         )
-        return jnp.maximum(log, LOG_OF_ZERO) * LOG2E, beta
+        return jnp.maximum(log, LOG_OF_ZERO) * LOG2E, *beta
 
 
 def write_inverses(p: Program):
@@ -234,12 +251,14 @@ def write_inverses(p: Program):
 
 def write_inverse(p: Program, me, item, following, numbers):
     """Form R and the factors of an item, and load the keys of the following. numbers: the result of `Program.numbers`."""
-    (log, beta), t, place = numbers, p.tiles.of(me), p.place(item)
-    G = sums_of_gates(p.reverse, log, t)
-    write_factors(G, beta, t.sums[0 if p.reverse else C - 1], p.results.factors.at[place])
-    t.numbers[...] = beta  # in the place of the gates, which all warps have read
+    if p.operands.e is not None:
+        me = lax.optimization_barrier(me)  # registers have no room for addresses that stay through a loop
+    (log, *beta), t, place = numbers, p.tiles.of(me), p.place(item)
+    G, H = sums_of_gates(p.reverse, p.before_decay, log, t)
+    write_factors(G, H, beta, t.sums[0 if p.reverse else C - 1], p.results.factors.at[place])
+    t.numbers[...] = beta[0] if beta else H  # in the place of the gates, which all warps have read
     p.pipeline.keys.wait(me)
-    keys = tiles.product(PAIRS, (t.k, transposed(t.k)))
+    keys = tiles.product(PAIRS, (t.k if t.e is None else t.e, transposed(t.k)))
     plgpu.commit_smem()  # all warps have read the keys
     p.load(following, me)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # R of the item before has left its tile
@@ -249,13 +268,14 @@ def write_inverse(p: Program, me, item, following, numbers):
 
 
 def erased(t: Tiles, keys, size: int, places, is_counted=None):
-    """Return part of L, [C, BLOCK], as `store_inverse` reads it. keys: k_i . k_j, [C, C]. Without is_counted nothing is masked:
-    rows of first blocks then hold numbers that are not in L, and no product of these rows is used."""
+    """Return part of L, [C, BLOCK], as `store_inverse` reads it. keys: k_i . k_j or e_i . k_j, [C, C]. Without is_counted nothing
+    is masked: rows of first blocks then hold numbers that are not in L, and no product of these rows is used."""
     picked = of_rows(size, [keys[:, at : at + BLOCK] for at in places])
     to = of_rows(size, [by_column(numbers_of(t.sums.at[pl.ds(at, BLOCK)], BY_COLUMN), COLUMN) for at in places])
-    between = by_row(numbers_of(t.sums, BY_ROW), COLUMN) - to
+    between = by_row(numbers_of(t.sums if t.e is None else t.numbers, BY_ROW), COLUMN) - to
     between = between if is_counted is None else jnp.where(is_counted, between, -jnp.inf)
-    return picked * by_row(numbers_of(t.numbers, BY_ROW), COLUMN) * jnp.exp2(between)
+    picked = picked * by_row(numbers_of(t.numbers, BY_ROW), COLUMN) if t.e is None else picked
+    return picked * jnp.exp2(between)
 
 
 def numbers_of(ref, layout):
@@ -263,21 +283,25 @@ def numbers_of(ref, layout):
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def sums_of_gates(reverse: bool, log, t: Tiles):
-    """Return G [C], by row, and store it. log: the gates to base 2."""
+def sums_of_gates(reverse: bool, before_decay: bool, log, t: Tiles):
+    """Return G and H [C], by row, and store G. log: the gates to base 2."""
     i, j = tiles.positions_again(reverse)
     t.numbers[...] = log
     plgpu.commit_smem()
-    G = jnp.where(i >= j, by_column(numbers_of(t.numbers, BY_COLUMN), PAIRS), 0.0).sum(1)
+    through, gates = i >= j, by_column(numbers_of(t.numbers, BY_COLUMN), PAIRS)
+    G = jnp.where(through, gates, 0.0).sum(1)
     t.sums[...] = G
+    H = jnp.where(i > j, gates, 0.0).sum(1) if before_decay else G
     plgpu.commit_smem()
-    return G
+    return G, H
 
 
-def write_factors(G, beta, last, factors: Ref):
-    """Write the factors of the tokens, [FACTORS, C]. G, beta: [C], by row. last: G of the last token."""
+def write_factors(G, H, beta: list, last, factors: Ref):
+    """Write the factors of the tokens, [FACTORS, C]. G, H, and beta if there is one: [C], by row. last: G of the last token."""
     within = jnp.exp2(G)
-    for row, x in zip(range(FACTORS), (beta, beta * within, jnp.exp2(last - G), within, G), strict=True):
+    reading = within if H is G else jnp.exp2(H)
+    erasing = (beta[0], beta[0] * within) if beta else (H, reading)
+    for row, x in zip(range(FACTORS), (*erasing, jnp.exp2(last - G), within, G), strict=True):
         factors[row] = x
 
 

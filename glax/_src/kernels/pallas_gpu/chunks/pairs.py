@@ -3,8 +3,11 @@
 G_i is the sum of a chunk's log gates through token i, and G_last the sum of all of them, [K] each:
 
     L_ij = beta_i sum_c k_ic k_jc e^{G_ic - G_jc}     j before i
+    L_ij = sum_c e_ic k_jc e^{H_ic - G_jc}            with an erase vector e in the place of beta k
     R    = (I + L)^-1 - I
     P_ij = scale sum_c q_ic k_jc e^{G_ic - G_jc}      j up to i
+
+H_i is G_i, or with `before_decay` the sum of the gates before token i: G_i without its own gate.
 
 The factor of a pair stands inside the sum over K. It is divided between the two tokens by a reference that lies between them.
 Tokens are divided into blocks of s tokens. In every first block of two, M_i is the sum of the gates behind token i to the end of
@@ -12,6 +15,8 @@ its block, negated; in every second, the sum from the beginning of its block thr
 the first before it
 
     e^{G_i - G_j} = e^{M_i} e^{-M_j}
+
+With `before_decay` the M_i of e is the sum without the token's own gate, which is the M of the token before, or 0.
 
 *Fast form.* With s = 32 the reference is the chunk's middle, and the equation holds for every pair of the chunk. It is taken
 where |M| is at most FAST_LIMIT.
@@ -22,7 +27,7 @@ A token's score with itself is formed from q and k as they are. e^M q, e^M k and
 
 The scan reads decays from one token to a later one, which are right for all gates:
 
-    scale Q e^G          K e^G          K e^{G_last - G}          e^{G_last}
+    scale Q e^G          K e^G or E e^H          K e^{G_last - G}          e^{G_last}
 
 Blocks of 16 on the diagonal of I + L are inverted by substitution, and neighbours merged by the formula of `inverse.py`, by
 products of all 64 columns.
@@ -32,6 +37,8 @@ the tile that they were loaded into then holds the `Pairs`. Who waits for whom:
 
     waits    for      until
     compute  compute  tokens loaded: q, k, gates, beta
+
+or e in the place of beta.
 """
 
 import dataclasses
@@ -48,7 +55,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from glax._src.kernels.common.limits import FAST_LIMIT, LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu.chunks import inverse as inverses
 from glax._src.kernels.pallas_gpu.device import tiles
-from glax._src.kernels.pallas_gpu.device.launch import ALONE, PROGRAM, launch
+from glax._src.kernels.pallas_gpu.device.launch import ALONE, PARAMS, PROGRAM, launch
 from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Pipeline
 from glax._src.kernels.pallas_gpu.device.tiles import (
     BY_ROW,
@@ -66,10 +73,12 @@ from glax._src.kernels.pallas_gpu.plan import PAIRS, C, chunk_of, quotient, rema
 BF16 = jnp.bfloat16
 CHANNELS = 64  # channels of K that registers hold together
 NUMBERS = 3
-BETA, LARGEST, OWN = range(NUMBERS)  # rows of `Tiles.numbers`
+BETA, LARGEST, OWN = range(NUMBERS)  # rows of `Tiles.numbers`; with e none is read of the first
 SIZES = 16, 32  # of the blocks whose inverses `merged` merges
 STEP = 16  # rows of the right side of a product
 LEVELS = C.bit_length() - 1  # of the exact form
+# No sum is over warps. Without memory for such sums two programs fit on a multiprocessor with e, too.
+WITH_ERASE = dataclasses.replace(PARAMS, reduction_scratch_bytes=16)
 # The largest |M| of the fast form, as the integer with the bits of the float32 number. The factors e^M and e^-M of two tokens
 # are then between e^-60 and e^60, which leaves 1e12 on either side for q, k and sums over K (`common.limits`). The gate
 # of the chunk's first token is in no M, and may have any size. Products for j > i may be inf or NaN; none is selected.
@@ -84,8 +93,9 @@ class Operands(NamedTuple):
     q: Ref  # [B, T, HQ, K]
     k: Ref  # [B, T, HK, K]
     gates: Ref  # [B, T, H, K], in bfloat16 or float32
-    beta: Ref  # [B, chunks, H, C]
+    beta: Ref  # [B, chunks, H, C]; None with e
     scale: Ref  # [B, chunks]
+    e: Ref  # [B, T, H, K], in bfloat16; None with beta
 
 
 class Results(NamedTuple):
@@ -94,7 +104,7 @@ class Results(NamedTuple):
     inverse: Ref  # [B, chunks, H, C, C]: R
     scores: Ref  # [B, chunks, H, C, C]: P
     queries: Ref  # [B, chunks, H, C, K]: scale Q e^G
-    erasing: Ref  # [B, chunks, H, C, K]: K e^G
+    erasing: Ref  # [B, chunks, H, C, K]: K e^G, or E e^H
     leaving: Ref  # [B, chunks, H, C, K]: K e^{G_last - G}
     decay: Ref  # [B, chunks, H, K]: e^{G_last}, in float32
 
@@ -108,13 +118,14 @@ class Tiles(NamedTuple):
     """Hold the shared memory. A pair is a matrix in two terms."""
 
     q: Ref  # [C, K]; at last scale Q e^G
-    k: Ref  # [C, K]; at last K e^G
+    k: Ref  # [C, K]; with beta at last K e^G
     gates: tuple[Ref, ...]  # [C, K] each, the terms of the gates; the first at last K e^{G_last - G}
     numbers: Ref  # [NUMBERS, C], of every token: beta, the largest |M|, and q_i . k_i
     shared: Any  # a `Pairs`, or the union of float32 gates as they are loaded, [C, K], and a `Pairs`
+    e: Ref  # [C, K]; at last E e^H; None with beta
 
     @classmethod
-    def types(cls, K: int, gates) -> "Tiles":
+    def types(cls, K: int, gates, has_erase: bool) -> "Tiles":
         """gates: their dtype. Those of float32 are divided into two terms, and their own tile then holds the `Pairs`."""
         tile, pairs, wide = tiled(C, K), Pairs.types(), gates != BF16
         return cls(
@@ -123,7 +134,13 @@ class Tiles(NamedTuple):
             gates=(tile,) * (2 if wide else 1),
             numbers=plgpu.SMEM((NUMBERS, C), jnp.float32),
             shared=plgpu.RefUnion(tiled(C, K, columns=32, dtype=gates), tuple(pairs)) if wide else (None, tuple(pairs)),
+            e=tile if has_erase else None,
         )
+
+    @property
+    def erasing(self) -> Ref:
+        """Return the tile of what erases: e, or k where it is beta k."""
+        return self.k if self.e is None else self.e
 
     @property
     def y(self) -> tuple[Ref, Ref]:
@@ -152,25 +169,29 @@ class PairsPipeline(Pipeline):
     tokens: Handoff
 
     @classmethod
-    def planned(cls) -> "PairsPipeline":
+    def planned(cls, has_erase: bool = False) -> "PairsPipeline":
         """Return the pipeline."""
-        return cls(Handoff(("compute",), ("compute",), ("q", "k", "gates", "beta"), returned=False))
+        copies = "q", "k", "gates", "e" if has_erase else "beta"
+        return cls(Handoff(("compute",), ("compute",), copies, returned=False))
 
 
-@functools.partial(jax.jit, static_argnums=0)  # so that equal calls are lowered once
-def pairs_of_chunks(reverse: bool, q, k, gates, beta, scale) -> Results:
-    """Compute the `Results` of every chunk and head. `Operands` has the shapes."""
-    (B, chunks, H, _), K = beta.shape, k.shape[3]
+@functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal calls are lowered once
+def pairs_of_chunks(reverse: bool, before_decay: bool, *operands) -> Results:
+    """Compute the `Results` of every chunk and head. before_decay: whether e reads the state before its token's decay. operands:
+    the fields of `Operands`."""
+    x = Operands(*operands)
+    (B, chunks), H, K, has_erase = x.scale.shape, x.gates.shape[2], x.k.shape[3], x.e is not None
     return launch(
         "delta_key_pairs",
-        reverse,
-        lambda *refs: form_chunk(Program(reverse, *refs)),
-        Operands(q, k, gates, beta, scale),
+        (reverse, before_decay),
+        lambda *refs: form_chunk(Program(reverse, before_decay, *refs)),
+        x,
         Results.types(B, chunks, H, K),
-        (Tiles.types(K, gates.dtype),),
+        (Tiles.types(K, x.gates.dtype, has_erase),),
         ALONE,
-        PairsPipeline.planned(),
+        PairsPipeline.planned(has_erase),
         programs=B * chunks * H,
+        params=WITH_ERASE if has_erase else PARAMS,
     )
 
 
@@ -179,6 +200,7 @@ class Program:
     """Hold the references of one program."""
 
     reverse: bool
+    before_decay: bool
     operands: Operands
     results: Results
     tiles: Tiles
@@ -186,8 +208,8 @@ class Program:
 
     def place(self):
         """Return batch row, chunk and head. They are computed at each use, so that no register holds them."""
-        _, chunks, H, _ = self.operands.beta.shape
-        return chunk_of(lax.optimization_barrier(lax.axis_index(PROGRAM)), chunks, H)
+        x = self.operands
+        return chunk_of(lax.optimization_barrier(lax.axis_index(PROGRAM)), x.scale.shape[1], x.gates.shape[2])
 
     def scale(self):
         b, c, _ = self.place()
@@ -196,7 +218,7 @@ class Program:
     def hidden(self, x):
         """Return the number x in a form whose value the compiler does not know. Matrices that sum gates are formed from it
         where several products read them: `hidden` in `scan/key.py` has the reason."""
-        return jnp.where(self.scale() < jnp.inf, x, x + x)
+        return jnp.where(self.scale() < jnp.inf, x, x + 1)  # x + x is known where x is 0
 
     def in_order(self, i, j):
         """Return numbers that are ordered as the tokens of rows and of columns are scanned, from their positions in memory. In a
@@ -222,11 +244,12 @@ def form_chunk(p: Program):
     t = p.tiles
     load_chunk(p)
     is_fast = measure(p)
-    P, L = (scores(p, tile, is_fast) for tile in (t.q, t.k))
-    i, j = tiles.positions(p.reverse)
-    P = jnp.where(i == j, by_row(plgpu.load(t.numbers.at[OWN], layout=BY_ROW), PAIRS), P) * p.scale()
-    beta = by_row(plgpu.load(t.numbers.at[BETA], layout=BY_ROW), PAIRS)
-    L = L * beta
+    # P waits in a tile: while L is formed, registers have no room
+    t.inverse[0][...] = with_own_scores(p, scores(p, t.q, is_fast)).astype(BF16)
+    L = scores(p, t.erasing, is_fast)
+    P = plgpu.load(t.inverse[0], layout=tiles.WGMMA)
+    if t.e is None:
+        L = L * by_row(plgpu.load(t.numbers.at[BETA], layout=BY_ROW), PAIRS)
     plgpu.commit_smem()  # all warps have read y
     t.y[0][...] = P.astype(BF16)
     X = inverses.inverses_of_blocks(L, p.reverse)
@@ -238,20 +261,29 @@ def form_chunk(p: Program):
     plgpu.commit_smem()
     b, c, h = p.place()
     stored = p.results.scores, p.results.inverse, p.results.queries, p.results.erasing, p.results.leaving
-    for tile, result in zip((*t.y, t.q, t.k, t.gates[0]), stored, strict=True):
+    for tile, result in zip((*t.y, t.q, t.erasing, t.gates[0]), stored, strict=True):
         plgpu.copy_smem_to_gmem(tile, result.at[b, c, h])
     plgpu.wait_smem_to_gmem(0)
+
+
+def with_own_scores(p: Program, P):
+    """Return P times the scale, with each token's score with itself. P: the other scores."""
+    # In memory's order, which L does not read either: no register then holds the positions until they are read again.
+    i, j = tiles.positions_again(False)
+    return jnp.where(i == j, by_row(plgpu.load(p.tiles.numbers.at[OWN], layout=BY_ROW), PAIRS), P) * p.scale()
 
 
 def load_chunk(p: Program):
     """Load the tokens of the chunk, and raise gates to LOG_OF_ZERO, so that no sum has -inf. Gates in float32 become the sum of
     two terms, which hold 16 of their bits."""
     x, t, (b, c, h) = p.operands, p.tiles, p.place()
-    H, wide = x.beta.shape[2], t.shared[0]
-    for source, tile in ((x.q, t.q), (x.k, t.k), (x.gates, t.gates[0] if wide is None else wide)):
+    H, wide = x.gates.shape[2], t.shared[0]
+    tokens = (x.q, t.q), (x.k, t.k), (x.gates, t.gates[0] if wide is None else wide), (x.e, t.e)
+    for source, tile in tokens[: 3 if x.e is None else 4]:
         rows = source.at[b, pl.ds(c * C, C), quotient(h, H // source.shape[2])]
         p.pipeline.tokens.copy(rows, tile)
-    p.pipeline.tokens.copy(x.beta.at[b, c, h], t.numbers.at[BETA])
+    if x.e is None:
+        p.pipeline.tokens.copy(x.beta.at[b, c, h], t.numbers.at[BETA])
     p.pipeline.tokens.wait()
     for block in range(p.blocks):
         channels = pl.ds(block * CHANNELS, CHANNELS)
@@ -292,22 +324,29 @@ def measure(p: Program):
     return jnp.max(lax.bitcast_convert_type(found, jnp.int32)) <= FAST_BITS
 
 
-def block_sums(p: Program, size):
-    """Return the matrix [C, C] whose product with gates is M, for blocks of `size` tokens, a power of two."""
+def block_sums(p: Program, size, own: bool = True):
+    """Return the matrix [C, C] whose product with gates is M, for blocks of `size` tokens, a power of two.
+
+    own: whether a token's own gate counts to the gates through it, as in M; else to those behind it. The sum of a chunk's first
+    token may then be of any size. No pair has that token as its second.
+    """
     # Positions in memory. The later of two blocks in scanning order has the bit of `size` set, and in reverse clear.
     i, j = tiles.positions_again(False)
     half, in_block = i & size, (i ^ j) < size
     if p.reverse:
-        through, behind = in_block & (half == 0) & (j >= i), in_block & (half != 0) & (j < i)
+        through = in_block & (half == 0) & ((j >= i) if own else (j > i))
+        behind = in_block & (half != 0) & ((j < i) if own else (j <= i))
     else:
-        through, behind = in_block & (half != 0) & (j <= i), in_block & (half == 0) & (j > i)
+        through = in_block & (half != 0) & ((j <= i) if own else (j < i))
+        behind = in_block & (half == 0) & ((j > i) if own else (j >= i))
     return (jnp.where(through, 1.0, 0.0) - jnp.where(behind, 1.0, 0.0)).astype(BF16)
 
 
 def scores(p: Program, tile, is_fast):
-    """Return the sums over K of x_i k_j e^{G_i - G_j} for the rows x of a tile, for j before i, and else 0: [C, C].
+    """Return the sums over K of x_i k_j e^{G_i - G_j} for the rows x of a tile, for j before i, and else 0: [C, C]. For the tile
+    of e it is e^{H_i - G_j}.
 
-    Q and K take a call each. Registers have no room for both, with the exact form beside the fast one.
+    Q and K, or E, take a call each. Registers have no room for both, with the exact form beside the fast one.
     """
 
     def advance(level, found):
@@ -322,7 +361,8 @@ def scores(p: Program, tile, is_fast):
 
 
 def product(p: Program, size, tile):
-    """Return (x e^M) (K e^-M)^T, [C, C], for the rows x of a tile and blocks of `size` tokens."""
+    """Return (x e^M) (K e^-M)^T, [C, C], for the rows x of a tile and blocks of `size` tokens. The M of e may be without its
+    token's own gate."""
     t = p.tiles
 
     def advance(block, found):
@@ -331,6 +371,8 @@ def product(p: Program, size, tile):
         M = p.summed(block_sums(p, size), channels)
         plgpu.commit_smem()  # all warps have read y
         store_split(t.y, read(t.k.at[:, channels]) * jnp.exp2(M * -LOG2E))
+        if p.before_decay and tile is t.e:
+            M = p.summed(block_sums(p, size, own=False), channels)
         x, lost = split(read(tile.at[:, channels]) * jnp.exp2(M * LOG2E))
         high, rest = (transposed(term) for term in t.y)
         return tiles.added(found, (x, high), (lost, high), (x, rest))
@@ -339,13 +381,13 @@ def product(p: Program, size, tile):
 
 
 def scale_tokens(p: Program):
-    """Replace Q, K and the gates by the operands of the scan."""
+    """Replace Q, K or E, and the gates by the operands of the scan."""
     t = p.tiles
 
     @pl.loop(0, p.blocks)
     def _(block):
         channels = pl.ds(block * CHANNELS, CHANNELS)
-        q, k, gates = t.q.at[:, channels], t.k.at[:, channels], p.gates_of(channels)[0]
+        q, k, erasing, gates = (x.at[:, channels] for x in (t.q, t.k, t.erasing, t.gates[0]))
 
         def decays(side: float):
             """Return e^{G_last - G} or, with side = 1, e^G, [C, CHANNELS]."""
@@ -353,11 +395,17 @@ def scale_tokens(p: Program):
             return jnp.exp2(p.summed(matrix, channels) * LOG2E)
 
         leaving = lax.optimization_barrier((read(k) * decays(0.0)).astype(BF16))
+        reads = None
+        if p.before_decay:
+            i, j = p.in_order(*tiles.positions_again(False))
+            matrix = jnp.where(j < i, p.hidden(jnp.float32(1.0)), 0.0).astype(BF16)
+            decayed = read(erasing) * jnp.exp2(p.summed(matrix, channels) * LOG2E)
+            reads = lax.optimization_barrier(decayed.astype(BF16))
         within = decays(1.0)
         plgpu.commit_smem()  # all warps have read the gates
         gates[...] = leaving
         q[...] = (read(q) * (within * p.scale())).astype(BF16)
-        k[...] = (read(k) * within).astype(BF16)
+        erasing[...] = (read(erasing) * within).astype(BF16) if reads is None else reads
 
 
 def split_product(a, pair, rows: list[int]):

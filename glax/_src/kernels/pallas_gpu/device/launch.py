@@ -1,5 +1,6 @@
 """Launch a kernel with its operands, results and shared memory by name."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from glax._src.kernels.common.in_place import unfused
 from glax._src.kernels.pallas_gpu.device.cache import once
 from glax._src.kernels.pallas_gpu.device.pipeline import Pipeline, Roles, acting_as
 
@@ -16,6 +18,7 @@ PROGRAM, WARPGROUP = "program", "warpgroup"  # the axes of a launch
 ALONE = dict(compute=1)
 # Warps synchronise where the kernels say so. Pallas alone would synchronise them around every store to shared memory.
 PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+SUMS_WITHIN_WARPS = dataclasses.replace(PARAMS, reduction_scratch_bytes=0)  # without 2 KB for sums over warps
 
 
 def launch(
@@ -73,8 +76,10 @@ def launch(
         return [ref[...] for ref in refs]
 
     key = name, plan, programs, tuple((x.shape, x.dtype) for x in types)
+    found = [unfused(x) for x in found] if over else []
     call = in_place if over else kernel
-    return of_results.unflatten(once(key, call, *arrays, *found * over, results=types, is_longest=is_longest))
+    written = once(key, call, *arrays, *found, results=types, is_longest=is_longest)
+    return of_results.unflatten([unfused(x) for x in written] if over else written)
 
 
 def by_role(roles: Roles, work: Mapping[str, Callable]):

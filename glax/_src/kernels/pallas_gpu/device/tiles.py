@@ -239,6 +239,8 @@ class EdgeCopies(NamedTuple):
     q: Ref = None  # [B, 3 C, HQ, K]
     v: Ref = None  # [B, 3 C, HV, V]
     d_output: Ref = None  # [B, 3 C, H, V]
+    e: Ref = None  # [B, 3 C, H, K]
+    w: Ref = None  # [B, 3 C, H, V]
 
 
 def split_edges(kind, operands):

@@ -11,6 +11,14 @@ beta k. S is the state before the chunk, and dS' = dL/dS' behind it. U and dX ar
     dg_t = e^{G_last} <S, dS'> + sum_{j < t} k_j . e^{G_last - G_j} (U dS'^T)_j
            + sum_{i >= t} (q_i . dq_i + e_i . de_i - k_i . (A^T q + B^T e)_i)
 
+A pair of a token with itself passes no gate. Its part in A, scale dO_i . U_i, is left out of the sums of dg: beside strong gates
+it would drown them in what it loses in rounding. It is added to dq and dk, and to q . dq for the scale, once these are formed.
+
+With an erase vector de is a result, dk has no term beta de, there is no d beta, and in B and de e^{H_i} stands for e^{G_i}, with
+the H of `chunks/inverse.py`. dX is then the sum of two terms of bfloat16, of which `delta_scan` gives the first by rows. Where e
+reads the state before the token's decay, e_i . de_i counts in dg_t for i > t, and the pairs of neighbours in B pass no gate. They
+are left out of the sums, too.
+
 Two kernels compute this. Up to 128 channels and columns, `delta_gradient` has all of S in shared memory. Its programs are
 persistent: one for each multiprocessor, which takes chunks of heads in turns. Where keys or values are wider,
 `delta_gradient_wide` has a program for every chunk, head and 128 channels of K. dO U^T, dX U^T, dO S^T, dX S^T, U dS'^T and
@@ -20,7 +28,7 @@ again. States with more than 128 channels are stored as [K, V], and others as [V
 
 Roles. *queries* computes A and dq (`compute_queries`, `compute_queries_wide`), and *keys* B, de and dk (`compute_keys`,
 `compute_keys_wide`). *load* loads (`load`, `load_wide`). At last *queries* forms dg from the sums of each token that both have
-left in `Tiles.sums`.
+left in `Tiles.numbers`.
 
 Memory. `Tiles` has what both kernels share, `States` or `Columns` what has columns of V. dq and dk overwrite q and k. A tile with
 columns of V is loaded again as soon as its products are done, while products of pairs of tokens with q and k run. Who waits for
@@ -42,6 +50,8 @@ And in `delta_gradient_wide`:
     queries, keys  queries, keys  met
     queries, keys  load           columns full: d_output, S, U, dS, dX
     load           queries, keys  columns free
+
+Where e is given it is loaded with k, and the first term of dX with dS' and the second.
 """
 
 import dataclasses
@@ -56,9 +66,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax._src.kernels.pallas_gpu.chunks.inverse import BETA, GATES
+from glax._src.kernels.pallas_gpu.chunks.inverse import BETA, GATES, READING
 from glax._src.kernels.pallas_gpu.device import tiles
-from glax._src.kernels.pallas_gpu.device.launch import PROGRAM, by_role, launch
+from glax._src.kernels.pallas_gpu.device.launch import PARAMS, PROGRAM, SUMS_WITHIN_WARPS, by_role, launch
 from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Meeting, Pipeline, Ring
 from glax._src.kernels.pallas_gpu.device.tiles import (
     BY_COLUMN,
@@ -81,9 +91,11 @@ BF16 = jnp.bfloat16
 WIDEST = 128  # the most channels of K, and columns of V, that shared memory holds together
 STAGES = 2  # steps in shared memory: one in work, one on its way
 COLUMNS = 64  # of V in a step
-TERMS, SUMS = 3, 4
+TERMS, NUMBERS = 3, 8
 D_SCALE, D_GATES, D_BETA = range(TERMS)  # rows of `Results.terms`
-OF_STATE, OF_QUERIES, OF_KEYS, OF_WRITES = range(SUMS)  # rows of `Tiles.sums`
+OF_GATES, OF_ERASURE, OF_OWN, OF_STATE, OF_QUERIES, OF_KEYS, OF_WRITES, OF_READS = range(
+    NUMBERS
+)  # rows of `Tiles.numbers`
 ROLES = dict(queries=1, keys=1, load=1)
 
 Ref = Any
@@ -99,6 +111,8 @@ class Operands(NamedTuple):
     d_states: Ref  # [B, chunks, H, V, K + C]: dS' and dX, in the same way
     factors: Ref  # [B, chunks, H, FACTORS, C]: those of `chunks/inverse.py`
     scale: Ref  # [B + 1], or [1, chunks] of packed sequences
+    e: Ref  # [B, T, H, K]; None with beta
+    dX: Ref  # [B, T, H, V]: its first term; None with beta
 
 
 class Results(NamedTuple):
@@ -106,13 +120,15 @@ class Results(NamedTuple):
 
     dq: Ref  # [B, T, H, K]
     dk: Ref  # [B, T, H, K]
-    terms: Ref  # [B, chunks, H * blocks of K, TERMS, C]: q . dq / scale; dg; de . k
+    terms: Ref  # [B, chunks, H * blocks of K, TERMS, C]: q . dq / scale; dg; de . k, which is left out with e
+    de: Ref  # [B, T, H, K]; None with beta
 
     @classmethod
     def types(cls, x: Operands, blocks: int = 1) -> "Results":
         (B, T, H, _), K, chunks = x.d_output.shape, x.q.shape[3], x.factors.shape[1]
         rows = jax.ShapeDtypeStruct((B, T, H, K), BF16)
-        return cls(rows, rows, jax.ShapeDtypeStruct((B, chunks, H * blocks, TERMS, C), jnp.float32))
+        count, de = (TERMS, None) if x.e is None else (D_BETA, rows)
+        return cls(rows, rows, jax.ShapeDtypeStruct((B, chunks, H * blocks, count, C), jnp.float32), de)
 
 
 class Tiles(NamedTuple):
@@ -120,25 +136,25 @@ class Tiles(NamedTuple):
 
     q: Ref  # [C, K]
     k: Ref  # [C, K]
-    gates: Ref  # [C]: G, to base 2
-    beta: Ref  # [C]
-    # [SUMS, C], the sums over K in dg: parts of <S, dS'>, and by token q . dq, e . de - k . (A^T q + B^T e), and
-    # k . e^{G_last - G} (U dS'^T)
-    sums: Ref
+    # [NUMBERS, C]: by token G to base 2, beta or H to base 2, and dO . U. Sums over K in dg: parts of <S, dS'>, and by token
+    # q . dq, e . de - k . (A^T q + B^T e), k . e^{G_last - G} (U dS'^T), and e . de apart where e reads before the decay.
+    numbers: Ref
     output_pairs: tuple[Ref, Ref]  # [C, C]: A / scale in two terms
-    erase_pairs: tuple[Ref, Ref]  # [C, C]: beta_i B_ij in two terms
+    erase_pairs: tuple[Ref, Ref]  # [C, C]: beta_i B_ij in two terms; with e B_ij
+    e: Ref  # [C, K]; None with beta
+    de: Ref  # [C, K]; None with beta
 
     @classmethod
-    def types(cls, K: int, lead: tuple[int, ...] = ()) -> "Tiles":
+    def types(cls, K: int, has_erase: bool, lead: tuple[int, ...] = ()) -> "Tiles":
         """lead: axes before those of each tile."""
         return cls(
             q=tiled(*lead, C, K),
             k=tiled(*lead, C, K),
-            gates=plgpu.SMEM((*lead, C), jnp.float32),
-            beta=plgpu.SMEM((*lead, C), jnp.float32),
-            sums=plgpu.SMEM((*lead, SUMS, C), jnp.float32),
+            numbers=plgpu.SMEM((*lead, NUMBERS, C), jnp.float32),
             output_pairs=(tiled(*lead, C, C), tiled(*lead, C, C)),
             erase_pairs=(tiled(*lead, C, C), tiled(*lead, C, C)),
+            e=tiled(*lead, C, K) if has_erase else None,
+            de=tiled(*lead, C, K) if has_erase else None,
         )
 
 
@@ -148,11 +164,12 @@ class States(NamedTuple):
     d_output: Ref  # [C, V]
     states: Ref  # [V, K + C]
     d_states: Ref  # [V, K + C]
+    first: Ref  # [C, V]: the first term of dX; None with beta
 
     @classmethod
-    def types(cls, K: int, V: int) -> "States":
+    def types(cls, K: int, V: int, has_erase: bool) -> "States":
         """Return the types, with an axis of one tile in front."""
-        return cls(tiled(1, C, V), tiled(1, V, K + C), tiled(1, V, K + C))
+        return cls(tiled(1, C, V), tiled(1, V, K + C), tiled(1, V, K + C), tiled(1, C, V) if has_erase else None)
 
     @property
     def K(self) -> int:
@@ -176,11 +193,13 @@ class Columns(NamedTuple):
     U: Ref  # [STAGES, COLUMNS, C]: U^T
     dS: Ref  # [STAGES, COLUMNS, K]: dS'^T
     dX: Ref  # [STAGES, COLUMNS, C]: dX^T
+    first: Ref = None  # [STAGES, C, COLUMNS]: the first term of dX; None with beta
 
     @classmethod
-    def types(cls, K: int, columns_first: bool) -> "Columns":
+    def types(cls, K: int, columns_first: bool, has_erase: bool = False) -> "Columns":
         state, pairs = tiled(STAGES, *((COLUMNS, K) if columns_first else (K, COLUMNS))), tiled(STAGES, COLUMNS, C)
-        return cls(d_output=tiled(STAGES, C, COLUMNS), S=state, U=pairs, dS=state, dX=pairs)
+        rows = tiled(STAGES, C, COLUMNS)
+        return cls(d_output=rows, S=state, U=pairs, dS=state, dX=pairs, first=rows if has_erase else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,15 +222,16 @@ class DeltaPipeline(Pipeline):
     )  # fmt: skip
 
     @classmethod
-    def planned(cls, is_wide: bool) -> "DeltaPipeline":
+    def planned(cls, is_wide: bool, has_erase: bool = False) -> "DeltaPipeline":
         """Return the pipeline of either kernel. A program of the wide one has a single item, so it loads no other keys."""
         load, queries, keys = ("load",), ("queries",), ("keys",)
+        loaded, first = ("k", "q", "gates", "beta", *("e",) * has_erase), ("first",) * has_erase
         return cls(
-            keys=Handoff(load, queries + keys, ("k", "q", "gates", "beta"), returned=not is_wide),
+            keys=Handoff(load, queries + keys, loaded, returned=not is_wide),
             scores=Handoff(queries, keys, returned=False),
             met=Meeting(queries + keys),
-            states=None if is_wide else Handoff(load, queries + keys, ("states", "d_states", "d_output")),
-            columns=Ring(STAGES, load, queries + keys, ("d_output", "S", "U", "dS", "dX")) if is_wide else None,
+            states=None if is_wide else Handoff(load, queries + keys, ("states", "d_states", "d_output", *first)),
+            columns=Ring(STAGES, load, queries + keys, ("d_output", "S", "U", "dS", "dX", *first)) if is_wide else None,
         )
 
 
@@ -298,13 +318,14 @@ class ChunkProgram:
 class Program(ChunkProgram):
     """Hold the references of one program of either kernel."""
 
+    before_decay: bool
     number: Any  # of the item
 
     @classmethod
-    def of(cls, reverse: bool, given: tuple[Operands, EdgeCopies | None], *refs) -> "Program":
+    def of(cls, reverse: bool, before_decay: bool, given: tuple[Operands, EdgeCopies | None], *refs) -> "Program":
         """Return the program at its first item. refs: the fields from `results` to `pipeline`."""
-        operands, edges = given
-        return cls(reverse, operands, *refs, edges, min(operands.q.shape[3], WIDEST), number=lax.axis_index(PROGRAM))
+        (operands, edges), number = given, lax.axis_index(PROGRAM)
+        return cls(reverse, operands, *refs, edges, min(operands.q.shape[3], WIDEST), before_decay, number)
 
     @property
     def columns_first(self) -> bool:
@@ -317,59 +338,82 @@ class Program(ChunkProgram):
         # With one block nothing depends on the item, whose number would be formed behind a barrier of the compiler.
         return slice(None) if self.blocks == 1 else super().channels()
 
+    def by_row(self, number: int):
+        """Return a row of `Tiles.numbers` [C], by row of a matrix."""
+        return plgpu.load(self.tiles.numbers.at[number], layout=BY_ROW)
+
+    def by_column(self, number: int):
+        """Return a row of `Tiles.numbers`, repeated over the rows of [C, C]."""
+        return by_column(plgpu.load(self.tiles.numbers.at[number], layout=BY_COLUMN, optimized=False), PAIRS)
+
     def gates(self):
         """Return G [C], to base 2, by row."""
-        return plgpu.load(self.tiles.gates, layout=BY_ROW)
+        return self.by_row(OF_GATES)
 
     def beta(self):
         """Return beta [C], by row."""
-        return plgpu.load(self.tiles.beta, layout=BY_ROW)
+        return self.by_row(OF_ERASURE)
 
-    def decayed(self, pairs, diagonal: bool, factor: float = 1.0):
-        """Return factor * pairs * D, [C, C] in float32. diagonal: whether to include the pair of a token with itself."""
+    def last(self):
+        """Return G of the last token, to base 2."""
+        return self.tiles.numbers[OF_GATES, 0 if self.reverse else C - 1]
+
+    @property
+    def has_erase(self) -> bool:
+        """Return whether e is given, else it is beta k."""
+        return self.operands.e is not None
+
+    def reading(self):
+        """Return H [C], to base 2, by row."""
+        return self.by_row(OF_ERASURE) if self.has_erase else self.gates()
+
+    def decayed(self, pairs, reading, factor: float = 1.0):
+        """Return factor * pairs * D, [C, C] in float32. reading: G of the first token of a pair, or H, by row."""
         i, j = tiles.positions_again(self.reverse)
-        to = by_column(plgpu.load(self.tiles.gates, layout=BY_COLUMN, optimized=False), PAIRS)
-        mask = i >= j if diagonal else i > j
-        return pairs * (factor * jnp.exp2(jnp.where(mask, by_row(self.gates(), PAIRS) - to, -jnp.inf)))
+        between = by_row(reading, PAIRS) - self.by_column(OF_GATES)
+        return pairs * (factor * jnp.exp2(jnp.where(i > j, between, -jnp.inf)))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal calls are lowered once
-def delta_gradient(reverse: bool, most: int, *operands) -> Results:
-    """Compute the fields of `Results` for every chunk and head. most: the largest number of programs. operands: the fields of
-    `Operands`, and of `EdgeCopies` if there are any."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # so that equal calls are lowered once
+def delta_gradient(reverse: bool, before_decay: bool, most: int, *operands) -> Results:
+    """Compute the fields of `Results` for every chunk and head. before_decay: whether e reads the state before the token's decay.
+    most: the largest number of programs. operands: the fields of `Operands`, and of `EdgeCopies` if there are any."""
     given = x, _ = split_edges(Operands, operands)
     total = math.prod(x.factors.shape[:3])
     programs, K, V = min(total, most), x.q.shape[3], x.d_output.shape[3]
 
     def body(*refs):
-        p = Program.of(reverse, *refs)
+        p = Program.of(reverse, before_decay, *refs)
         work = dict(queries=compute_queries, keys=compute_keys, load=load)
         by_role(ROLES, {role: functools.partial(in_turns, f, total, programs, p) for role, f in work.items()})
 
-    scratch, pipeline = (Tiles.types(K, lead=(1,)), States.types(K, V)), DeltaPipeline.planned(is_wide=False)
+    has_erase = x.e is not None
+    scratch = Tiles.types(K, has_erase, lead=(1,)), States.types(K, V, has_erase)
+    pipeline = DeltaPipeline.planned(is_wide=False, has_erase=has_erase)
     return launch(
-        "delta_gradient", reverse, body, given, Results.types(x), scratch, ROLES, pipeline,
-        programs=programs, is_longest=True,
+        "delta_gradient", (reverse, before_decay), body, given, Results.types(x), scratch, ROLES, pipeline,
+        programs=programs, is_longest=True, params=SUMS_WITHIN_WARPS if has_erase else PARAMS,
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnums=0)  # so that equal calls are lowered once
-def delta_gradient_wide(reverse: bool, *operands) -> Results:
-    """Compute the fields of `Results` for every chunk and head. operands: the fields of `Operands`, and of `EdgeCopies` if there
-    are any."""
+@functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal calls are lowered once
+def delta_gradient_wide(reverse: bool, before_decay: bool, *operands) -> Results:
+    """Compute the fields of `Results` for every chunk and head. The arguments are those of `delta_gradient`."""
     given = x, _ = split_edges(Operands, operands)
     K = min(x.q.shape[3], WIDEST)
     blocks = x.q.shape[3] // K
 
     def body(*refs):
-        p = Program.of(reverse, *refs)
+        p = Program.of(reverse, before_decay, *refs)
         work = dict(queries=compute_queries_wide, keys=compute_keys_wide, load=load_wide)
         by_role(ROLES, {role: functools.partial(f, p) for role, f in work.items()})
 
-    scratch, pipeline = (Tiles.types(K), Columns.types(K, blocks == 1)), DeltaPipeline.planned(is_wide=True)
+    has_erase = x.e is not None
+    scratch = Tiles.types(K, has_erase), Columns.types(K, blocks == 1, has_erase)
+    pipeline = DeltaPipeline.planned(is_wide=True, has_erase=has_erase)
     return launch(
-        "delta_gradient_wide", reverse, body, given, Results.types(x, blocks), scratch, ROLES, pipeline,
-        programs=math.prod(x.factors.shape[:3]) * blocks, is_longest=True,
+        "delta_gradient_wide", (reverse, before_decay), body, given, Results.types(x, blocks), scratch, ROLES, pipeline,
+        programs=math.prod(x.factors.shape[:3]) * blocks, is_longest=True, params=SUMS_WITHIN_WARPS if has_erase else PARAMS,
     )  # fmt: skip
 
 
@@ -402,19 +446,22 @@ def load(p: Program):
         states.copy(source.at[b, c, h], tile)
     at = b, c, quotient(h, H // x.d_output.shape[2]), slice(None)
     load_tokens(p.edges, "d_output", x.d_output, at, own.d_output, states.full)
+    if own.first is not None:
+        load_tokens(None, "", x.dX, at, own.first, states.full)
     pl.when(p.turn > 0)(p.pipeline.keys.acquire)
     load_keys(p)
 
 
 def load_keys(p: Program):
-    """Load q, k, gates and beta."""
+    """Load q, k, e if it is given, gates and beta, or H."""
     x, t, keys = p.operands, p.tiles, p.pipeline.keys
     (b, c, h), H = p.place(), p.H
-    for name, source, tile in (("k", x.k, t.k), ("q", x.q, t.q)):
-        at = b, c, quotient(h, H // source.shape[2]), p.channels()
-        load_tokens(p.edges, name, source, at, tile, keys.full)
-    for row, tile in ((GATES, t.gates), (BETA, t.beta)):
-        keys.copy(x.factors.at[b, c, h, row], tile)
+    for name, source, tile in (("k", x.k, t.k), ("q", x.q, t.q), ("e", x.e, t.e)):
+        if source is not None:
+            at = b, c, quotient(h, H // source.shape[2]), p.channels()
+            load_tokens(p.edges, name, source, at, tile, keys.full)
+    for row, number in ((GATES, OF_GATES), (READING if p.has_erase else BETA, OF_ERASURE)):
+        keys.copy(x.factors.at[b, c, h, row], t.numbers.at[number])
 
 
 def load_wide(p: Program):
@@ -431,6 +478,8 @@ def load_step(p: ChunkProgram, step):
     (b, c, h), columns = p.place(), pl.ds(step * COLUMNS, COLUMNS)
     at = b, c, quotient(h, p.H // x.d_output.shape[2]), columns
     load_tokens(p.edges, "d_output", x.d_output, at, own.d_output.at[stage], ring.full.at[stage])
+    if own.first is not None:
+        load_tokens(None, "", x.dX, at, own.first.at[stage], ring.full.at[stage])
     beside, channels = pl.ds(x.q.shape[3], C), pl.ds(p.block() * p.width, p.width)
     pairs = [(x.states, channels, own.S), (x.states, beside, own.U)]
     pairs += [(x.d_states, channels, own.dS), (x.d_states, beside, own.dX)]
@@ -450,7 +499,7 @@ def compute_queries(p: Program):
     p.pipeline.keys.wait()
     store_scores(p, tiles.product(PAIRS, (own.d_output, own.beside(own.states))))
     of_state = tiles.product((C, K), (own.d_output, own.state(own.states)))
-    p.tiles.sums[OF_STATE] = sum((read(own.states.at[at]) * read(own.d_states.at[at])).sum(1) for at in parts(V, K))
+    p.tiles.numbers[OF_STATE] = sum((read(own.states.at[at]) * read(own.d_states.at[at])).sum(1) for at in parts(V, K))
     p.pipeline.states.release()
     store_queries(p, gradient_of_queries(p, of_state))
     p.pipeline.keys.release()
@@ -460,15 +509,13 @@ def compute_keys(p: Program):
     """Compute B, de and dk."""
     own = p.own
     shape = (C, own.K)
-    # [C, V]
-    U, dX = own.beside(own.states), transposed(own.beside(own.d_states))
+    # [V, C], and terms of [C, V]
+    U, dX = own.beside(own.states), [transposed(own.beside(own.d_states)), *[own.first] * p.has_erase]
     p.pipeline.states.wait()
     p.pipeline.keys.wait()
-    B, t = erased_scores(p, tiles.product(PAIRS, (dX, U))), p.tiles
-    store_split(t.erase_pairs, B)  # registers have no room for its two terms
-    dk, erased = erased_gradient(p, tiles.product(shape, (dX, own.state(own.states))), t.erase_pairs)
-    plgpu.commit_smem()  # all warps have read B
-    store_split(t.erase_pairs, B * by_row(p.beta(), PAIRS))
+    B = erased_scores(p, tiles.product(PAIRS, *((term, U) for term in dX)))
+    of_state = tiles.product(shape, *((term, own.state(own.states)) for term in dX))
+    dk, erased = erased_gradient(p, of_state, B)
     behind = tiles.product(shape, (transposed(U), own.state(own.d_states)))
     p.pipeline.states.release()
     store_keys(p, dk, erased, behind)
@@ -483,7 +530,7 @@ def compute_queries_wide(p: Program):
     p.pipeline.keys.wait()
     store_scores(p, pairs)
     dq = gradient_of_queries(p, of_state)
-    p.tiles.sums[OF_STATE] = edge
+    p.tiles.numbers[OF_STATE] = edge
     store_queries(p, dq)
 
 
@@ -506,11 +553,8 @@ def compute_keys_wide(p: Program):
     nothing = zeros(PAIRS), zeros(shape), zeros(shape)
     pairs, of_state, behind = lax.fori_loop(0, p.steps, functools.partial(add_keys, p), nothing)
     p.pipeline.keys.wait()
-    B, t = erased_scores(p, pairs), p.tiles
-    store_split(t.erase_pairs, B)  # registers have no room for its two terms beside the sums
-    dk, erased = erased_gradient(p, of_state, t.erase_pairs)
-    plgpu.commit_smem()  # all warps have read B
-    store_split(t.erase_pairs, B * by_row(p.beta(), PAIRS))
+    B = erased_scores(p, pairs)
+    dk, erased = erased_gradient(p, of_state, B)
     store_keys(p, dk, erased, behind)
 
 
@@ -518,28 +562,30 @@ def add_keys(p: ChunkProgram, step, totals):
     """Return dX U^T, dX S^T and U dS'^T, with the terms of a step's columns added."""
     own, ring, stage = p.own, p.pipeline.columns, p.stage(step)
     ring.wait(stage)
-    U, dX = p.by_columns(own.U.at[stage]), p.by_rows(own.dX.at[stage])
-    of_state = dX, p.by_columns(own.S.at[stage])
-    of_gradient = p.by_rows(own.U.at[stage]), p.by_columns(own.dS.at[stage])
-    totals = tiles.added_all(totals, [(dX, U)], [of_state], [of_gradient])
+    U, dX = p.by_columns(own.U.at[stage]), [p.by_rows(own.dX.at[stage])]
+    dX += [] if own.first is None else [own.first.at[stage]]
+    S, of_gradient = p.by_columns(own.S.at[stage]), (p.by_rows(own.U.at[stage]), p.by_columns(own.dS.at[stage]))
+    totals = tiles.added_all(totals, [(term, U) for term in dX], [(term, S) for term in dX], [of_gradient])
     ring.release(stage)
     return totals
 
 
 def store_scores(p: Program, pairs):
-    """Store A / scale in two terms. pairs: dO U^T, [C, C]."""
-    store_split(p.tiles.output_pairs, p.decayed(pairs, diagonal=True))
+    """Store A / scale in two terms without the pairs of tokens with themselves, and these apart. pairs: dO U^T, [C, C]."""
+    i, j = tiles.positions_again(p.reverse)
+    p.tiles.numbers[OF_OWN] = jnp.where(i == j, pairs, 0.0).sum(1)
+    store_split(p.tiles.output_pairs, p.decayed(pairs, p.gates()))
     p.pipeline.scores.stored()
 
 
 def gradient_of_queries(p: Program, of_state):
     """Return dq / scale, [C, K]. of_state: dO S^T."""
-    t = p.tiles
-    dq = of_state * by_row(jnp.exp2(p.gates()), of_state.shape)
+    t, shape = p.tiles, of_state.shape
+    dq = of_state * by_row(jnp.exp2(p.gates()), shape)
     dq = tiles.added(dq, *((term, t.k) for term in t.output_pairs))
-    products = (dq * read(t.q)).sum(1)
-    p.write_term(D_SCALE, products)
-    t.sums[OF_QUERIES] = products * p.scale()
+    t.numbers[OF_QUERIES] = (dq * read(t.q)).sum(1) * p.scale()
+    dq += by_row(p.by_row(OF_OWN), shape) * read(t.k)
+    p.write_term(D_SCALE, (dq * read(t.q)).sum(1))
     return dq
 
 
@@ -555,45 +601,85 @@ def store_queries(p: Program, dq):
 
 def gradient_of_gates(p: Program):
     """Return dg [C], by row, from the numbers of all tokens."""
-    t, (i, j) = p.tiles, tiles.positions_again(p.reverse)
-
-    def numbers(row: int):
-        return by_column(plgpu.load(t.sums.at[row], layout=BY_COLUMN, optimized=False), PAIRS)
-
-    through = jnp.exp2(t.gates[0 if p.reverse else C - 1])
-    each = jnp.where(j >= i, numbers(OF_QUERIES) + numbers(OF_KEYS), numbers(OF_WRITES))
-    return (each + through * numbers(OF_STATE)).sum(1)
+    i, j = tiles.positions_again(p.reverse)
+    through = jnp.exp2(p.last())
+    each = jnp.where(j >= i, p.by_column(OF_QUERIES) + p.by_column(OF_KEYS), p.by_column(OF_WRITES))
+    if p.before_decay:
+        each += jnp.where(j > i, p.by_column(OF_READS), 0.0)
+    return (each + through * p.by_column(OF_STATE)).sum(1)
 
 
 def erased_scores(p: Program, pairs):
-    """Return B [C, C]. pairs: dX U^T."""
-    return p.decayed(pairs, diagonal=False, factor=-1.0)
+    """Return B [C, C], and store it in two terms, for which registers have no room. Where e reads before the decay, the pairs of
+    neighbours are left out there. pairs: dX U^T."""
+    B = p.decayed(pairs, p.reading(), factor=-1.0)
+    store_split(p.tiles.erase_pairs, B - neighbours(p, B) if p.before_decay else B)
+    return B
+
+
+def neighbours(p: Program, B):
+    """Return the pairs in B of a token with the one before it, [C, C]."""
+    i, j = tiles.positions_again(p.reverse)
+    return jnp.where(i - j == 1, B, 0.0)
 
 
 def erased_gradient(p: Program, of_state, B):
-    """Return beta de [C, K], and its products with k summed over K, [C]. of_state: dX S^T, [C, K]. B: [C, C], in two terms."""
+    """Return beta de [C, K], and its products with k summed over K, [C], and leave beta B in `erase_pairs`. of_state: dX S^T, [C,
+    K]. B: [C, C].
+
+    With e write de to global memory, and return None and its products with e.
+    """
     t, shape = p.tiles, of_state.shape
-    de = tiles.added(of_state * by_row(-jnp.exp2(p.gates()), shape), *((term, t.k) for term in B))
+    if p.before_decay:
+        return erased_before_decay(p, of_state, B)
+    de = tiles.added(of_state * by_row(-jnp.exp2(p.reading()), shape), *((term, t.k) for term in t.erase_pairs))
+    if p.has_erase:
+        write_de(p, de)
+        return None, (de * read(t.e)).sum(1)
     products = (de * read(t.k)).sum(1)
     p.write_term(D_BETA, products)
-    return de * by_row(p.beta(), shape), products * p.beta()
+    de *= by_row(p.beta(), shape)
+    plgpu.commit_smem()  # all warps have read B
+    store_split(t.erase_pairs, B * by_row(p.beta(), PAIRS))
+    return de, products * p.beta()
+
+
+def erased_before_decay(p: Program, of_state, B):
+    """Return the part of neighbours in B^T e [C, K], and None, where e reads the state before the token's decay. Write de to
+    global memory, and leave the other pairs in `erase_pairs`. of_state, B: those of `erased_gradient`."""
+    t, shape = p.tiles, of_state.shape
+    de = tiles.added(of_state * by_row(-jnp.exp2(p.reading()), shape), *((term, t.k) for term in t.erase_pairs))
+    t.numbers[OF_READS] = (de * read(t.e)).sum(1)
+    plgpu.commit_smem()  # all warps have read the other pairs
+    store_split(t.erase_pairs, neighbours(p, B))
+    write_de(p, tiles.added(de, *((term, t.k) for term in t.erase_pairs)))
+    dk = tiles.product(shape, *((transposed(term), t.e) for term in t.erase_pairs))
+    plgpu.commit_smem()  # all warps have read the neighbours
+    store_split(t.erase_pairs, B - neighbours(p, B))
+    return dk, None
+
+
+def write_de(p: Program, de):
+    """Write de [C, K] to global memory."""
+    p.tiles.de[...] = de.astype(BF16)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(p.tiles.de, p.tokens(p.results.de))
 
 
 def store_keys(p: Program, dk, erased, behind):
     """Add the other terms of dk, and write it in the place of k, and to global memory.
 
-    dk: beta de, [C, K]. erased: its products with k summed over K, [C]. behind: U dS'^T, [C, K].
+    dk: the result of `erased_gradient`, as is erased. behind: U dS'^T, [C, K].
     """
-    t, shape = p.tiles, dk.shape
-    last = t.gates[0 if p.reverse else C - 1]
-    behind = behind * by_row(jnp.exp2(last - p.gates()), shape)
-    t.sums[OF_WRITES] = (behind * read(t.k)).sum(1)
-    dk += behind
+    t, shape = p.tiles, behind.shape
+    behind = behind * by_row(jnp.exp2(p.last() - p.gates()), shape)
+    t.numbers[OF_WRITES] = (behind * read(t.k)).sum(1)
+    dk = behind if dk is None else dk + behind
     p.pipeline.scores.wait()
     pairs = tiles.product(shape, *((transposed(term), t.q) for term in t.output_pairs)) * p.scale()
-    pairs = tiles.added(pairs, *((transposed(term), t.k) for term in t.erase_pairs))
-    t.sums[OF_KEYS] = erased - (pairs * read(t.k)).sum(1)
-    dk += pairs
+    pairs = tiles.added(pairs, *((transposed(term), t.e if p.has_erase else t.k) for term in t.erase_pairs))
+    t.numbers[OF_KEYS] = (0.0 if erased is None else erased) - (pairs * read(t.k)).sum(1)
+    dk += pairs + by_row(p.by_row(OF_OWN) * p.scale(), shape) * read(t.q)
     meet(p)
     t.k[...] = dk.astype(BF16)
     plgpu.commit_smem()

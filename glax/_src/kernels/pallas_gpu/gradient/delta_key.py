@@ -11,15 +11,23 @@ chunk, and dS' = dL/dS' behind it. U and dX are those of `scan/delta_key.py`, an
     dk_j = e^{G_last - G_j} (dS' U_j) + sum_i (scale dP_ij q_i + dA_ij e_i) e^{G_i - G_j} + beta_j de_j
     d beta_i = de_i . k_i + dX_i . v_i              `scan/delta_key.py` computes the second term
 
+An erase vector e is an operand, and de a result. The last terms of dk_j and d beta_i are then absent, and dX has two terms of
+bfloat16 beside S and U. With `before_decay`, e_i
+reads the state before its token's own decay: G_i is G_{i-1} wherever it stands beside e_i or de_i.
+
 A log gate decays the pairs with one token before it and one from it on. With dk^ for the terms of dk that are sums over i, and
 without the terms of a token with itself:
 
     dg_t = e^{G_last} sum_v S dS' + sum_{s < t} k_s e^{G_last - G_s} (dS' U_s) + sum_{s >= t} (q_s dq_s + e_s de_s - k_s dk^_s)
 
+where with `before_decay` the sum of e_s de_s is over s > t.
+
 The sums over pairs are taken in the two forms of `chunks/pairs.py`, which are exact for all gates. For dP with x = scale q, and
 for dA with x = e, they are sums over pairs with one reference, or over several such:
 
     dx_i  = e^{M_i} sum_j dP_ij (k_j e^{-M_j})          dk^_j = e^{-M_j} sum_i dP_ij (x_i e^{M_i})
+
+With `before_decay` the M_i of e is without the token's own gate, as in `chunks/pairs.py`, and 0 for a chunk's first token.
 
 dP, dA and the decayed tokens have two terms of bfloat16, so both sums have 16 bits. In dg the terms of a pair whose tokens are
 both behind the gate cancel, and leave an error of 16 bits.
@@ -27,9 +35,9 @@ both behind the gate cancel, and leave an error of 16 bits.
 Roles. An item is one chunk of one head and 64 channels of K; programs are persistent. *queries* computes dq, its part of dk^,
 and dg. *keys* computes de and dk. Each adds up its sums over V in steps of 64 columns. *load* loads, also for the next item.
 
-Memory. The tiles of a step lie in two stages (`Columns`), those of an item's channels of K once (`Tiles`). dq and dk overwrite q
-and k, and dg the gates. Tiles of pairs and of decayed tokens hold at last what one warpgroup hands to the other. Who waits for
-whom:
+Memory. The tiles of a step lie in two stages (`Columns`), those of an item's channels of K once (`Tiles`). dq, dk and de
+overwrite q, k and e, and dg the gates. Tiles of pairs and of decayed tokens hold at last what one warpgroup hands to the other.
+Who waits for whom:
 
     waits          for            until
     queries, keys  load           columns full: d_output, S, U, dS, dX
@@ -40,6 +48,11 @@ whom:
     queries        keys           right stored
     keys           queries        right read
     queries, keys  queries, keys  exchange
+
+With an erase vector there is e in the place of beta, and beside the columns
+
+    keys           load           lost full: lost
+    load           keys           lost free
 """
 
 import dataclasses
@@ -78,11 +91,11 @@ BF16 = jnp.bfloat16
 BLOCK = 64  # channels of K of an item
 SHAPE = (C, BLOCK)
 TERMS = 2
-D_SCALE, D_BETA = range(TERMS)  # rows of `Results.terms`
+D_SCALE, D_BETA = range(TERMS)  # rows of `Results.terms`; with e there is the first
 QUERIES, KEYS = range(2)  # the roles that compute, and the places of their tiles
 ROLES = dict(queries=1, keys=1, load=1)
 NUMBERS, MATRICES = 4, 15
-TOKEN_BETA, LARGEST, OWN, EDGE = range(NUMBERS)  # rows of `Tiles.numbers`
+TOKEN_BETA, LARGEST, OWN, EDGE = range(NUMBERS)  # rows of `Tiles.numbers`; with e none is read of the first
 
 Ref = Any
 
@@ -93,11 +106,12 @@ class Operands(NamedTuple):
     q: Ref  # [B, T, HQ, K]
     k: Ref  # [B, T, HK, K]
     gates: Ref  # [B, T, H, K], in bfloat16 or float32
-    beta: Ref  # [B, chunks, H, C]
+    beta: Ref  # [B, chunks, H, C]; None with e
     d_output: Ref  # [B, T, H, V]
     states: Ref  # [B, chunks, H, V, K + C]: S and U, transposed
-    d_states: Ref  # [B, chunks, H, V, K + C]: dS' and dX, transposed
+    d_states: Ref  # [B, chunks, H, V, K + C]: dS' and dX, transposed; with e [.., K + 2 C], what dX loses in bfloat16 behind it
     scale: Ref  # [B, chunks]
+    e: Ref  # [B, T, H, K], in bfloat16; None with beta
 
 
 class Results(NamedTuple):
@@ -106,14 +120,17 @@ class Results(NamedTuple):
     dq: Ref  # [B, T, H, K]
     dk: Ref  # [B, T, H, K]
     dg: Ref  # [B, T, H, K], in the dtype of the gates
-    terms: Ref  # [B, chunks, H * blocks of K, TERMS, C]: q . dq / scale and k . de, summed over a block
+    # [B, chunks, H * blocks of K, TERMS, C]: q . dq / scale and k . de, summed over a block; with e the first alone
+    terms: Ref
+    de: Ref  # [B, T, H, K]; None with beta
 
     @classmethod
     def types(cls, x: Operands) -> "Results":
-        (B, T, H, K), chunks = x.gates.shape, x.beta.shape[1]
+        (B, T, H, K), chunks, has_erase = x.gates.shape, x.scale.shape[1], x.e is not None
         rows = jax.ShapeDtypeStruct((B, T, H, K), BF16)
-        terms = jax.ShapeDtypeStruct((B, chunks, H * (K // BLOCK), TERMS, C), jnp.float32)
-        return cls(rows, rows, jax.ShapeDtypeStruct((B, T, H, K), x.gates.dtype), terms)
+        terms = jax.ShapeDtypeStruct((B, chunks, H * (K // BLOCK), TERMS - has_erase, C), jnp.float32)
+        dg = jax.ShapeDtypeStruct((B, T, H, K), x.gates.dtype)
+        return cls(rows, rows, dg, terms, rows if has_erase else None)
 
 
 class Tiles(NamedTuple):
@@ -122,16 +139,34 @@ class Tiles(NamedTuple):
     matrices: Ref  # [MATRICES or one more, C, BLOCK]: those that properties name
     wide: Ref  # [1, C, BLOCK]: float32 gates as they are loaded, and at last dg; None for bfloat16
     numbers: Ref  # [NUMBERS, C], by token: beta, the largest |M|, dP_ii; by channel: e^{G_last} sum_v S dS'
+    e: Ref  # [1, C, BLOCK]; at last de; None with beta
+    lost: Ref  # [1, COLUMNS, C], of a step: what dX^T loses in bfloat16; None with beta
+    # [TERMS, C, BLOCK]: decayed rows of dS' U in two terms, in the place of float32 gates once these are divided; None where they
+    # have matrices of their own
+    over_gates: Ref
 
     @classmethod
-    def types(cls, gates) -> "Tiles":
-        """gates: their dtype."""
-        wide = gates != BF16
+    def types(cls, gates, has_erase: bool) -> tuple:
+        """Return the types of all but `over_gates`, and where that shares the place of `wide`, their union in its stead. gates:
+        their dtype."""
+        is_wide = gates != BF16
+        shares = is_wide and has_erase
+        wide: Any = tiled(1, C, BLOCK, columns=32, dtype=gates) if is_wide else None
         return cls(
-            matrices=tiled(MATRICES + wide, C, BLOCK),
-            wide=tiled(1, C, BLOCK, columns=32, dtype=gates) if wide else None,
+            matrices=tiled(MATRICES + is_wide - TERMS * shares, C, BLOCK),
+            wide=plgpu.RefUnion(wide, tiled(TERMS, C, BLOCK)) if shares else wide,
             numbers=plgpu.SMEM((NUMBERS, C), jnp.float32),
+            e=tiled(1, C, BLOCK) if has_erase else None,
+            lost=tiled(1, COLUMNS, C) if has_erase else None,
+            over_gates=None,
         )
+
+    @classmethod
+    def of(cls, given: "Tiles") -> "Tiles":
+        """Return the tiles by name from those that `types` describes."""
+        if given.e is None or given.wide is None:
+            return given
+        return given._replace(wide=given.wide[0], over_gates=given.wide[1])
 
     def matrix(self, number: int):
         """Return a matrix, behind a barrier of the compiler, which would otherwise hold the addresses of all throughout loops."""
@@ -156,7 +191,8 @@ class Tiles(NamedTuple):
         return self.matrix(1)
 
     def pairs(self, side: int):
-        """dP or dA, [C, C]; at last what queries add to dk, in the place of dP."""
+        """dP or dA, [C, C]; at last what queries add to dk, in the place of dP, and terms of dg that are summed from behind a
+        token on, in the place of dA."""
         return self.pair(2 + 2 * side)
 
     def left(self, side: int):
@@ -171,12 +207,25 @@ class Tiles(NamedTuple):
     @property
     def behind(self):
         """Decayed rows of dS' U."""
-        return self.pair(12)
+        if self.over_gates is None:
+            return self.pair(12)
+        return tuple(self.over_gates.at[lax.optimization_barrier(jnp.int32(term))] for term in range(TERMS))
 
     @property
     def gates(self):
         """The terms of the gates."""
-        return [self.matrix(14 + term) for term in range(1 if self.wide is None else 2)]
+        first = 14 if self.over_gates is None else 12
+        return [self.matrix(first + term) for term in range(1 if self.wide is None else 2)]
+
+    @property
+    def erasing(self):
+        """e; at last de."""
+        return self.e.at[lax.optimization_barrier(jnp.int32(0))]
+
+    @property
+    def lost_of_step(self):
+        """What dX^T loses in bfloat16, of a step."""
+        return self.lost.at[lax.optimization_barrier(jnp.int32(0))]
 
     @property
     def given_gates(self):
@@ -186,9 +235,15 @@ class Tiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Program(ChunkProgram):
-    """Hold the references of one program. It takes every `programs`-th item."""
+    """Hold the references of one program. It takes every `programs`-th item. before_decay: whether e reads the state before its
+    token's decay."""
 
     programs: int
+    before_decay: bool
+
+    @property
+    def has_erase(self) -> bool:
+        return self.operands.e is not None
 
     def turns(self):
         """Return the number of items of the program."""
@@ -216,7 +271,7 @@ class Program(ChunkProgram):
     def hidden(self, x):
         """Return the number x in a form whose value the compiler does not know. Matrices that sum rows are formed from it where
         several products read them: `hidden` in `scan/key.py` has the reason."""
-        return jnp.where(self.scale() < jnp.inf, x, x + x)
+        return jnp.where(self.scale() < jnp.inf, x, x + 1)  # x + x is known where x is 0
 
     def lines(self):
         """Return the positions in memory of rows and of columns of a [C, C] matrix, [C] each. They are behind barriers, so that
@@ -252,46 +307,55 @@ class Program(ChunkProgram):
 
 @dataclasses.dataclass(frozen=True)
 class DeltaKeyPipeline(Pipeline):
-    """Hold who waits for whom. columns: a step's columns of V. channels: an item's channels of K. gates: their terms, and the
-    largest |M|. right: the decayed rows of k of a level. exchange: what one role hands to the other at the end of an item."""
+    """Hold who waits for whom.
+
+    columns: a step's columns of V. channels: an item's channels of K. gates: their terms, and the largest |M|. right: the decayed
+    rows of k of a level. exchange: what one role hands to the other at the end of an item. lost: what dX loses in a step's
+    columns; None with beta.
+    """
 
     columns: Ring
     channels: Handoff
     gates: Handoff
     right: Handoff
     exchange: Meeting
+    lost: Ring | None = None
 
     @classmethod
-    def planned(cls) -> "DeltaKeyPipeline":
+    def planned(cls, has_erase: bool = False) -> "DeltaKeyPipeline":
         """Return the pipeline."""
         load, queries, keys = ("load",), ("queries",), ("keys",)
         return cls(
             columns=Ring(STAGES, load, queries + keys, ("d_output", "S", "U", "dS", "dX")),
-            channels=Handoff(load, queries + keys, ("q", "k", "gates", "beta")),
+            channels=Handoff(load, queries + keys, ("q", "k", "gates", "e" if has_erase else "beta")),
             gates=Handoff(queries, keys, returned=False),
             right=Handoff(keys, queries),
             exchange=Meeting(queries + keys),
+            lost=Ring(1, load, keys, ("lost",)) if has_erase else None,
         )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal calls are lowered once
-def delta_key_gradient(reverse: bool, most: int, *operands) -> Results:
-    """Compute the fields of `Results` for every chunk and head. most: the largest number of programs. operands: the fields of
-    `Operands`."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # so that equal calls are lowered once
+def delta_key_gradient(reverse: bool, before_decay: bool, most: int, *operands) -> Results:
+    """Compute the fields of `Results` for every chunk and head. before_decay: whether e reads the state before its token's decay.
+    most: the largest number of programs. operands: the fields of `Operands`."""
     x = Operands(*operands)
-    B, chunks, H, _ = x.beta.shape
+    (B, chunks), H, has_erase = x.scale.shape, x.gates.shape[2], x.e is not None
     programs = min(most, B * chunks * H * (x.q.shape[3] // BLOCK))
 
     def body(operands: Operands, results: Results, columns: Columns, own: Tiles, pipeline: DeltaKeyPipeline):
-        p = Program(reverse, operands, results, own, columns, pipeline, edges=None, width=BLOCK, programs=programs)
+        p = Program(
+            reverse, operands, results, Tiles.of(own), columns, pipeline, edges=None, width=BLOCK, programs=programs,
+            before_decay=before_decay,
+        )  # fmt: skip
         work = dict(queries=of_queries, keys=of_keys, load=load)
         by_role(ROLES, {role: functools.partial(for_all_items, p, f) for role, f in work.items()})
 
-    scratch = Columns.types(BLOCK, columns_first=True), Tiles.types(x.gates.dtype)
+    scratch = Columns.types(BLOCK, columns_first=True), Tiles.types(x.gates.dtype, has_erase)
     params = dataclasses.replace(PARAMS, reduction_scratch_bytes=0)  # no sum is over warps
     return launch(
-        "delta_key_gradient", reverse, body, x, Results.types(x), scratch, ROLES, DeltaKeyPipeline.planned(),
-        programs=programs, is_longest=True, params=params,
+        "delta_key_gradient", (reverse, before_decay), body, x, Results.types(x), scratch, ROLES,
+        DeltaKeyPipeline.planned(has_erase), programs=programs, is_longest=True, params=params,
     )  # fmt: skip
 
 
@@ -310,12 +374,33 @@ def load(p: Program):
     first = min(STAGES, p.steps)
     for step in range(first):
         load_step(p, jnp.int32(step))
+    if p.has_erase:
+        load_lost(p, jnp.int32(0))
     x, t, channels = p.operands, p.tiles, p.pipeline.channels
     pl.when(p.turn > 0)(channels.acquire)
     for source, tile in ((x.q, t.q), (x.k, t.k), (x.gates, t.given_gates)):
         channels.copy(p.tokens(source), tile)
-    channels.copy(x.beta.at[p.place()], t.row(TOKEN_BETA))
-    pl.loop(first, p.steps)(lambda step: load_step(p, step))
+    if p.has_erase:
+        channels.copy(p.tokens(x.e), t.erasing)
+    else:
+        channels.copy(x.beta.at[p.place()], t.row(TOKEN_BETA))
+    if not p.has_erase:
+        pl.loop(first, p.steps)(lambda step: load_step(p, step))
+        return
+
+    @pl.loop(1, p.steps)
+    def _(step):
+        load_lost(p, step)
+        pl.when(step + 1 < p.steps)(lambda: load_step(p, step + 1))
+
+
+def load_lost(p: Program, step):
+    """Load what dX loses in the columns of a step, once the step before is done."""
+    x, ring, (b, c, h) = p.operands, p.pipeline.lost, p.place()
+    assert ring is not None
+    ring.acquire(0, p.turn * p.steps + step)
+    columns, beside = pl.ds(step * COLUMNS, COLUMNS), pl.ds(x.q.shape[3] + C, C)
+    ring.copy(x.d_states.at[b, c, h, columns, beside], p.tiles.lost_of_step, 0)
 
 
 # ---- compute ----------------------------------------------------------------------------------------------------------
@@ -366,13 +451,17 @@ def of_keys(p: Program):
     """Compute de and dk."""
     t = p.tiles
     nothing = zeros(PAIRS), zeros(SHAPE), zeros(SHAPE)
-    dA, of_state, behind = lax.fori_loop(0, p.steps, functools.partial(add_keys, p), nothing)
+    add = add_keys_of_two_terms if p.has_erase else add_keys
+    dA, of_state, behind = lax.fori_loop(0, p.steps, functools.partial(add, p), nothing)
     p.pipeline.channels.wait()
     p.pipeline.gates.wait()
     store_split(t.behind, behind * p.decay(after_it))
     i, j = p.in_order()
     store_split(t.pairs(KEYS), dA * jnp.where(i > j, -1.0, 0.0))
-    de, dk = sums_over_pairs(p, KEYS, of_state * -p.decay(through))
+    de, dk = sums_over_pairs(p, KEYS, of_state * -p.decay(before_it if p.before_decay else through))
+    if p.has_erase:
+        finish_keys_apart(p, de, dk)
+        return
     p.write_term(D_BETA, (read(t.k) * de).sum(1))
     de *= p.number(TOKEN_BETA)
     plgpu.commit_smem()  # all warps have read the tiles
@@ -381,6 +470,47 @@ def of_keys(p: Program):
     p.pipeline.exchange.arrive()
     p.pipeline.exchange.wait()
     t.k[...] = (dk + de + whole(t.behind) + whole(t.pairs(QUERIES))).astype(BF16)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(t.k, p.tokens(p.results.dk))
+    plgpu.wait_smem_to_gmem(0)
+    p.pipeline.channels.release()
+
+
+def add_keys_of_two_terms(p: Program, step, totals):
+    """Return dX U^T, dX S^T and U dS'^T, with the terms of a step's columns added. dX has two terms."""
+    own, columns, lost, stage = p.own, p.pipeline.columns, p.pipeline.lost, p.stage(step)
+    assert lost is not None
+    columns.wait(stage)
+    lost.wait(0)
+    U, S, dS = own.U.at[stage], own.S.at[stage], own.dS.at[stage]
+    # One after the other: with operands of both terms held together registers are spilled.
+    dX, rest = transposed(own.dX.at[stage]), transposed(p.tiles.lost_of_step)
+    pairs, of_state, behind = tiles.added_all(totals, [(dX, U)], [(dX, S)], [(transposed(U), dS)])
+    totals = *tiles.added_all((pairs, of_state), [(rest, U)], [(rest, S)]), behind
+    columns.release(stage)
+    lost.release(0)
+    return totals
+
+
+def finish_keys_apart(p: Program, de, dk):
+    """Write de and dk from their sums over pairs, where e is an operand. dk has what stands in `Tiles.behind` added before the
+    exchange, after which dg may overwrite that."""
+    t = p.tiles
+    plgpu.commit_smem()  # all warps have read the tiles
+    of_erasure, of_keys = read(t.erasing) * de, read(t.k) * dk
+    if p.before_decay:
+        store_split(t.pairs(KEYS), of_erasure)
+        store_split(t.left(KEYS), -of_keys)
+    else:
+        store_split(t.left(KEYS), of_erasure - of_keys)
+    t.erasing[...] = de.astype(BF16)
+    behind = whole(t.behind)
+    store_split(t.right, read(t.k) * behind)
+    dk += behind
+    plgpu.copy_smem_to_gmem(t.erasing, p.tokens(p.results.de))
+    p.pipeline.exchange.arrive()
+    p.pipeline.exchange.wait()
+    t.k[...] = (dk + whole(t.pairs(QUERIES))).astype(BF16)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(t.k, p.tokens(p.results.dk))
     plgpu.wait_smem_to_gmem(0)
@@ -433,27 +563,42 @@ def is_in_range(p: Program):
     return jnp.max(lax.bitcast_convert_type(found, jnp.int32)) <= FAST_BITS
 
 
-def reference_sums(p: Program, size, sign):
+def reference_sums(p: Program, size, sign, own: bool = True):
     """Return the matrix [C, C] that sums gates between every token and its reference, for blocks of `size` tokens. In every
-    second block these are the gates from its beginning through the token; in every first, those behind the token, times sign."""
+    second block these are the gates from its beginning through the token; in every first, those behind the token, times sign.
+
+    own: whether a token's own gate counts to those through it; else to those behind it, and the chunk's first token has none.
+    """
     i, j = p.lines()
     i = p.scanned(i)
     second = (i & size) != 0
     # [C], by row: the first and the last gate of the sum in memory, and what multiplies it
-    bounds = jnp.where(second, i & -size, i + 1), jnp.where(second, i, i | (size - 1))
+    if own:
+        bounds = jnp.where(second, i & -size, i + 1), jnp.where(second, i, i | (size - 1))
+    else:
+        bounds = jnp.where(second, i & -size, jnp.where(i == 0, C, i)), jnp.where(second, i - 1, i | (size - 1))
     bounds = [p.scanned(x) for x in bounds][:: -1 if p.reverse else 1]
     first, last, factor = (by_row(x, PAIRS) for x in (*bounds, jnp.where(second, 1.0, sign)))
     j = by_column(j, PAIRS)
     return jnp.where((j >= first) & (j <= last), factor, 0.0).astype(BF16)
 
 
+def tokens_of(p: Program, side: int):
+    """Return x, [C, BLOCK]: scale q for QUERIES, and beta k or e for KEYS."""
+    t = p.tiles
+    if side == QUERIES:
+        return read(t.q) * p.scale()
+    return read(t.erasing) if p.has_erase else read(t.k) * p.number(TOKEN_BETA)
+
+
 def sums_over_pairs(p: Program, side: int, left):
     """Return the two sums over pairs, [C, BLOCK] each: `left` with dx added, and dk^.
 
-    side: QUERIES with x = scale q, or KEYS with x = beta k. dx is dq / scale, or de. In the exact form a token
-    has one factor in a level: e^M in a second block, and e^-M in a first. The other may be inf, and is not formed.
+    side: QUERIES, or KEYS, with the x of `tokens_of`. dx is dq / scale, or de. In the exact form a token has one factor in
+    a level: e^M in a second block, and e^-M in a first. The other may be inf, and is not formed.
     """
     t, is_fast = p.tiles, is_in_range(p)
+    is_before = p.before_decay and side == KEYS
 
     def down(up):
         """Return e^{-M} or, in the exact form, the decay of tokens in the first of two blocks."""
@@ -464,13 +609,28 @@ def sums_over_pairs(p: Program, side: int, left):
         left, right = found
         size = lax.shift_right_logical(p.hidden(jnp.int32(HALF)), level)
         sign = jnp.where(is_fast, -1.0, 1.0)
-        M = p.summed(reference_sums(p, size, sign)) * LOG2E
-        up = jnp.exp2(M)
+        M = up = None
+        if not is_before:
+            M = p.summed(reference_sums(p, size, sign)) * LOG2E
+            up = jnp.exp2(M)
+
+        def of_reads(size):
+            """Return the e^M of x. With two M the factors of both are formed at each use, so that no registers hold them."""
+            return jnp.exp2(p.summed(reference_sums(p, size, sign, own=False)) * LOG2E) if up is None else up
+
+        def of_keys(size):
+            """Return what `down` returns for the M of k."""
+            return jnp.exp2(p.summed(reference_sums(p, size, sign)) * (sign * LOG2E)) if up is None else down(up)
+
+        # The same number, of which the compiler does not know that. It would hold the matrices of the first use to the second.
+        again = p.hidden(size) if is_before else size
+
         plgpu.commit_smem()  # all warps have read the tokens of the level before
-        x = read(t.q) * p.scale() if side == QUERIES else read(t.k) * p.number(TOKEN_BETA)
-        store_split(t.left(side), x * up)
+        x = tokens_of(p, side)
+        store_split(t.left(side), x * of_reads(size))
         if side == KEYS:
-            store_split(t.right, read(t.k) * jnp.exp2(M * sign))  # down(up), formed again, so that no registers hold it
+            # down(up), formed again, so that no registers hold it
+            store_split(t.right, read(t.k) * (of_keys(size) if M is None else jnp.exp2(M * sign)))
             p.pipeline.right.stored()
         else:
             p.pipeline.right.wait()
@@ -484,10 +644,12 @@ def sums_over_pairs(p: Program, side: int, left):
             high, rest = (plgpu.load(turned(x), layout=tiles.WGMMA) * chosen for x in t.pairs(side))
             return tiles.product(SHAPE, (high, terms[0]), (rest, terms[0]), (high, terms[1]))
 
-        left += product(lambda x: x, t.right) * up
+        left += product(lambda x: x, t.right) * of_reads(again)
+        if is_before:  # registers have no room for the products of both sums
+            left = lax.optimization_barrier(left)
         if side == QUERIES:
             p.pipeline.right.release()
-        right += product(transposed, t.left(side)) * down(up)
+        right += product(transposed, t.left(side)) * of_keys(again)
         if side == KEYS:
             p.pipeline.right.acquire()
         return left, right
@@ -500,6 +662,9 @@ def store_gates(p: Program):
     t = p.tiles
     from_it, before = p.matrix(lambda i, j: j >= i), p.matrix(lambda i, j: j < i)
     rows = [(from_it, x) for x in (*t.left(QUERIES), *t.left(KEYS))] + [(before, x) for x in t.right]
+    if p.before_decay:
+        behind = p.matrix(lambda i, j: j > i)
+        rows += [(behind, x) for x in t.pairs(KEYS)]
     tile = t.given_gates
     edge = by_column(plgpu.load(t.row(EDGE), layout=BY_COLUMN, optimized=False), SHAPE)
     dg = tiles.product(SHAPE, *rows) + edge
@@ -511,6 +676,11 @@ def store_gates(p: Program):
 def through(i, j):
     """Return whether gate j decays what enters the chunk up to token i."""
     return j <= i
+
+
+def before_it(i, j):
+    """Return whether gate j decays what enters the chunk up to token i, without i's own gate."""
+    return j < i
 
 
 def after_it(i, j):

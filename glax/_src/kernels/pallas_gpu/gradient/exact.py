@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax._src.kernels.pallas_gpu.device.launch import ALONE, PROGRAM, launch
+from glax._src.kernels.pallas_gpu.device.launch import ALONE, PROGRAM, SUMS_WITHIN_WARPS, launch
 from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Pipeline
 from glax._src.kernels.pallas_gpu.device.tiles import (
     BY_COLUMN,
@@ -41,7 +41,7 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
     read,
     zeros,
 )
-from glax._src.kernels.pallas_gpu.gradient.items import BF16, SUMS_WITHIN_WARPS, Items, Program, half
+from glax._src.kernels.pallas_gpu.gradient.items import BF16, Items, Program, half
 from glax._src.kernels.pallas_gpu.plan import C, quotient, remainder
 
 Ref = Any

@@ -39,7 +39,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.device import tiles
-from glax._src.kernels.pallas_gpu.device.launch import launch
+from glax._src.kernels.pallas_gpu.device.launch import SUMS_WITHIN_WARPS, launch
 from glax._src.kernels.pallas_gpu.device.pipeline import Meeting, Pipeline, Ring, acting_as
 from glax._src.kernels.pallas_gpu.device.tiles import (
     BY_COLUMN,
@@ -199,7 +199,7 @@ def gradient_head(
 
     *gradients, sums, d_scale = launch(
         "gradient_head", n, body, operands, Results.types(n), (Tiles.types(n),), items.ROLES, HeadPipeline.planned(n),
-        programs=programs, is_longest=True, params=items.SUMS_WITHIN_WARPS,
+        programs=programs, is_longest=True, params=SUMS_WITHIN_WARPS,
     )  # fmt: skip
     onward = np.tri(C) if reverse else np.tri(C).T
     weights = np.stack([onward, np.ones_like(onward), 1 - onward], 1)

@@ -49,7 +49,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.device import tiles
-from glax._src.kernels.pallas_gpu.device.launch import PROGRAM, WARPGROUP, launch
+from glax._src.kernels.pallas_gpu.device.launch import PROGRAM, SUMS_WITHIN_WARPS, WARPGROUP, launch
 from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Meeting, Pipeline, Ring, acting_as
 from glax._src.kernels.pallas_gpu.device.tiles import (
     BY_COLUMN,
@@ -63,7 +63,6 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
 )
 from glax._src.kernels.pallas_gpu.gradient.items import (
     BF16,
-    SUMS_WITHIN_WARPS,
     Items,
     Program,
     ScanOrder,

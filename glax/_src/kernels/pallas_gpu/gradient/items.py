@@ -10,7 +10,7 @@ states, for which the computing warpgroups wait.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.device import tiles
-from glax._src.kernels.pallas_gpu.device.launch import PARAMS, PROGRAM, WARPGROUP
+from glax._src.kernels.pallas_gpu.device.launch import PROGRAM, WARPGROUP
 from glax._src.kernels.pallas_gpu.device.pipeline import acting_as
 from glax._src.kernels.pallas_gpu.device.tiles import BY_COLUMN, REGISTERS, WGMMA
 from glax._src.kernels.pallas_gpu.plan import ROWS, WHOLE, Blocks, C, quotient, remainder
@@ -30,7 +30,6 @@ BF16 = jnp.bfloat16
 SLOTS = 2  # chunks in shared memory: one in work, one on its way
 TILE = (C, 64)  # the tokens of half of 128 channels, or of all of 64
 ROLES = dict(compute=2, load=1)
-SUMS_WITHIN_WARPS = replace(PARAMS, reduction_scratch_bytes=0)
 
 Ref = Any
 

@@ -49,7 +49,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax._src.kernels.pallas_gpu.device.launch import launch
+from glax._src.kernels.pallas_gpu.device.launch import SUMS_WITHIN_WARPS, launch
 from glax._src.kernels.pallas_gpu.device.pipeline import Meeting, Pipeline, Ring, acting_as
 from glax._src.kernels.pallas_gpu.device.tiles import (
     BY_COLUMN,
@@ -223,7 +223,7 @@ def gradient_key(
 
     found = launch(
         "gradient_key", n, body, operands, Results.types(n), (Tiles.types(n),), items.ROLES, KeyPipeline.planned(n),
-        programs=programs, is_longest=True, params=items.SUMS_WITHIN_WARPS,
+        programs=programs, is_longest=True, params=SUMS_WITHIN_WARPS,
     )  # fmt: skip
     *gradients, d_scale = exact.gradient_exact(n, operands, found, out_of_range)
     return *gradients, d_scale.sum(3) if n.resets else d_scale.sum((3, 4))

@@ -34,7 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.device import tiles
-from glax._src.kernels.pallas_gpu.device.launch import PROGRAM, WARPGROUP, launch
+from glax._src.kernels.pallas_gpu.device.launch import PROGRAM, SUMS_WITHIN_WARPS, WARPGROUP, launch
 from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Meeting, Pipeline, Ring, acting_as
 from glax._src.kernels.pallas_gpu.device.tiles import (
     BY_COLUMN,
@@ -51,7 +51,6 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
 from glax._src.kernels.pallas_gpu.gradient import exact, items, key
 from glax._src.kernels.pallas_gpu.gradient.items import (
     BF16,
-    SUMS_WITHIN_WARPS,
     TILE,
     Items,
     ScanOrder,

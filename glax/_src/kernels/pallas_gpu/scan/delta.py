@@ -8,11 +8,16 @@ chunk, R the result of `chunks/inverse.py`, and P_ij = scale (q_i . k_j) e^{G_i 
     O    = scale e^G Q S + P U
     S'   = e^{G_last} S + K^T (e^{G_last - G} U)
 
+With an erase vector and a write gate X = w V - e^H E S, with the H of `chunks/inverse.py`.
+
 The scan of the adjoint is a reverse scan, from dS' = dL/dS' behind the chunk and dO:
 
     dU   = e^{G_last - G} K dS' + P^T dO
     dX   = dU + R^T dU                  dV = beta dX
     dS   = e^{G_last} dS' + Q^T (scale e^G dO) - K^T (beta e^G dX)
+
+or with an erase vector dS = e^{G_last} dS' + Q^T (scale e^G dO) - E^T (e^H dX), and dX is a result in two terms of bfloat16, for
+de needs both. XLA multiplies it for dV = w dX and dw = v dX.
 
 A sequence is one segment, or is cut into several. A scan for "transitions" finds the state S_0 of each segment from zero, and the
 matrix M by which the segment passes a state on: S' = M S + S_0. In the adjoint dS = M^T dS' + dS_0, with the same M.
@@ -59,6 +64,13 @@ and for "adjoint" where keys are wider than 128, so that v and R have one tile:
     output                load                  values loaded: v
     carry                 load                  inverse loaded: inverse
     load                  carry                 inverse read
+
+With an erase vector there are beside these
+
+    carry                 load                  erasing full: e
+    load                  carry                 erasing free
+
+and a wide plan has one tile of everything, so that none needs a handoff of its own.
 """
 
 import contextlib
@@ -110,7 +122,7 @@ class DeltaScan:
     "residuals": both. "adjoint": dS' behind each chunk, dX and dV, in reverse. "ends", "adjoint ends", "transitions": nothing.
     The state of "transitions" has K more columns, which begin as I and to which no tokens add. At the end they are the matrix M
     by which S would have been multiplied. H: the number of heads. K, V: the widths of a head. start: whether segments begin from
-    given states, else from zero. A sequence that is not cut is one segment.
+    given states, else from zero. A sequence that is not cut is one segment. form: `Erasure.form`.
 
     Up to K = 128 the state and what tokens write are transposed. Wider states are [K, V].
     """
@@ -121,6 +133,17 @@ class DeltaScan:
     V: int
     reverse: bool
     start: bool
+    form: str = "beta"
+
+    @property
+    def has_erase(self) -> bool:
+        """Return whether e is given, else it is beta k."""
+        return self.form != "beta"
+
+    @property
+    def has_write(self) -> bool:
+        """Return whether v is multiplied by w."""
+        return self.form == "erase+write"
 
     @property
     def is_adjoint(self) -> bool:
@@ -143,8 +166,8 @@ class DeltaScan:
 
     @property
     def reads_values(self) -> bool:
-        """Return whether the scan reads v. The adjoint reads it for the gradient of beta."""
-        return self.kind != "adjoint ends"
+        """Return whether the scan reads v, and w if there is one. The adjoint reads v for the gradient of beta."""
+        return not self.is_adjoint or (self.kind == "adjoint" and not self.has_erase)
 
     @property
     def stores_states(self) -> bool:
@@ -164,7 +187,12 @@ class DeltaScan:
     @property
     def tight(self) -> bool:
         """Return whether shared memory has no room for two stages of R and v, and for dV beside what dX loses."""
-        return self.wide and self.kind == "adjoint"
+        return self.wide and self.kind == "adjoint" and not self.has_erase
+
+    @property
+    def has_output_tile(self) -> bool:
+        """Return whether outputs have a tile of their own. dX leaves from `tokens`, and dV of a tight plan from `lost`."""
+        return self.writes_tokens and not self.tight and not (self.is_adjoint and self.has_erase)
 
     def upright(self, columns, rows) -> tuple:
         """Return what belongs to the two last axes of a state, in their order in memory: V and K, or K and V in a wide plan."""
@@ -173,7 +201,14 @@ class DeltaScan:
     @property
     def stages(self) -> int:
         """Return the number of chunks in shared memory."""
-        return WIDE_STAGES if self.wide else STAGES
+        if self.wide:
+            return 1 if self.has_erase else WIDE_STAGES
+        return WIDE_STAGES if self.has_write and self.K > 64 else STAGES
+
+    @property
+    def erase_stages(self) -> int:
+        """Return the number of tiles of e, which *carry* alone reads."""
+        return 1 if self.wide else 2
 
     @property
     def stripes(self) -> int:
@@ -216,26 +251,28 @@ class Operands(NamedTuple):
     factors: Ref  # [B, chunks, H, FACTORS, C]: those of `chunks/inverse.py`
     scale: Ref  # [N + 1]
     start: Ref  # [E, H, V, K], or [E, H, K, V] for a wide plan; any array if segments begin from zero
+    e: Ref  # [B, T, H, K]; None with beta
+    w: Ref  # [B, T, H, V]; None with beta, and where it is 1
 
 
 class Results(NamedTuple):
     """Hold the results, in global memory. A result that the plan leaves out has one tile. In a wide plan the last two axes of
     `states` and `last` are exchanged, and nothing is transposed."""
 
-    output: Ref  # [B, T, H, V]: O or dV
+    output: Ref  # [B, T, H, V]: O or dV; with e dX in place of dV
     beta: Ref  # [B, chunks, H, V / STRIPE, C]: sums of dX v over a stripe, for the adjoint
-    states: Ref  # [B, chunks, H, V, K + C]: S before each chunk and U, or dS' behind it and dX; transposed
+    # [B, chunks, H, V, K + C]: S before each chunk and U, or dS' behind it and dX, of which with e its second term; transposed
+    states: Ref
     last: Ref  # [E, H, V, K]; of "transitions" also M, transposed: [E, H, V + K, K]
 
     @classmethod
     def types(cls, w: DeltaScan, B: int, T: int, chunks: int, E: int) -> "Results":
         output = (B, T, w.H, w.V) if w.writes_tokens else (1, C, 1, STRIPE)
         states = (B, chunks, w.H, *w.upright(w.V, w.K + C)) if w.stores_states else (1, 1, 1, STRIPE, 64)
+        has_beta = w.kind == "adjoint" and not w.has_erase
         return cls(
             jax.ShapeDtypeStruct(output, BF16),
-            jax.ShapeDtypeStruct(
-                (B, chunks, w.H, w.V // STRIPE, C) if w.kind == "adjoint" else (1,) * 4 + (C,), jnp.float32
-            ),
+            jax.ShapeDtypeStruct((B, chunks, w.H, w.V // STRIPE, C) if has_beta else (1,) * 4 + (C,), jnp.float32),
             jax.ShapeDtypeStruct(states, BF16),
             jax.ShapeDtypeStruct((E, w.H, *w.upright(w.columns, w.K)), jnp.float32),
         )
@@ -259,6 +296,8 @@ class Tiles(NamedTuple):
     lost: Ref  # [STRIPE, C]: what dX loses in bfloat16
     scores: Ref  # [C, C]: P
     output: Ref  # [C, STRIPE]
+    e: Ref  # [erase_stages, C, K]; None with beta
+    w: Ref  # [stages, stripes, C, STRIPE]; None without w
 
     @classmethod
     def types(cls, w: DeltaScan) -> "Tiles":
@@ -276,7 +315,9 @@ class Tiles(NamedTuple):
             tokens=tiled(STRIPE, C) if w.has_results else tiled(8, 64),
             lost=tiled(STRIPE, C) if w.kind == "adjoint" else tiled(8, 64),
             scores=tiled(C, C) if w.reads_queries else tiled(8, 64),
-            output=tiled(C, STRIPE) if w.writes_tokens and not w.tight else tiled(8, 64),
+            output=tiled(C, STRIPE) if w.has_output_tile else tiled(8, 64),
+            e=tiled(w.erase_stages, C, K) if w.has_erase else None,
+            w=tiled(n, w.stripes, C, STRIPE) if w.has_write and w.reads_values else None,
         )
 
 
@@ -285,7 +326,7 @@ class DeltaPipeline(Pipeline):
     """Hold who waits for whom.
 
     chunks: all that is loaded of a chunk. state: S or dS' before the step. written: U or dX, what tokens write. scores: P. Only a
-    tight plan has the other two: v, and R.
+    tight plan has the next two: v, and R. erasing: e, where it is given.
     """
 
     chunks: Ring
@@ -294,18 +335,21 @@ class DeltaPipeline(Pipeline):
     scores: Handoff
     values: Handoff | None = None
     inverse: Handoff | None = None
+    erasing: Ring | None = None
 
     @classmethod
     def planned(cls, w: DeltaScan) -> "DeltaPipeline":
         """Return the pipeline of a plan."""
         copies = "k", *("d_output",) * w.is_adjoint, *("v",) * (w.stripes * w.reads_values * (not w.tight)), "factors"
         copies += *("inverse",) * (not w.tight), *("q",) * w.reads_queries
+        copies += ("w",) * (w.stripes * w.reads_values * w.has_write)
         # What stores "states" alone reads no tile that is loaded.
         chunks = Ring(w.stages, ("load",), ("carry", "score", *("output",) * w.writes_tokens), copies)
         handed = Handoff(("carry",), ("output",))
         scores = Handoff(("score",), ("carry",) if w.is_adjoint else ("output",))
+        erasing = Ring(w.erase_stages, ("load",), ("carry",), ("e",)) if w.has_erase else None
         if not w.tight:
-            return cls(chunks, handed, handed, scores)
+            return cls(chunks, handed, handed, scores, erasing=erasing)
         values = Handoff(("load",), ("output",), ("v",), returned=False)
         return cls(chunks, handed, handed, scores, values, Handoff(("load",), ("carry",), ("inverse",)))
 
@@ -359,9 +403,13 @@ class Program:
         first, count = self.field(1), self.count()
         return first + (count - 1 - step if self.plan.descending else step)
 
-    def output(self, step):
-        """Return the place of a chunk's outputs."""
-        return self.results.output.at[self.field(0), pl.ds(self.chunk(step) * C, C), self.head, self.stripe()]
+    def at(self, step, x):
+        """Return batch row, chunk and head of what is read of x [B, T, heads, width]."""
+        return self.field(0), self.chunk(step), quotient(self.head, self.plan.H // x.shape[2])
+
+    def rows(self, step, x):
+        """Return a chunk's rows of x [B, T, H, V], in the columns of the stripe."""
+        return x.at[self.field(0), pl.ds(self.chunk(step) * C, C), self.head, self.stripe()]
 
     def stored(self, step, first: int, width: int):
         """Return `width` columns of the stored states of a chunk, from `first` on; rows in a wide plan."""
@@ -381,6 +429,18 @@ class Program:
     def values(self, slot, me=0):
         """Return the tile of v of a slot."""
         return self.tiles.v.at[0 if self.plan.tight else slot, me]
+
+    @contextlib.contextmanager
+    def erasing(self, step, slot):
+        """Wait for e, or with beta for k, which erases as well. Give its tile, and release e at the end."""
+        ring = self.pipeline.erasing
+        if ring is None:
+            yield self.tiles.k.at[slot]
+            return
+        own = ring.slot(step)
+        ring.wait(own)
+        yield self.tiles.e.at[own]
+        ring.release(own)
 
     def inverse(self, slot):
         """Return the tile of R of a slot."""
@@ -455,6 +515,8 @@ def load_chunks(p: Program):
     for me in range(w.stripes if w.reads_values and not w.tight else 0):
         columns = p.stripe(me) if w.columns == w.V else pl.ds(lax.rem(p.number(me), w.V // STRIPE) * STRIPE, STRIPE)
         tokens.append(("v", x.v, t.v, (me,), columns))
+        if w.has_write:
+            tokens.append(("w", x.w, t.w, (me,), columns))
     pairs = [(x.factors, t.factors)] + [(x.inverse, t.inverse)] * (not w.tight)
     if w.reads_queries:
         tokens.append(("q", x.q, t.q, (), slice(None)))
@@ -466,10 +528,20 @@ def load_chunks(p: Program):
         if w.tight:
             pl.when(step > 0)(lambda: load_values(p, step - 1))
         for name, source, tile, inner, columns in tokens:
-            at = p.field(0), p.chunk(step), quotient(p.head, w.H // source.shape[2]), columns
-            load_tokens(p.edges, name, source, at, tile.at[(slot, *inner)], pipe.chunks.full.at[slot])
+            load_tokens(
+                p.edges,
+                name,
+                source,
+                (*p.at(step, source), columns),
+                tile.at[(slot, *inner)],
+                pipe.chunks.full.at[slot],
+            )
         for source, tile in pairs:
             pipe.chunks.copy(source.at[p.field(0), p.chunk(step), p.head], tile.at[slot], slot)
+        if pipe.erasing is not None:  # the last copy, for which those of the chunk do not wait
+            slot = pipe.erasing.slot(step)
+            pipe.erasing.acquire(slot, step)
+            load_tokens(p.edges, "e", x.e, (*p.at(step, x.e), slice(None)), t.e.at[slot], pipe.erasing.full.at[slot])
         if w.tight:
             assert pipe.inverse is not None
             pl.when(step > 0)(pipe.inverse.acquire)
@@ -485,8 +557,7 @@ def load_values(p: Program, step):
     """Load v of a chunk into its one tile, once the chunk before has been read."""
     x, values = p.operands, p.pipeline.values
     assert values is not None
-    at = p.field(0), p.chunk(step), quotient(p.head, p.plan.H // x.v.shape[2]), p.stripe()
-    load_tokens(p.edges, "v", x.v, at, p.values(0), values.full)
+    load_tokens(p.edges, "v", x.v, (*p.at(step, x.v), p.stripe()), p.values(0), values.full)
 
 
 def carry_state(p: Program, me=0):
@@ -519,13 +590,14 @@ def onward(p: Program, me, step, S):
     before, through = S.astype(BF16), decayed(p, slot, S)
 
     def of_state(by_keys):
-        plgpu.wgmma(by_keys, before, transposed(t.k.at[slot]))
-        store_state(p, step, before)
-        given, erasing = read(transposed(t.v.at[slot, me])) * p.factor(slot, BETA), p.factor(slot, ERASING)
-        if p.plan.kind == "transitions":
-            given = jnp.where(p.column(me, TOKENS) < p.plan.V, given, 0.0)
-        leaving = p.factor(slot, LEAVING)
-        return leaving, given - after(by_keys) * erasing
+        with p.erasing(step, slot) as keys:
+            plgpu.wgmma(by_keys, before, transposed(keys))
+            store_state(p, step, before)
+            given, erasing = values_to_write(p, slot, me), p.factor(slot, ERASING)
+            if p.plan.kind == "transitions":
+                given = jnp.where(p.column(me, TOKENS) < p.plan.V, given, 0.0)
+            leaving = p.factor(slot, LEAVING)
+            return leaving, given - after(by_keys) * erasing
 
     leaving, X = pl.run_scoped(of_state, plgpu.ACC(TOKENS, jnp.float32))
     U = tiles.added(X, (X.astype(BF16), transposed(t.inverse.at[slot])))
@@ -537,6 +609,14 @@ def onward(p: Program, me, step, S):
     S = pl.run_state(of_tokens)(plgpu.ACC.init(through))
     p.pipeline.chunks.release(slot)
     return S
+
+
+def values_to_write(p: Program, slot, me):
+    """Return beta v or w v, [STRIPE, C]."""
+    v = read(transposed(p.tiles.v.at[slot, me]))
+    if not p.plan.has_erase:
+        return v * p.factor(slot, BETA)
+    return v * read(transposed(p.tiles.w.at[slot, me])) if p.plan.has_write else v
 
 
 def back(p: Program, me, step, dS):
@@ -566,10 +646,11 @@ def back(p: Program, me, step, dS):
         plgpu.wgmma(state, reads, t.q.at[slot])
         erasing = -p.factor(slot, ERASING)
         dX = after(by_inverse, 1)
-        plgpu.wgmma(state, (dX * erasing).astype(BF16), t.k.at[slot])
+        plgpu.wgmma(state, (dX * erasing).astype(BF16), keys)
         store_tokens(p, step, dX)
 
-    _, dS = pl.run_state(of_tokens)((plgpu.ACC.init(dU), plgpu.ACC.init(through)))
+    with p.erasing(step, slot) as keys:
+        _, dS = pl.run_state(of_tokens)((plgpu.ACC.init(dU), plgpu.ACC.init(through)))
     p.pipeline.chunks.release(slot)
     return dS
 
@@ -589,7 +670,7 @@ def store_state(p: Program, step, S):
 
 
 def store_tokens(p: Program, step, x):
-    """Store x [STRIPE, C] for *output*, if there is one. dX has two terms, for the gradient of beta."""
+    """Store x [STRIPE, C] for *output*, if there is one. dX has two terms, for the gradients of beta and of e."""
     if not p.plan.has_results:
         return
     with p.pipeline.written.storing(step):
@@ -610,12 +691,18 @@ def onward_wide(p: Program, me, step, S):
     through = decayed(p, slot, S)
 
     def of_state(by_keys):
-        plgpu.wgmma(by_keys, t.k.at[slot], t.state.at[me])
-        beta, erasing = p.row_factor(slot, BETA), p.factor_by_row(slot, ERASING)
-        if p.plan.kind == "transitions":
-            beta *= jnp.where(p.number(me) * STRIPE < p.plan.V, 1.0, 0.0)  # nothing is added to columns of M
-        given = read(values()) * by_row(beta, VALUES)
-        return given - after(by_keys) * erasing
+        with p.erasing(step, slot) as keys:
+            plgpu.wgmma(by_keys, keys, t.state.at[me])
+            beta = None if p.plan.has_erase else p.row_factor(slot, BETA)
+            erasing = p.factor_by_row(slot, ERASING)
+            if p.plan.kind == "transitions":  # nothing is added to columns of M
+                beta = (1.0 if beta is None else beta) * jnp.where(p.number(me) * STRIPE < p.plan.V, 1.0, 0.0)
+            given = read(values())
+            if p.plan.has_write:
+                given *= read(t.w.at[slot, me])
+            if beta is not None:
+                given *= by_row(beta, VALUES) if beta.ndim else beta
+            return given - after(by_keys) * erasing
 
     X = pl.run_scoped(of_state, plgpu.ACC(VALUES, jnp.float32))
     values()[...] = X.astype(BF16)
@@ -667,10 +754,11 @@ def back_wide(p: Program, me, step, dS):
             inverse.release()
         tokens[...] = (dX * erasing).astype(BF16)
         plgpu.commit_smem()
-        plgpu.wgmma(state, transposed(t.k.at[slot]), tokens)
+        plgpu.wgmma(state, transposed(keys), tokens)
         store_tokens(p, step, dX)
 
-    _, dS = pl.run_state(of_tokens)((plgpu.ACC.init(dU), plgpu.ACC.init(through)))
+    with p.erasing(step, slot) as keys:
+        _, dS = pl.run_state(of_tokens)((plgpu.ACC.init(dU), plgpu.ACC.init(through)))
     p.pipeline.scores.release()
     p.pipeline.chunks.release(slot)
     return dS
@@ -706,6 +794,9 @@ def form_scores(p: Program):
 def write_results(p: Program):
     """Write the results of all chunks."""
     w, t = p.plan, p.tiles
+    gives_dX = w.is_adjoint and w.has_erase
+    tile = t.lost if w.tight else t.output
+    tile = t.tokens if gives_dX else tile
     p.take_registers("output")
 
     @pl.loop(0, p.count())
@@ -724,18 +815,20 @@ def write_results(p: Program):
         p.pipeline.state.release()
         p.pipeline.written.wait()
         if w.stores_states:
-            plgpu.copy_smem_to_gmem(t.tokens, p.stored(step, w.K, C))
+            plgpu.copy_smem_to_gmem(t.lost if gives_dX else t.tokens, p.stored(step, w.K, C))
         if o is not None:
             with p.pipeline.scores.reading():
                 o = tiles.added(o, (t.scores, p.by_rows(t.tokens)))
+        elif gives_dX:
+            o = read(p.by_rows(t.tokens))
+            plgpu.commit_smem()  # all warps have read the tile, in which o will lie by rows
         elif w.is_adjoint:
             o = gradient_of_values(p, step, slot)
         if o is not None:
             p.pipeline.chunks.release(slot)
-            tile = t.lost if w.tight else t.output
             tile[...] = o.astype(BF16)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(tile, p.output(step))
+            plgpu.copy_smem_to_gmem(tile, p.rows(step, p.results.output))
 
     plgpu.wait_smem_to_gmem(0)
 

@@ -13,6 +13,14 @@ The scan of the adjoint is a reverse scan, from dS' = dL/dS' behind the chunk an
     dX   = dU + R^T dU                  dV = beta dX
     dS   = e^{G_last} dS' + (scale Q e^G)^T dO - (K e^G)^T (beta dX)
 
+With an erase vector and a write gate
+
+    X    = w V - (E e^H) S
+    dV   = w dX                         dw = V dX
+    dS   = e^{G_last} dS' + (scale Q e^G)^T dO - (E e^H)^T dX
+
+and what dX loses in bfloat16 is stored too: de sums dX S over V, of which each factor has the error of several roundings.
+
 No exponential is formed here. "transitions" are those of `delta_scan`. dU is formed from two terms of dS' in bfloat16 where
 `DeltaKeyScan.splits_state` says so.
 
@@ -41,6 +49,9 @@ and for "adjoint":
     carry          output         state read
     output         carry          written stored
     carry          output         written read
+
+With an erase vector there is w, where it is not 1, in the place of beta. Without w *output* reads no chunk of an adjoint, and v
+is not loaded.
 """
 
 import dataclasses
@@ -76,15 +87,14 @@ from glax._src.kernels.pallas_gpu.scan.delta import (
     TOKENS,
     VALUES,
     DeltaScan,
-    Results,
     starting_state,
     store_state,
     store_tokens,
 )
 
 # Chunks in shared memory: of Q and P for outputs, beside STAGES of the other tiles, 219 KB of 227 at widths of 128; of all
-# operands for the adjoint, whose state reads Q and P too, 201 KB.
-OUTPUT_STAGES = ADJOINT_STAGES = 2
+# operands for the adjoint, whose state reads Q and P too, 201 KB, and with w 225 KB. Beside outputs w has no room for STAGES.
+OUTPUT_STAGES = ADJOINT_STAGES = WRITE_STAGES = 2
 # The widest keys for which dU is formed from dS' in two terms of bfloat16. 128 spills nothing either, but was not timed.
 SPLIT_KEYS = 64
 
@@ -104,12 +114,19 @@ class DeltaKeyScan(DeltaScan):
     @property
     def stages(self) -> int:
         """Return the number of chunks in shared memory."""
-        return ADJOINT_STAGES if self.is_adjoint else STAGES
+        if self.is_adjoint:
+            return ADJOINT_STAGES
+        return WRITE_STAGES if self.has_write and self.writes_tokens and self.K > 64 else STAGES
 
     @property
     def splits_state(self) -> bool:
-        """Return whether the adjoint forms dU from dS' in two terms of bfloat16."""
+        """Return whether the adjoint forms dU from dS' in two terms of bfloat16, for the gradient of beta."""
         return self.is_adjoint and self.K <= SPLIT_KEYS
+
+    @property
+    def reads_values(self) -> bool:
+        """Return whether the scan reads v, and w if there is one. The adjoint reads v for the gradient of beta or w."""
+        return self.kind != "adjoint ends" and not (self.is_adjoint and self.form == "erase")
 
     @property
     def forms_outputs(self) -> bool:
@@ -119,7 +136,8 @@ class DeltaKeyScan(DeltaScan):
     @property
     def by_stage(self) -> list[str]:
         """Return the names of the operands, beside v and dO, that are loaded for every stage."""
-        return ["erasing", "leaving", "inverse", "decay", "beta"] + ["queries", "scores"] * self.is_adjoint
+        names = ["erasing", "leaving", "inverse", "decay"] + ["beta"] * (not self.has_erase)
+        return names + ["queries", "scores"] * self.is_adjoint
 
 
 class Operands(NamedTuple):
@@ -131,11 +149,32 @@ class Operands(NamedTuple):
     inverse: Ref  # [B, chunks, H, C, C]: R
     scores: Ref  # [B, chunks, H, C, C]: P
     queries: Ref  # [B, chunks, H, C, K]: scale Q e^G
-    erasing: Ref  # [B, chunks, H, C, K]: K e^G
+    erasing: Ref  # [B, chunks, H, C, K]: K e^G, or E e^H
     leaving: Ref  # [B, chunks, H, C, K]: K e^{G_last - G}
     decay: Ref  # [B, chunks, H, K]: e^{G_last}
-    beta: Ref  # [B, chunks, H, C]
+    beta: Ref  # [B, chunks, H, C]; None with an erase vector
     start: Ref  # [E, H, V, K]; any array if segments begin from zero
+    w: Ref  # [B, T, H, V]; None where it is beta, or 1
+
+
+class Results(NamedTuple):
+    """Hold the results, in global memory: the fields of `delta.Results`, and dw."""
+
+    output: Ref  # [B, T, H, V]: O or dV
+    beta: Ref  # [B, chunks, H, V / STRIPE, C]: sums of dX v over a stripe, for the adjoint without an erase vector
+    # [B, chunks, H, V, K + C]: S before each chunk and U, or dS' behind it and dX; transposed; with an erase vector dX has two
+    # terms, [.., K + 2 C]
+    states: Ref
+    last: Ref  # [E, H, V, K]; of "transitions" also M, transposed: [E, H, V + K, K]
+    write: Ref  # [B, T, H, V]: dw, for the adjoint; None without w
+
+    @classmethod
+    def types(cls, w: DeltaKeyScan, B: int, T: int, chunks: int, E: int) -> "Results":
+        types = delta.Results.types(w, B, T, chunks, E)
+        if w.kind != "adjoint" or not w.has_erase:
+            return cls(*types, write=None)
+        types = types._replace(states=jax.ShapeDtypeStruct((B, chunks, w.H, w.V, w.K + 2 * C), BF16))
+        return cls(*types, write=types.output if w.has_write else None)
 
 
 class Tiles(NamedTuple):
@@ -148,13 +187,15 @@ class Tiles(NamedTuple):
     leaving: Ref  # [stages, C, K]
     inverse: Ref  # [stages, C, C]
     decay: Ref  # [stages, K]
-    beta: Ref  # [stages, C]
+    beta: Ref  # [stages, C]; None with an erase vector
     queries: Ref  # [stages or OUTPUT_STAGES, C, K]
     scores: Ref  # [stages or OUTPUT_STAGES, C, C]: P, and then O
     state: Ref  # [STRIPE, K]: S or dS', transposed
     tokens: Ref  # [STRIPE, C]: U or dX, transposed
     lost: Ref  # [STRIPE, C]: what dX loses in bfloat16
     output: Ref  # [C, STRIPE]: dV
+    w: Ref  # [stages, stripes, C, STRIPE]; None without w
+    write: Ref  # [C, STRIPE]: dw; None without w
 
     @classmethod
     def types(cls, w: DeltaKeyScan) -> "Tiles":
@@ -168,13 +209,15 @@ class Tiles(NamedTuple):
             leaving=tiled(n, C, K),
             inverse=tiled(n, C, C),
             decay=plgpu.SMEM((n, K), jnp.float32),
-            beta=plgpu.SMEM((n, C), jnp.float32),
+            beta=None if w.has_erase else plgpu.SMEM((n, C), jnp.float32),
             queries=tiled(of_queries, C, K) if w.reads_queries else unused_stages,
             scores=tiled(of_queries, C, C) if w.reads_queries else unused_stages,
             state=tiled(STRIPE, K) if w.has_results else unused,
             tokens=tiled(STRIPE, C) if w.has_results else unused,
             lost=tiled(STRIPE, C) if w.kind == "adjoint" else unused,
             output=tiled(C, STRIPE) if w.kind == "adjoint" else unused,
+            w=tiled(n, w.stripes, C, STRIPE) if w.has_write and w.reads_values else None,
+            write=tiled(C, STRIPE) if w.has_write and w.kind == "adjoint" else None,
         )
 
 
@@ -191,8 +234,10 @@ class DeltaKeyPipeline(Pipeline):
     @classmethod
     def planned(cls, w: DeltaKeyScan) -> "DeltaKeyPipeline":
         """Return the pipeline of a plan."""
-        copies = *w.by_stage, *("v",) * (w.stripes * w.reads_values), *("d_output",) * w.is_adjoint
-        readers = "carry", *("output",) * (w.kind == "adjoint")  # which reads v and beta
+        of_values = ("v", *("w",) * w.has_write) * (w.stripes * w.reads_values)
+        copies = *w.by_stage, *of_values, *("d_output",) * w.is_adjoint
+        # *output* multiplies dX by v, and by beta or w
+        readers = "carry", *("output",) * (w.kind == "adjoint" and w.reads_values)
         outputs = Ring(OUTPUT_STAGES, ("load",), ("output",) * w.forms_outputs, ("queries", "scores"), ("output",))
         handed = Handoff(("carry",), ("output",))
         return cls(Ring(w.stages, ("load",), readers, copies), outputs, handed, handed)
@@ -204,6 +249,7 @@ class Program(delta.Program):
 
     plan: Any
     operands: Any
+    results: Any
     tiles: Any
     pipeline: Any
 
@@ -222,7 +268,7 @@ def delta_key_scan(w: DeltaKeyScan, rows: int, *operands) -> Results:
         work = dict(carry=carry_state, output=write_results, load=load_chunks)
         by_role(w.roles, {role: functools.partial(run, p) for role, run in work.items()})
 
-    B, chunks = x.beta.shape[:2]
+    B, chunks = x.inverse.shape[:2]
     E = x.table.shape[0]
     return launch(
         "delta_key_" + w.kind.replace(" ", "_"),
@@ -254,6 +300,8 @@ def load_chunks(p: Program):
             # The columns of M read any v, of which they write nothing.
             columns = pl.ds(remainder(p.number(me), w.V // STRIPE) * STRIPE, STRIPE)
             pipe.chunks.copy(x.v.at[p.field(0), rows, head, columns], t.v.at[slot, me], slot)
+            if w.has_write:
+                pipe.chunks.copy(x.w.at[p.field(0), rows, p.head, columns], t.w.at[slot, me], slot)
         if w.is_adjoint:
             head = quotient(p.head, w.H // x.d_output.shape[2])
             pipe.chunks.copy(x.d_output.at[p.field(0), rows, head, p.stripe()], t.d_output.at[slot], slot)
@@ -280,10 +328,14 @@ def onward(p: Program, me, step, S):
     def of_state(by_keys):
         plgpu.wgmma(by_keys, before, transposed(t.erasing.at[slot]))
         store_state(p, step, before)
-        given, beta = read(transposed(t.v.at[slot, me])), p.along(t.beta.at[slot], TOKENS)
+        given = read(transposed(t.v.at[slot, me]))
+        beta = None if p.plan.has_erase else p.along(t.beta.at[slot], TOKENS)
+        if p.plan.has_write:
+            given *= read(transposed(t.w.at[slot, me]))
         if p.plan.kind == "transitions":
             given = jnp.where(p.column(me, TOKENS) < p.plan.V, given, 0.0)
-        return (given - after(by_keys)) * beta
+        X = given - after(by_keys)
+        return X if beta is None else X * beta
 
     X = pl.run_scoped(of_state, plgpu.ACC(TOKENS, jnp.float32))
     U = tiles.added(X, (X.astype(BF16), transposed(t.inverse.at[slot])))
@@ -317,9 +369,9 @@ def back(p: Program, me, step, dS):
         by_inverse, state = totals
         plgpu.wgmma(by_inverse, dU.astype(BF16), t.inverse.at[slot])
         plgpu.wgmma(state, d_output, t.queries.at[slot])
-        erasing = -p.along(t.beta.at[slot], TOKENS)
+        erasing = None if p.plan.has_erase else -p.along(t.beta.at[slot], TOKENS)
         dX = after(by_inverse, 1)
-        plgpu.wgmma(state, (dX * erasing).astype(BF16), t.erasing.at[slot])
+        plgpu.wgmma(state, (-dX if erasing is None else dX * erasing).astype(BF16), t.erasing.at[slot])
         store_tokens(p, step, dX)
 
     _, dS = pl.run_state(of_tokens)((plgpu.ACC.init(dU), plgpu.ACC.init(through)))
@@ -360,6 +412,8 @@ def write_results(p: Program):
         p.pipeline.written.wait()
         if w.stores_states:
             plgpu.copy_smem_to_gmem(t.tokens, p.stored(step, w.K, C))
+            if w.is_adjoint and w.has_erase:
+                plgpu.copy_smem_to_gmem(t.lost, p.stored(step, w.K + C, C))
         if o is not None:
             o = tiles.added(o, (t.scores.at[slot], transposed(t.tokens)))
         elif w.is_adjoint:
@@ -371,7 +425,9 @@ def write_results(p: Program):
             plgpu.commit_smem()  # all warps have read P
             tile[...] = o.astype(BF16)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(tile, p.output(step))
+            plgpu.copy_smem_to_gmem(tile, p.rows(step, p.results.output))
+            if t.write is not None:
+                plgpu.copy_smem_to_gmem(t.write, p.rows(step, p.results.write))
         if w.forms_outputs:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             p.pipeline.outputs.release(slot)
@@ -380,11 +436,18 @@ def write_results(p: Program):
 
 
 def gradient_of_values(p: Program, step):
-    """Return dV = beta dX, [C, STRIPE], and write the sums of dX v."""
-    t, slot = p.tiles, p.slot(step)
+    """Return dV, [C, STRIPE]: beta dX or w dX. Write the sums of dX v, or store dw = dX v."""
+    w, t, slot = p.plan, p.tiles, p.slot(step)
+    if not w.reads_values:
+        return read(transposed(t.tokens)) + read(transposed(t.lost))
     p.pipeline.chunks.wait(slot)
     dX = read(transposed(t.tokens)) + read(transposed(t.lost))
-    p.results.beta[p.field(0), p.chunk(step), p.head, p.number()] = (dX * read(t.v.at[slot, 0])).sum(1)
-    dV = dX * by_row(plgpu.load(t.beta.at[slot], layout=BY_ROW), VALUES)
+    products = dX * read(t.v.at[slot, 0])
+    if w.has_write:
+        t.write[...] = products.astype(BF16)
+        dV = dX * read(t.w.at[slot, 0])
+    else:
+        p.results.beta[p.field(0), p.chunk(step), p.head, p.number()] = products.sum(1)
+        dV = dX * by_row(plgpu.load(t.beta.at[slot], layout=BY_ROW), VALUES)
     p.pipeline.chunks.release(slot)
     return dV

@@ -1,0 +1,17 @@
+"""Keep calls that write over an operand apart from what XLA would fuse them with."""
+
+from typing import TypeVar
+
+from jax import lax
+
+T = TypeVar("T")
+
+
+def unfused(x: T) -> T:
+    """Return x behind a barrier, for an array that a call writes over, and for what it returns in its place.
+
+    XLA for GPUs makes one fusion of a call and the slices that it reads, or the update of a larger array with what it returns. In
+    such a fusion it forgets that the result shares memory with the operand. The call would write over new memory, which holds any
+    numbers. The barrier costs no copy.
+    """
+    return lax.optimization_barrier(x)

@@ -1,0 +1,494 @@
+"""Compute chunks of the delta rule. G_i is the sum of log gates through token i, and S the state before the chunk:
+
+    L_ij = e_i . k_j e^{G_i - G_j}    j before i        what token i erases of what token j wrote
+    P_ij = q_i . k_j e^{G_i - G_j}    j before i, j = i
+    U    = (I + L)^-1 (w * v - (e e^G) S)               what the tokens write: u_i beside key k_i
+    O    = (q e^G) S + P U
+    S'   = e^{G_last} S + (k e^{G_last - G})^T U
+
+A chunk is thus one of GLA with U in the place of v, and one more matrix of scores. Both matrices take the same factors of the
+decays, those of `head_gate` and of `key_gate`, which are exact for every gate. L includes the decays: the inverse of a matrix
+without them may overflow where (I + L)^-1 is small.
+
+With beta, e = beta k and w = beta. Then beta multiplies the rows of products with k, and k itself is not rounded again.
+
+What a token writes depends on what all earlier ones wrote, so rounding errors grow where nothing decays. Therefore products take
+16 bits of each operand where q, k and v are bfloat16 (`chunk_math.fine_dot`).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from glax._src.kernels.pallas_tpu import chunk_math, head_gate, key_gate
+from glax._src.kernels.pallas_tpu.blocks import (
+    block_diagonal,
+    join_heads,
+    load_gradient_operands,
+    load_rows,
+    load_unit,
+    select_head,
+    step_rows,
+    store_gradient,
+    store_unit,
+)
+from glax._src.kernels.pallas_tpu.inverse import unit_inverse
+from glax._src.kernels.pallas_tpu.plan import Plan, Step
+from glax._src.kernels.pallas_tpu.refs import BackwardRefs, ForwardRefs, StateRefs
+
+Refs = ForwardRefs | StateRefs | BackwardRefs
+
+
+# ---- the decays of a chunk -------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadDecays:
+    """Multiply with the decays of a unit's heads; sums and edges are None without gates. Only products are multiplied, never
+    their operands."""
+
+    plan: Plan
+    heads: range
+    sums: head_gate.HeadSums | None
+    edges: head_gate.EdgeDecays | None
+    dtype: Any
+
+    def entering(self, S):
+        """Return the state before the chunk, transposed, in the form that the other methods take. Its adjoint is itself."""
+        return S
+
+    def read(self, x, S):
+        """Return (x e^G) S, [C, pack * V]."""
+        product = chunk_math.fine_dot(x, S, chunk_math.NT, self.dtype)
+        if self.sums is None:
+            return product
+        decays = [self.sums.from_start(head, product.shape[1]) for head in self.heads]
+        return product * join_heads(self.plan, self.plan.V, decays)
+
+    @functools.cached_property
+    def between(self) -> list:
+        """Return e^{G_i - G_j} of each head for j before i and j = i, else 0: [C, C]."""
+        causal = chunk_math.causal_mask(self.plan.chunk, self.plan.reverse, inclusive=True)
+        if self.sums is None:
+            return [jnp.where(causal, 1.0, 0.0)] * self.plan.pack
+        return [self.sums.pair_decays(head, causal) for head in self.heads]
+
+    def scores(self, q, e, k) -> tuple[list, list]:
+        """Return P and L of each head, [C, C]; L also with j = i. P is empty for a q of None."""
+
+        def of(x):
+            for part, between in enumerate(self.between):
+                yield (
+                    chunk_math.fine_dot(select_head(self.plan, x, self.plan.K, part), k, chunk_math.NT, self.dtype)
+                    * between
+                )
+
+        return [] if q is None else list(of(q)), list(of(e))
+
+    def read_gradient(self, d, S):
+        """Return the gradient of x, (d S^T) e^G, [C, pack * K]. d: the gradient of `read`."""
+        product = chunk_math.fine_dot(d, S, chunk_math.NN, self.dtype)
+        if self.sums is None:
+            return product
+        decays = [self.sums.from_start(head, product.shape[1]) for head in self.heads]
+        return product * join_heads(self.plan, self.plan.K, decays)
+
+    def read_added(self, x, d):
+        """Return the gradient of S, d^T (x e^G), [pack * V, pack * K]. d: the gradient of `read`."""
+        d = d.astype(jnp.float32).T
+        if self.edges is not None:
+            d = d * join_heads(
+                self.plan, self.plan.V, [self.edges.from_start[head : head + 1] for head in self.heads], axis=0
+            )
+        return block_diagonal(self.plan, chunk_math.fine_dot(d, x, chunk_math.NN, self.dtype))
+
+    def scores_gradient(self, d_pairs, x, k):
+        """Return the gradients of x and k. d_pairs: the gradient of the scores of x, [C, C] of each head, 0 where no score is."""
+        dx = dk = jnp.zeros(k.shape, jnp.float32)
+        for part, between in enumerate(self.between):
+            d = d_pairs[part] * between
+            x_part, k_part = (select_head(self.plan, y, self.plan.K, part) for y in (x, k))
+            dx += chunk_math.fine_dot(d, k_part, chunk_math.NN, self.dtype)
+            dk += chunk_math.fine_dot(d, x_part, chunk_math.TN, self.dtype)
+        return dx, dk
+
+    def leaving(self, dS):
+        """Return the gradient of the state after the chunk in the form that the methods below take."""
+        return dS
+
+    def write_gradient(self, k, U, dS):
+        """Return the gradients of U [C, pack * V] and of k [C, pack * K]. dS: the gradient of the state after the chunk."""
+        dU = chunk_math.fine_dot(k, dS, chunk_math.NT, self.dtype)
+        dk = chunk_math.fine_dot(U, dS, chunk_math.NN, self.dtype)
+        if self.sums is None:
+            return dU, dk
+        to_end = [self.sums.to_end(head, max(dU.shape[1], dk.shape[1])) for head in self.heads]
+        dU *= join_heads(self.plan, self.plan.V, [x[:, : dU.shape[1]] for x in to_end])
+        dk *= join_heads(self.plan, self.plan.K, [x[:, : dk.shape[1]] for x in to_end])
+        return dU, dk
+
+    def decayed(self, dS):
+        """Return the gradient of the entering state without what the chunk's tokens read of it."""
+        if self.edges is None:
+            return dS
+        return dS * join_heads(self.plan, self.plan.K, [self.edges.total[head : head + 1] for head in self.heads])
+
+    def carry(self, S, k, U):
+        """Return the state after the chunk."""
+        return head_gate.carry_state(self.plan, S, k, U, self.edges, self.heads, self.dtype, chunk_math.fine_dot)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyDecays:
+    """Multiply with the decays of per-key gates, as factors of the operands.
+
+    In the factored form, whose sums begin at the chunk's middle, S is e^L S, and dS is e^R dS.
+
+    levels: (body, carry) -> carry, with body(up, down, mask, carry) for each set of pairs that share a reference.
+    """
+
+    plan: Plan
+    dtype: Any
+    inward: jnp.ndarray  # [C, K]: multiplies what reads S
+    outward: jnp.ndarray  # [C, K]: multiplies the keys of what is written
+    enter: jnp.ndarray | None  # [1, K]: multiplies the state before it is read; None for 1
+    keep: jnp.ndarray | None  # [1, K]: multiplies the state before the chunk's writes are added; None for 1
+    leave: jnp.ndarray | None  # [1, K]: multiplies the state after that; None for 1
+    levels: Callable
+
+    @classmethod
+    def factored(cls, plan: Plan, step: Step, refs: Refs, unit: int) -> "KeyDecays":
+        f = key_gate.middle_factors(plan, refs, key_gate.load_gates(plan, step, refs, unit))
+        causal = chunk_math.causal_mask(plan.chunk, plan.reverse, inclusive=True)
+
+        def levels(body, carry):
+            return body(f.up, f.down, causal, carry)
+
+        return cls(plan, refs.k.dtype, f.up, f.down, f.enter, None, f.leave, levels)
+
+    @classmethod
+    def exact(cls, plan: Plan, step: Step, refs: Refs, unit) -> "KeyDecays":
+        gates = key_gate.load_gates(plan, step, refs, unit)
+        edges = key_gate.edge_decays(plan, refs, gates)
+        diagonal = chunk_math.diagonal_mask(plan.chunk)
+
+        def levels(body, carry):
+            def level(factor, mask, carry):
+                return body(factor, factor, mask, carry)
+
+            return key_gate.fold_levels(plan, refs, gates, level, body(1.0, 1.0, diagonal, carry))
+
+        return cls(plan, refs.k.dtype, edges.from_start, edges.to_end, None, edges.total, None, levels)
+
+    def entering(self, S):
+        return times(S, self.enter)
+
+    def read(self, x, S):
+        return chunk_math.fine_dot(x * self.inward, S, chunk_math.NT, self.dtype)
+
+    def scores(self, q, e, k) -> tuple[list, list]:
+        """As `HeadDecays.scores`."""
+        plan, parts = self.plan, range(self.plan.pack)
+
+        def level(up, down, mask, carry):
+            P, L = carry
+            k_down, e_up = k * down, select_heads(plan, e * up)
+            L = [
+                x + masked(chunk_math.fine_dot(e_up[i], k_down, chunk_math.NT, self.dtype), mask)
+                for i, x in enumerate(L)
+            ]
+            if q is not None:
+                q_up = select_heads(plan, q * up)
+                P = [
+                    x + masked(chunk_math.fine_dot(q_up[i], k_down, chunk_math.NT, self.dtype), mask)
+                    for i, x in enumerate(P)
+                ]
+            return P, L
+
+        zeros = jnp.zeros((plan.chunk, plan.chunk), jnp.float32)
+        return self.levels(level, ([zeros for _ in parts if q is not None], [zeros for _ in parts]))
+
+    def read_gradient(self, d, S):
+        return chunk_math.fine_dot(d, S, chunk_math.NN, self.dtype) * self.inward
+
+    def read_added(self, x, d):
+        return block_diagonal(self.plan, chunk_math.fine_dot(d, x * self.inward, chunk_math.TN, self.dtype))
+
+    def scores_gradient(self, d_pairs, x, k):
+        def level(up, down, mask, carry):
+            dx, dk = carry
+            x_up, k_down = select_heads(self.plan, x * up), select_heads(self.plan, k * down)
+            for part, d in enumerate(d_pairs):
+                d = masked(d, mask)
+                dx += up * chunk_math.fine_dot(d, k_down[part], chunk_math.NN, self.dtype)
+                dk += down * chunk_math.fine_dot(d, x_up[part], chunk_math.TN, self.dtype)
+            return dx, dk
+
+        zeros = jnp.zeros(k.shape, jnp.float32)
+        return self.levels(level, (zeros, zeros))
+
+    def leaving(self, dS):
+        return times(dS, self.leave)
+
+    def write_gradient(self, k, U, dS):
+        dU = chunk_math.fine_dot(k * self.outward, dS, chunk_math.NT, self.dtype)
+        return dU, chunk_math.fine_dot(U, dS, chunk_math.NN, self.dtype) * self.outward
+
+    def decayed(self, dS):
+        return times(dS, self.keep)
+
+    def carry(self, S, k, U):
+        added = block_diagonal(self.plan, chunk_math.fine_dot(U, k * self.outward, chunk_math.TN, self.dtype))
+        return times(times(S, self.keep) + added, self.leave)
+
+
+def times(x, factor):
+    return x if factor is None else x * factor
+
+
+def masked(x, mask):
+    return jnp.where(mask, x, 0)
+
+
+def select_heads(plan: Plan, x) -> list:
+    """Return x [C, pack * K] for each head of a unit, with 0 in the lanes of the other."""
+    return [select_head(plan, x, plan.K, part) for part in range(plan.pack)]
+
+
+def run_units(plan: Plan, step: Step, refs: Refs, body):
+    """Run body(unit, decays) for every unit: in the factored form or the exact one, with per-key gates."""
+    if refs.key_gates is not None:
+
+        def factored(unit):
+            body(unit, KeyDecays.factored(plan, step, refs, unit))
+
+        def exact(unit):
+            body(unit, KeyDecays.exact(plan, step, refs, unit))
+
+        return key_gate.run_units(plan, step, refs, factored, exact)
+    sums, edges = head_gate.load_gates(plan, step, refs, refs.k.dtype)
+    for unit in range(plan.units):
+        body(unit, HeadDecays(plan, plan.heads_of(unit), sums, edges, refs.k.dtype))
+    return None
+
+
+# ---- what a chunk writes ---------------------------------------------------------------------------------------------
+
+
+class Erased(NamedTuple):
+    """Hold e and w of one unit. With beta, e = beta * rows and w = beta, else e = rows."""
+
+    rows: jnp.ndarray  # [C, pack * K]: k, or e
+    beta: list | None  # of each head: [C, 1]
+    write: jnp.ndarray | None  # [C, pack * V]
+
+
+def load_betas(plan: Plan, step: Step, refs: Refs):
+    """Load beta of all heads of a program, [C, gate_rows] float32, with 0 outside of the step's rows. None without beta."""
+    if refs.beta is None:
+        return None
+    return chunk_math.select_rows(refs.beta[...], step_rows(plan, step, axis=1)).T
+
+
+def load_erased(plan: Plan, step: Step, refs: Refs, unit, k, betas) -> Erased:
+    """Load e and w of a unit. betas: of `load_betas`."""
+    if betas is not None:
+        return Erased(k, [column(betas, unit * plan.pack + part) for part in range(plan.pack)], None)
+    e = load_unit(plan, step, refs.erase, plan.H, plan.K, unit)
+    return Erased(e, None, None if refs.write is None else load_unit(plan, step, refs.write, plan.H, plan.V, unit))
+
+
+def column(x, index):
+    """Return one column of x, [C, 1]. The index may be traced: a sum over a mask then selects it."""
+    if isinstance(index, int):
+        return x[:, index : index + 1]
+    lane = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    return jnp.where(lane == index, x, 0).sum(1, keepdims=True)
+
+
+class Written(NamedTuple):
+    """Hold what the tokens of a unit write, and what it is made of."""
+
+    inverse: list  # of each head: (I + L)^-1 [C, C]
+    left: jnp.ndarray  # [C, pack * V]: w * v - (e e^G) S, without beta
+    U: jnp.ndarray  # [C, pack * V]
+
+
+def written(plan: Plan, decays: HeadDecays | KeyDecays, erased: Erased, scores: list, v, S) -> Written:
+    """Return U of a unit. scores: L of each head without beta; its diagonal is not read. S: `decays.entering`."""
+    strict = chunk_math.causal_mask(plan.chunk, plan.reverse, inclusive=False)
+    left = times(v.astype(jnp.float32), erased.write) - decays.read(erased.rows, S)
+    X, L = left, [masked(x, strict) for x in scores]
+    if erased.beta is not None:
+        X = left * join_heads(plan, plan.V, erased.beta)
+        L = [beta * x for beta, x in zip(erased.beta, L, strict=True)]
+    inverse = [unit_inverse(x, plan.reverse) for x in L]
+    U = sum(
+        chunk_math.fine_dot(T, select_head(plan, X, plan.V, part), chunk_math.NN, decays.dtype)
+        for part, T in enumerate(inverse)
+    )
+    return Written(inverse, left, jnp.asarray(U))
+
+
+# ---- forward ---------------------------------------------------------------------------------------------------------
+
+
+def forward(plan: Plan, step: Step, scale, refs: ForwardRefs):
+    """Compute o and S' of `glax._src.kernels.pallas_tpu.forward` for the delta rule."""
+    betas = load_betas(plan, step, refs)
+
+    def unit_outputs(unit, decays):
+        # [C, K]   [C, K]   [C, V]
+        q, k, v = load_rows(plan, step, refs, unit)
+        erased = load_erased(plan, step, refs, unit, k, betas)
+        # [V, K]
+        S = decays.entering(refs.state[unit])
+        # [C, C] of each head
+        P, L = decays.scores(q, erased.rows, k)
+        # [C, V]
+        U = written(plan, decays, erased, L, v, S).U
+        o = decays.read(q, S)
+        for part, pairs in enumerate(P):
+            o += chunk_math.fine_dot(pairs, select_head(plan, U, plan.V, part), chunk_math.NN, decays.dtype)
+        store_unit(plan, step, refs.output, unit, o * scale)
+        refs.state[unit] = decays.carry(S, k, U)
+
+    run_units(plan, step, refs, unit_outputs)
+
+
+def save_states(plan: Plan, step: Step, refs: StateRefs):
+    """Advance the state by one chunk without computing outputs."""
+    betas = load_betas(plan, step, refs)
+
+    def unit_state(unit, decays):
+        # [C, K]   [C, V]
+        k = load_unit(plan, step, refs.k, plan.heads[1], plan.K, unit)
+        v = load_unit(plan, step, refs.v, plan.heads[2], plan.V, unit)
+        erased = load_erased(plan, step, refs, unit, k, betas)
+        S = decays.entering(refs.state[unit])
+        _, L = decays.scores(None, erased.rows, k)
+        refs.state[unit] = decays.carry(S, k, written(plan, decays, erased, L, v, S).U)
+
+    run_units(plan, step, refs, unit_state)
+
+
+# ---- gradient --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Backward:
+    """Hold the stages of the gradient of one step. betas: of `load_betas`."""
+
+    plan: Plan
+    step: Step
+    scale: jnp.ndarray
+    refs: BackwardRefs
+    betas: jnp.ndarray | None
+
+    def run(self, unit, decays: HeadDecays | KeyDecays):
+        """Compute the gradients of a unit, and the terms of its gates' gradients."""
+        plan, refs, scale, dtype = self.plan, self.refs, self.scale, decays.dtype
+        # [C, K]   [C, K]   [C, V]   [C, V]   [V, K]   [V, K]
+        q, k, v, do, S, dS = load_gradient_operands(plan, self.step, refs, unit)
+        erased = load_erased(plan, self.step, refs, unit, k, self.betas)
+        S, dS = decays.entering(S), decays.leaving(dS)
+        P, L = decays.scores(q, erased.rows, k)
+        inverse, left, U = written(plan, decays, erased, L, v, S)
+        # [C, V]   [C, K]
+        dU, dk = decays.write_gradient(k, U, dS)
+        dU += self.apply(P, do, dtype) * scale
+        dX = self.apply(inverse, dU, dtype)
+        d_erased = dX if erased.beta is None else dX * join_heads(plan, plan.V, erased.beta)
+        # [C, C] of each head
+        dP, d_read = self.pairs(do, U, dtype), [-x for x in self.pairs(dX, U, dtype)]
+        dL = d_read if erased.beta is None else [beta * x for beta, x in zip(erased.beta, d_read, strict=True)]
+        # [C, K]
+        (dq, dk_read), (de, dk_erased) = decays.scores_gradient(dP, q, k), decays.scores_gradient(dL, erased.rows, k)
+        dq += decays.read_gradient(do, S)
+        de -= decays.read_gradient(d_erased, S)
+        dk += dk_read * scale + dk_erased
+        # [V, K]: the gradient of the entering state
+        d_entering = decays.decayed(dS) + decays.read_added(q, do) * scale - decays.read_added(erased.rows, d_erased)
+        refs.d_state[unit] = decays.entering(d_entering)
+        self.emit_gates(unit, q * dq * scale - k * dk + erased.rows * de, (S * d_entering).sum(0, keepdims=True))
+        # The pair of each token with itself passes no gate.
+        own = [select_head(plan, do * U, plan.V, part).sum(1, keepdims=True) for part in range(plan.pack)]
+        d_own = join_heads(plan, plan.K, own)
+        dq, dk = dq + d_own * k, dk + d_own * q * scale
+        refs.scale_terms[unit, :, : plan.lanes] += (q * dq).sum(0, keepdims=True)
+        if erased.beta is not None:
+            self.add_betas(unit, dX * left, [x * y for x, y in zip(d_read, L, strict=True)])
+            dk, dv = dk + de, d_erased
+        else:
+            store_unit(plan, self.step, refs.d_erase, unit, de)
+            dv = times(dX, erased.write)
+            if refs.d_write is not None:
+                store_unit(plan, self.step, refs.d_write, unit, dX * v)
+        Hq, Hk, Hv = plan.heads
+        store_gradient(plan, self.step, refs.dq, Hq, unit, dq * scale)
+        store_gradient(plan, self.step, refs.dk, Hk, unit, dk)
+        store_gradient(plan, self.step, refs.dv, Hv, unit, dv)
+
+    def apply(self, pairs, x, dtype):
+        """Return the transposed pairs of each head times its lanes of x [C, pack * V]."""
+        parts = (select_head(self.plan, x, self.plan.V, part) for part in range(self.plan.pack))
+        return jnp.asarray(
+            sum(chunk_math.fine_dot(a, part, chunk_math.TN, dtype) for a, part in zip(pairs, parts, strict=True))
+        )
+
+    def pairs(self, x, y, dtype) -> list:
+        """Return x y^T of each head for j before i, else 0: [C, C]."""
+        strict = chunk_math.causal_mask(self.plan.chunk, self.plan.reverse, inclusive=False)
+        parts = (select_head(self.plan, x, self.plan.V, part) for part in range(self.plan.pack))
+        return [masked(chunk_math.fine_dot(part, y, chunk_math.NT, dtype), strict) for part in parts]
+
+    def add_betas(self, unit, products, pairs):
+        """Keep the gradient of a unit's betas, the sums of each row over products [C, pack * V] and pairs [C, C]."""
+        lane = lax.broadcasted_iota(jnp.int32, self.refs.beta_terms.shape, 1)
+        for part, each in enumerate(pairs):
+            rows = chunk_math.row_sums(select_head(self.plan, products, self.plan.V, part), each)
+            head = unit * self.plan.pack + part
+            self.refs.beta_terms[...] = jnp.where(lane == head, rows, self.refs.beta_terms[...])
+
+    def emit_gates(self, unit, terms, edge):
+        """Store the gradient of per-key gates, or keep the terms of per-head gates.
+
+        terms: q dq - k dk + e de of each token, without the pair of the token with itself, [C, K]. edge: <S, dS> before the
+        chunk, [1, K].
+        """
+        plan, refs = self.plan, self.refs
+        if refs.d_key_gates is not None:
+            strict = chunk_math.causal_mask(plan.chunk, plan.reverse, inclusive=False)
+            earlier = chunk_math.sum_by(jnp.where(strict, 1.0, 0.0), terms, exact=True)
+            store_unit(plan, self.step, refs.d_key_gates, unit, edge - earlier)
+        elif refs.row_terms is not None:
+            for part, head in enumerate(plan.heads_of(unit)):
+                refs.row_terms[:, head : head + 1] = select_head(plan, terms, plan.K, part).sum(1, keepdims=True)
+                refs.edge_terms[head : head + 1] = select_head(plan, edge, plan.K, part)
+
+
+def backward(plan: Plan, step: Step, scale, refs: BackwardRefs):
+    """Compute dq, dk, dv, the gradient of the erasure, dS before the chunk and the gates' gradient.
+
+    dU, dX and what follows restrict dP and dL to j before i. The pair of a token with itself is added last.
+
+        dU = (k e^{G_last - G}) dS' + P^T do              dX = (I + L)^-T dU              d(w * v) = dX
+        dP = do U^T                                       dL = -dX U^T
+        dq = (do S^T) e^G + dP k                          de = -(dX S^T) e^G + dL k
+        dk = (U dS'^T) e^{G_last - G} + dP^T q + dL^T e   dS = e^{G_last} dS' + (q e^G)^T do - (e e^G)^T dX
+
+    With beta, dL_ij and dX_i have the factor beta_i in dk, de and dS, so that de is beta de. The gradient of beta_i is what
+    stands beside it: dX_i (v_i - e^G_i S^T k_i) - sum_j (dX_i . u_j) (k_i . k_j e^{G_i - G_j}).
+    """
+    stages = Backward(plan, step, scale, refs, load_betas(plan, step, refs))
+    run_units(plan, step, refs, stages.run)
+    if refs.row_terms is not None:
+        head_gate.emit_gate_gradients(plan, step, refs)
+    if refs.d_beta is not None:
+        rows, d_beta = step_rows(plan, step, axis=1), refs.beta_terms[...].T[: plan.gate_rows]
+        before = refs.d_beta[...] if plan.packed else 0
+        refs.d_beta[...] = d_beta if rows is None else jnp.where(rows, d_beta, before)

@@ -1,0 +1,70 @@
+"""Read rows of a pool of states, or write them, as a prompt does that continues from states in a pool.
+
+    rows[n] = pool[slots[n]]        pool[slots[n]] = rows[n]
+
+Both are copies within HBM, of a whole row each, which pass no VMEM. All copies are under way together, and the program waits for
+all at its end. A row of slot -1 has no copy: what is read there is undefined, and nothing is written.
+"""
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+
+def copy_rows(copy_of, slots):
+    """Run one copy for each slot that is not -1. copy_of: (n, slot) -> the copy of row n."""
+    num_rows = slots.shape[0]
+
+    def of_each(act):
+        @pl.loop(0, num_rows)
+        def _(n):
+            slot = slots[n]
+
+            @pl.when(slot >= 0)
+            def _():
+                act(copy_of(n, slot))
+
+    of_each(lambda copy: copy.start())
+    of_each(lambda copy: copy.wait())
+
+
+def read_body(slots, pool, rows, arrived):
+    copy_rows(lambda n, slot: pltpu.make_async_copy(pool.at[slot], rows.at[n], arrived), slots)
+
+
+def write_body(slots, rows, _, pool, arrived):
+    copy_rows(lambda n, slot: pltpu.make_async_copy(rows.at[n], pool.at[slot], arrived), slots)
+
+
+def call(body, name: str, result: jax.ShapeDtypeStruct, aliases: dict, slots, *arrays):
+    in_hbm = pl.BlockSpec(memory_space=pltpu.MemorySpace.HBM)
+    moved = 2 * len(slots) * result.size // max(result.shape[0], 1) * result.dtype.itemsize
+    return pl.pallas_call(
+        body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(1,),
+            in_specs=[in_hbm] * len(arrays),
+            out_specs=in_hbm,
+            scratch_shapes=[pltpu.SemaphoreType.DMA(())],
+        ),
+        out_shape=result,
+        input_output_aliases=aliases,
+        cost_estimate=pl.CostEstimate(flops=0, bytes_accessed=moved, transcendentals=0),
+        name=name,
+    )(slots, *arrays)
+
+
+def like(x, shape):
+    """Return an abstract array of x's dtype, which varies over the mesh axes of a shard_map as x does."""
+    return jax.ShapeDtypeStruct(shape, x.dtype, manual_axis_type=jax.typeof(x).mat)
+
+
+def read_rows(pool, slots):
+    """Return the rows of the pool [P, ...] that slots [N] name, [N, ...]; undefined for a slot of -1."""
+    return call(read_body, "glax_read_rows", like(pool, (len(slots), *pool.shape[1:])), {}, slots, pool)
+
+
+def write_rows(pool, slots, rows):
+    """Return the pool, in the same memory, with rows [N, ...] of its dtype in the rows that slots name."""
+    return call(write_body, "glax_write_rows", like(pool, pool.shape), {2: 0}, slots, rows, pool)

@@ -1,0 +1,301 @@
+"""Choose the kernels that run a selective scan, its gradient and its step, and insert them into the program.
+
+Each has two kernels: native code for CPUs, which is chosen wherever it is able (docs/internals/experiments/cpu.md), and XLA's.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from glax._src.core.backend import Backend, computes_on
+from glax._src.core.recurrence import aligned, varying_like
+from glax._src.core.registry import Config, Platform, UnsupportedError
+from glax._src.kernels.common.selective import Packing, SelectiveOperands, StepOperands
+from glax._src.kernels.cpu import selective_scan as native
+from glax._src.kernels.xla import selective_scan as xla
+from glax._src.solve.dispatch import executor
+from glax._src.solve.partitioning import is_on_one_device
+from glax._src.tuning.executor import is_recorded
+from glax._src.tuning.op import Kernel, example_leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectiveKernel(Kernel):
+    """Describe one implementation of a selective scan, its gradient or its step: what an executor asks of a kernel."""
+
+    algorithm: str
+    platform: Platform
+    backend: Backend
+    function: Callable[..., Any]
+    supports: Callable[[Any], str | None] = lambda operands: None
+    config: type[Config] = Config  # without fields: there is nothing to tune
+
+    @property
+    def op_id(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  (the base declares it as a field)
+        return f"{self.algorithm}/{self.platform}/{self.backend}"
+
+    def refusal(self, operands, is_named: bool) -> str | None:
+        """Return why this kernel does not run the operands here; None if it does. is_named: whether the caller names its
+        platform."""
+        if self.backend not in (Backend.here(), Backend.ANY):
+            return f"needs a {self.backend}, {computes_on()}"
+        if self.platform is Platform.CPP and not is_named and (why := spread_refusal()) is not None:
+            return why
+        return self.supports(operands)
+
+    def run(self, *args, cfg: Config, **options):
+        return self.function(*args, **options)
+
+    def heuristic_cfg(self, inv) -> Config:
+        return self.config()
+
+    def example(self, inv) -> tuple[tuple, dict]:
+        """Return arguments like those of the Invocation, with decays below 1 and sequences of equal length."""
+        args, kwargs = jax.tree.map(functools.partial(example_leaf, jax.random.key(0)), (inv.args, inv.kwargs))
+        operands, *others = args
+        operands = operands._replace(dt=jax.nn.softplus(operands.dt), A=-jnp.exp(operands.A))
+        if isinstance(operands, StepOperands) and operands.slots is not None:
+            slots = jnp.arange(len(operands.slots), dtype=operands.slots.dtype)
+            operands = operands._replace(slots=slots)
+        if isinstance(operands, SelectiveOperands) and (cuts := operands.packing.cuts) is not None:
+            cuts = (jnp.arange(len(cuts)) * operands.x.shape[1] // max(len(cuts) - 1, 1)).astype(cuts.dtype)
+            operands = operands._replace(packing=Packing(cuts, None))
+        return (operands, *others), kwargs
+
+
+def spread_refusal() -> str | None:
+    """Return why native code does not run by itself where the compiler may divide operands over devices; None elsewhere."""
+    count = max(jax.device_count(), jax.sharding.get_abstract_mesh().size)
+    if count == 1 or is_on_one_device():
+        return None
+    return f"runs on one device, and XLA may divide the call over {count}: name platform='cpp', or call it in jax.shard_map"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Chosen:
+    """Hold the platform that runs a call and its gradient, and why each other does not: it refused, or it is outranked."""
+
+    platform: Platform
+    refused: dict[Platform, str]
+    outranked: dict[Platform, str]
+
+
+def choose(kernels: tuple[SelectiveKernel, ...], platform: Platform | None, operands) -> Chosen:
+    """Return the first of the kernels that is able to run the operands here.
+
+    platform: the one that the caller names, or None. Raises UnsupportedError, with every refusal, if none is able.
+    """
+    eligible = [kernel for kernel in kernels if platform in (None, kernel.platform)]
+    reasons = [(kernel, kernel.refusal(operands, platform is not None)) for kernel in eligible]
+    able = [kernel for kernel, why in reasons if why is None]
+    if not able:
+        on = "" if platform is None else f" on platform {str(platform)!r}"
+        lines = [f"  {kernel.op_id}: {why}" for kernel, why in reasons] or ["  none is written for it"]
+        raise UnsupportedError(f"no kernel computes {kernels[0].algorithm}{on}:\n" + "\n".join(lines))
+    first, *rest = able
+    refused = {kernel.platform: why for kernel, why in reasons if why is not None}
+    return Chosen(first.platform, refused, {kernel.platform: f"able, and slower than {first.op_id}" for kernel in rest})
+
+
+def run_chosen(kernels: tuple[SelectiveKernel, ...], chosen: Chosen, *operands, **options):
+    """Run the kernel of the chosen platform, and record for `explain` why the others do not run."""
+    own = {kernel.platform: kernel for kernel in kernels}
+
+    def by_name(reasons: dict[Platform, str]) -> dict[str, str]:
+        return {own[platform].op_id: why for platform, why in reasons.items()}
+
+    others = dict(refused=by_name(chosen.refused), outranked=by_name(chosen.outranked)) if is_recorded() else {}
+    return executor(own[chosen.platform], *operands, **others, **options)
+
+
+# ---- the scan and its gradient -------------------------------------------------------------------------------------------
+
+
+def scan(
+    platform: Platform | None, reverse: bool, operands: SelectiveOperands
+) -> tuple[Float[Array, "G T D"], Float[Array, "sequences D N"]]:
+    """Return y and the final states, in the dtype of A and of the states, by the best kernel. No size is 0. y of rows of no
+    sequence is undefined."""
+    return solve(choose(SCAN, platform, operands), reverse, differentiable(operands))
+
+
+def differentiable(operands):
+    """Return the operands, which all vary over the same mesh axes, for reverse mode alone."""
+    from glax._src.solve.reverse_mode import reverse_mode  # loads modules of JAX that are not a part of `import jax`
+
+    return reverse_mode(aligned(operands))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def solve(chosen: Chosen, reverse: bool, operands: SelectiveOperands):
+    return run_chosen(SCAN, chosen, operands, reverse=reverse, saves_residuals=False)[:2]
+
+
+def _fwd(chosen: Chosen, reverse: bool, operands: SelectiveOperands):
+    *outputs, starts = run_chosen(SCAN, chosen, operands, reverse=reverse, saves_residuals=True)
+    return tuple(outputs), (operands, starts)
+
+
+def _bwd(chosen: Chosen, reverse: bool, residuals, cotangents):
+    operands, starts = residuals
+    found = run_chosen(GRADIENT, chosen, operands, starts, *cotangents, reverse=reverse)
+    return (cotangents_of(operands, found),)
+
+
+solve.defvjp(_fwd, _bwd)
+
+
+def cotangents_of(operands, floats: Sequence[Array]):
+    """Return the cotangents of the operands: `floats` of all but the last, which holds integers and booleans."""
+    *names, last = operands._fields
+    rest = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), getattr(operands, last))
+    return operands._replace(**dict(zip(names, floats, strict=True)) | {last: rest})
+
+
+def with_floats(operands, floats: Sequence[Array]):
+    """Return the operands with others in place of all but the last."""
+    return operands._replace(**dict(zip(operands._fields, floats, strict=False)))
+
+
+# ---- native code in a program -----------------------------------------------------------------------------------------
+
+
+def inserted(run: Callable, again: Callable, *operands):
+    """Return run(*operands), foreign code, or again(results, *operands) where the program is lowered for another backend than
+    the one it was traced for. results: the shapes that `run` returns. Under vmap, one example runs after the other."""
+    from glax._src.solve.lowering import Kernel as Inserted  # loads modules of JAX that are not a part of `import jax`
+
+    def elsewhere(platform: Platform | None, results, *operands):
+        return again(results, *operands)
+
+    call = jax.custom_batching.custom_vmap(Inserted(run, elsewhere, opaque=True).alone)
+
+    @call.def_vmap
+    def rule(size: int, batched, *operands):
+        def spread(x, is_batched: bool):
+            return x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+
+        results = jax.lax.map(lambda each: call(*each), jax.tree.map(spread, operands, tuple(batched)))
+        return results, jax.tree.map(lambda _: True, results)
+
+    return call(*operands)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def native_forward(reverse: bool, saves_residuals: bool, operands: SelectiveOperands) -> tuple[Array, Array, Array]:
+    def again(results, operands: SelectiveOperands):
+        y, final, _ = xla.forward(operands, reverse=reverse)
+        return y, final, varying_like(jnp.zeros(results[2].shape, results[2].dtype), operands.x)
+
+    run = functools.partial(native.forward, reverse=reverse, saves_residuals=saves_residuals)
+    return inserted(run, again, operands)
+
+
+def native_forward_fwd(reverse: bool, saves_residuals: bool, operands: SelectiveOperands):
+    y, final, starts = cast(tuple, native_forward(reverse, True, operands))
+    return (y, final, starts if saves_residuals else jnp.zeros(0, jnp.float32)), (operands, starts)
+
+
+def native_forward_bwd(reverse: bool, saves_residuals: bool, residuals, cotangents):
+    # The gradient does not depend on the saved states but through the operands, so their cotangent is 0.
+    operands, starts = residuals
+    found = cast(tuple, native_gradient(reverse, operands, starts, *cotangents[:2]))
+    return (cotangents_of(operands, found),)
+
+
+native_forward.defvjp(native_forward_fwd, native_forward_bwd)
+
+
+def derived_gradient(reverse: bool, operands: SelectiveOperands, d_y: Array, d_final: Array) -> tuple[Array, ...]:
+    """Return the gradient by XLA's kernels, from the operands alone."""
+    _, _, starts = xla.forward(operands, reverse=reverse)
+    return xla.gradient(operands, starts, d_y, d_final, reverse=reverse)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def native_gradient(reverse: bool, operands: SelectiveOperands, starts: Array, d_y: Array, d_final: Array):
+    def again(results, operands: SelectiveOperands, starts: Array, d_y: Array, d_final: Array):
+        return derived_gradient(reverse, operands, d_y, d_final)
+
+    return inserted(functools.partial(native.gradient, reverse=reverse), again, operands, starts, d_y, d_final)
+
+
+def native_gradient_fwd(reverse: bool, operands: SelectiveOperands, starts: Array, d_y: Array, d_final: Array):
+    found = native_gradient(reverse, operands, starts, d_y, d_final)
+    return found, (operands, starts, d_y, d_final)
+
+
+def native_gradient_bwd(reverse: bool, residuals, cotangents):
+    operands, starts, d_y, d_final = residuals
+
+    def gradient(floats, d_y, d_final):
+        return derived_gradient(reverse, with_floats(operands, floats), d_y, d_final)
+
+    d_floats, d_d_y, d_d_final = jax.vjp(gradient, operands[:-1], d_y, d_final)[1](cotangents)
+    return cotangents_of(operands, d_floats), jnp.zeros_like(starts), d_d_y, d_d_final
+
+
+native_gradient.defvjp(native_gradient_fwd, native_gradient_bwd)
+
+
+def xla_forward(operands: SelectiveOperands, *, reverse: bool, saves_residuals: bool):
+    return xla.forward(operands, reverse=reverse)
+
+
+def native_forward_of(operands: SelectiveOperands, *, reverse: bool, saves_residuals: bool):
+    return native_forward(reverse, saves_residuals, operands)
+
+
+def native_gradient_of(*operands, reverse: bool):
+    return native_gradient(reverse, *operands)
+
+
+SCAN = (
+    SelectiveKernel("selective_scan", Platform.CPP, Backend.CPU, native_forward_of, native.takes),
+    SelectiveKernel("selective_scan", Platform.XLA, Backend.ANY, xla_forward),
+)
+GRADIENT = (
+    SelectiveKernel("selective_scan.vjp", Platform.CPP, Backend.CPU, native_gradient_of, native.takes),
+    SelectiveKernel("selective_scan.vjp", Platform.XLA, Backend.ANY, xla.gradient),
+)
+
+
+# ---- the step ------------------------------------------------------------------------------------------------------------
+
+
+def step(
+    platform: Platform | None, operands: StepOperands, gathered: Callable, refusal: str | None
+) -> tuple[Float[Array, "G D"], Float[Array, "P D N"]]:
+    """Return y, in the dtype of A, and the pool behind one token of each sequence, by the best kernel.
+
+    gathered: operands -> the same, by XLA. The gradient is taken through it. refusal: why native code cannot, or None. y of a
+    row without a slot is undefined.
+    """
+
+    def supports(operands: StepOperands) -> str | None:
+        return refusal or native.step_takes(operands)
+
+    def again(results, operands: StepOperands):
+        return gathered(operands)
+
+    @jax.custom_vjp
+    def in_pool(operands: StepOperands):
+        return inserted(native.step, again, operands)
+
+    def bwd(operands: StepOperands, cotangents):
+        _, pull = jax.vjp(lambda floats: gathered(with_floats(operands, floats)), operands[:-1])
+        return (cotangents_of(operands, *pull(cotangents)),)
+
+    in_pool.defvjp(lambda operands: (in_pool(operands), operands), bwd)
+    kernels = (
+        SelectiveKernel("selective_scan.step", Platform.CPP, Backend.CPU, in_pool, supports),
+        SelectiveKernel("selective_scan.step", Platform.XLA, Backend.ANY, gathered),
+    )
+    operands = differentiable(operands)
+    return run_chosen(kernels, choose(kernels, platform, operands), operands)

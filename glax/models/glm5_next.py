@@ -1,0 +1,351 @@
+"""Build the language model of GLM-5.3-Flash (glm5_next): Kimi Delta Attention, multi-head latent attention that an indexer makes
+sparse, and experts, between which several streams of residuals run."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from glax._src.core.bind import known_values
+from glax.models.config import ModelConfig, Options, UnsupportedOption
+from glax.models.hybrids import LINEAR, SOFTMAX, TRAINING, activate_convolutions, hidden_act, layer_kinds
+from glax.models.kimi_linear import (
+    DELTA,
+    DENSE,
+    LATENT,
+    SPARSE,
+    KimiOptions,
+    delta_sizes,
+    expert_arguments,
+    latent_arguments,
+)
+from glax.models.model import CausalLM, Mixing, Precision, outer_options
+from glax.models.names import (
+    GATED_MLP,
+    Names,
+    mixer_names,
+    outer_names,
+    renamed,
+    transposed_layouts,
+)
+from glax.nn import KimiDeltaAttention, LayerNorm, MultiHeadLatentAttention, RMSNorm, SwiGLU
+from glax.nn.layer import Layer
+from glax.nn.mlp import SparseMLP
+from glax.nn.norms import normalized
+from glax.nn.parts import EMBED, for_rows, linear, normal, parameter
+from glax.nn.passes import Parallel, Rows, State
+
+INDEXED = "indexed_attention"
+# The last names are those of older configs.
+KINDS = {LINEAR: LINEAR, INDEXED: SOFTMAX} | {
+    "full_attention": SOFTMAX, "deepseek_sparse_attention": SOFTMAX, "qwen_sparse_attention": SOFTMAX, "mamba": LINEAR,
+}  # fmt: skip
+FULL, SHARED = "full", "shared"  # whether a layer has an indexer, or takes the choice of the layer before it
+INDEXER = {
+    "query": "wq_b", "key": "wk", "key_norm": "k_norm", "weights": "weights_proj", "places": "index_kpool_compress_ape",
+    "pooling": "index_kpool_compress_gate",
+}  # fmt: skip
+STREAMS = tuple(
+    (rf"\.{here}_streams\.{part}$", f".hc_{there}_{part}")
+    for here, there in (("attn", "attn"), ("mlp", "ffn"))
+    for part in ("fn", "base", "scale")
+)
+EXPERTS = {
+    "top_k": "num_experts_per_tok",
+    "groups": "n_group",
+    "shared": "n_shared_experts",
+    "normalize": "norm_topk_prob",
+}
+PREFIX = "model.language_model"
+MLPS = (
+    *renamed("mlp", GATED_MLP),
+    (r"\.mlp\.router$", ".mlp.gate.router"),
+    (r"\.mlp\.correction$", ".mlp.gate.e_score_correction_bias"),
+    *((rf"\.mlp\.experts\.{old}$", rf".mlp.experts.*.{new}.{old}") for old, new in GATED_MLP.items()),
+    *((rf"\.mlp\.shared\.{old}\.", rf".mlp.shared_experts.{new}.") for old, new in GATED_MLP.items()),
+)
+# Names of transformers' own modules, which its files may have too.
+ALIASES = (
+    (r"\.self_attn\.forget_gate\.", ".self_attn."),
+    (r"\.(attn|ffn)_hc\.(fn|base|scale)$", r".hc_\1_\2"),
+)
+FLOAT32 = (
+    r"\.gate\.weight$", r"\.e_score_correction_bias$", r"\.dt_bias$", r"\.A_log$", r"_conv1d\.weight$",
+    r"\.hc_(attn|ffn)_(base|scale)$",
+)  # fmt: skip
+
+
+class Indexer(nnx.Module):
+    """Hold the parameters by which the model's own code chooses the tokens that a token reads. Where it reads all of them, as
+    `IndexedAttention` does, they change nothing; they are loaded and saved with the others."""
+
+    def __init__(self, width: int, *, rank: int, heads: int, head_width: int, pool: int, **options):
+        self.query = linear(rank, heads * head_width, (None, None), **options)
+        self.key = linear(width, head_width, (EMBED, None), **options)
+        self.key_norm = LayerNorm(head_width, epsilon=1e-6, param_dtype=options["param_dtype"])
+        self.weights = linear(width, heads, (EMBED, None), **options)
+        self.places = parameter(jnp.zeros((pool, head_width), options["param_dtype"]), None, None)
+        self.pooling = parameter(jnp.ones((head_width, width), options["param_dtype"]), None, EMBED)
+
+
+class IndexedAttention(MultiHeadLatentAttention):
+    """Compute `glax.nn.MultiHeadLatentAttention` over at most `most` tokens of a sequence.
+
+    The model's own code reads index_topk tokens, in groups of index_kpool, and the tokens of the last group that is not whole.
+    Up to most = index_topk + index_kpool - 1 these are all tokens. Beyond, it would choose: UnsupportedOption is raised where the
+    number of tokens is known, and the outputs are NaN where it is traced.
+    """
+
+    def __init__(self, width: int, most: int, indexer: Indexer | None, **options):
+        super().__init__(width, **options)
+        self.most, self.indexer = most, indexer
+
+    def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
+        y, after = super().mix(x, state, rows)
+        is_parallel = isinstance(rows, Parallel)
+        if is_parallel and rows.cu_seqlens is None and rows.segment_ids is None:
+            check_length(rows.shape[-1], self.most)
+        if (state["key"].shape[1] if "key" in state else x.shape[-2]) <= self.most:
+            return y, after
+        place, _ = rows.positions(state.get("length"))
+        if is_parallel:
+            place = jnp.where(rows.without_padding(jnp.ones((*place.shape, 1)))[..., 0] > 0, place, 0)
+        if (known := known_values(place)) is not None:
+            check_length(int(np.max(known, initial=-1)) + 1, self.most)
+        return jnp.where((place < self.most)[..., None], y, jnp.nan), after
+
+
+def check_length(length: int, most: int):
+    if length > most:
+        raise UnsupportedOption(
+            f"index_topk in config.json allows sequences of at most {most} tokens here, got {length}: beyond, attention would be "
+            "sparse, which is not supported"
+        )
+
+
+class Streams(nnx.Module):
+    """Compute the weights by which a block reads and writes N streams of residuals x [*rows, N, D]:
+
+        w = fn RMSNorm(x)  [(2 + N) N]                          pre = sigmoid(w_1 scale_1 + base_1) + eps
+        post = 2 sigmoid(w_2 scale_2 + base_2)                  mixing = Sinkhorn(softmax(w_3 scale_3 + base_3) + eps)  [N, N]
+        y = block(sum_n pre_n x_n)
+        x_n' = post_n y + sum_m mixing_mn x_m
+
+    RMSNorm is over all streams. Sinkhorn divides columns and rows by their sums + eps, `iterations` times the columns. All is
+    float32.   Xie et al. 2025, https://arxiv.org/abs/2512.24880.
+    """
+
+    def __init__(self, width: int, count: int, *, iterations: int, eps: float, norm_eps: float, param_dtype, rngs):
+        self.count, self.iterations, self.eps, self.norm_eps = count, iterations, eps, norm_eps
+        weights = (2 + count) * count
+        self.fn = parameter(normal(0.02)(rngs.params(), (weights, count * width), param_dtype), None, None)
+        self.base = parameter(jnp.zeros(weights, param_dtype), None)
+        self.scale = parameter(jnp.ones(3, param_dtype), None)
+
+    def __call__(self, x: Float[Array, "*rows N D"]) -> tuple[Array, Array, Array]:
+        """Return sum_n pre_n x_n [*rows, D], post [*rows, N] and mixing [*rows, N, N], with the dtype of x."""
+        count, wide = self.count, x.astype(jnp.float32)
+        flat = normalized(wide.reshape(*x.shape[:-2], -1), self.norm_eps)
+        fn, base, scale = (param[...].astype(jnp.float32) for param in (self.fn, self.base, self.scale))
+        w = jnp.matmul(flat, fn.T, precision=jax.lax.Precision.HIGHEST)
+        scale = jnp.repeat(scale, np.array([count, count, count**2]), total_repeat_length=len(base))
+        w = w * for_rows(w, scale) + for_rows(w, base)
+        pre, post, mixing = jnp.split(w, [count, 2 * count], axis=-1)
+        pre = jax.nn.sigmoid(pre) + self.eps
+        mixing = jax.nn.softmax(mixing.reshape(*mixing.shape[:-1], count, count), -1) + self.eps
+        mixing = self.divided(mixing, -2)
+
+        def both(_, mixing: Array) -> Array:
+            return self.divided(self.divided(mixing, -1), -2)
+
+        mixing = jax.lax.fori_loop(0, max(self.iterations - 1, 0), both, mixing)
+        read = (pre[..., None] * wide).sum(-2)
+        return read.astype(x.dtype), (2 * jax.nn.sigmoid(post)).astype(x.dtype), mixing.astype(x.dtype)
+
+    def divided(self, mixing: Float[Array, "*rows N N"], axis: int) -> Float[Array, "*rows N N"]:
+        return mixing / (mixing.sum(axis, keepdims=True) + self.eps)
+
+
+def written(x: Float[Array, "*rows N D"], y: Float[Array, "*rows D"], post: Array, mixing: Array) -> Array:
+    """Return post_n y + sum_m mixing_mn x_m, [*rows, N, D]."""
+    return post[..., None] * y[..., None, :] + jnp.einsum("...mn,...md->...nd", mixing, x)
+
+
+class StreamBlock(nnx.Module):
+    """Compute a mixer and an MLP behind their norms, each of which reads and writes the streams by `Streams`."""
+
+    def __init__(self, attn_streams: Streams, attn_norm, attn: Mixing, mlp_streams: Streams, mlp_norm, mlp):
+        self.attn_streams, self.attn_norm, self.attn = attn_streams, attn_norm, attn
+        self.mlp_streams, self.mlp_norm, self.mlp = mlp_streams, mlp_norm, mlp
+
+    def empty_state(self, batch: int, max_length: int | None) -> dict:
+        return self.attn.empty_state(batch, max_length)
+
+    def mix(self, x: Float[Array, "*rows N D"], state: dict, rows: Rows) -> tuple[Array, dict]:
+        read, post, mixing = self.attn_streams(x)
+        y, state = self.attn.mix(self.attn_norm(read), state, rows)
+        x = written(x, y, post, mixing)
+        read, post, mixing = self.mlp_streams(x)
+        return written(x, self.mlp(self.mlp_norm(read)), post, mixing), dict(state)
+
+
+class StreamLM(CausalLM):
+    """A CausalLM whose blocks read `streams` copies of the embedding, and whose head reads their mean. most: the tokens of a
+    sequence that its attention reads whole, or None."""
+
+    def __init__(self, *args, streams: int, most: int | None, **options):
+        super().__init__(*args, **options)
+        self.streams, self.most = streams, most
+
+    def check_length(self, length: int):
+        if self.most is not None:
+            check_length(length, self.most)
+
+    def through(self, x: Float[Array, "*rows D"], states: list[dict], rows: Rows) -> tuple[Array, list[dict]]:
+        copies = jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], self.streams, x.shape[-1]))
+        x, states = super().through(copies, states, rows)
+        return x.mean(-2), states
+
+
+def glm5_next(config: ModelConfig, precision: Precision) -> CausalLM:
+    """Build the language model of GLM-5.3-Flash. Its vision tower and the layer of multi-token prediction behind the last are not
+    read. Sparse attention runs where it reads all tokens: see `IndexedAttention`. Raises UnsupportedOption for an option that is
+    not supported.
+
+    Z.ai 2026, https://huggingface.co/zai-org/GLM-5.3-Flash.
+    """
+    outermost = Options(config.values)
+    tied = outermost.flag("tie_word_embeddings", False)
+    options = text_options(outermost)
+    width, layers = options.integer("hidden_size", 4096), options.integer("num_hidden_layers", 45)
+    outer, init = outer_options(options, precision, 154880, pad=154820)
+    outer["tied"] = tied  # whatever text_config says
+    eps, act = options.number("rms_norm_eps", 1e-5, least=0), hidden_act(options)
+    usual = [INDEXED if layer % 4 == 3 else LINEAR for layer in range(layers)]
+    kinds = layer_kinds(options, ("layer_types",), layers, usual, KINDS)
+    usual = [DENSE if layer < 3 else SPARSE for layer in range(layers)]
+    mlps = layer_kinds(options, ("mlp_layer_types",), layers, usual, {DENSE: DENSE, SPARSE: SPARSE})
+    latent = latent_arguments(options, heads=64, query_rank=1536, width=256, shared=0)
+    if latent["query_rank"] is None:
+        raise options.unsupported("q_lora_rank", "the indexer needs it")
+    if latent["shared_width"] is not None:
+        raise options.unsupported("qk_rope_head_dim", "it must be 0: nothing rotates")
+    delta = delta_options(options)
+    index, most = index_options(options, latent["query_rank"])
+    indexers = indexer_kinds(options, kinds)
+    counted = EXPERTS | {"count": options.either("n_routed_experts", "num_local_experts")}
+    experts, shared = expert_arguments(options, counted, inside=2048, count=288, groups=1, best=1, scaling=2.5)
+    inside, limit = options.integer("intermediate_size", 12288), options.number("swiglu_limit", 10.0, above=0)
+    count = options.integer("hc_mult", 4)
+    streams: dict[str, Any] = dict(
+        iterations=options.integer("hc_sinkhorn_iters", 20, least=0),
+        eps=options.number("hc_eps", 1e-6, least=0),
+        norm_eps=eps,
+        param_dtype=precision.param_dtype,
+        rngs=precision.rngs,
+    )
+    options.ignore(*TRAINING, "head_dim", "qk_head_dim", "rope_parameters", "rope_scaling")
+    options.finish()
+    if options.outer is not None:
+        outermost.ignore("rope_parameters", "vision_config")
+        outermost.finish()
+
+    common: dict[str, Any] = dict(kernel_init=init, **precision.options)
+    norm = functools.partial(RMSNorm, width, epsilon=eps, param_dtype=precision.param_dtype)
+
+    def mixer(layer: int) -> Layer:
+        if kinds[layer] == SOFTMAX:
+            indexer = Indexer(width, **index, **common) if indexers[layer] == FULL else None
+            return IndexedAttention(width, most, indexer, norm_eps=eps, **latent, **common)
+        mixer = KimiDeltaAttention(width, norm_eps=eps, gate_bias=False, filter_init=init, **delta, **common)
+        activate_convolutions(mixer, act)
+        return mixer
+
+    def mlp(kind: str) -> SwiGLU | SparseMLP:
+        gated = functools.partial(SwiGLU, width, activation=act, limit=limit, **common)
+        if kind == DENSE:
+            return gated(inside)
+        # The experts have SiLU, whatever hidden_act says.
+        return SparseMLP(width, routing="sigmoid", limit=limit, shared=gated(shared), **experts, **common)
+
+    blocks = [
+        StreamBlock(
+            Streams(width, count, **streams), norm(), mixer(layer), Streams(width, count, **streams), norm(), mlp(kind)
+        )
+        for layer, kind in enumerate(mlps)
+    ]
+    outer |= dict(streams=count, most=most if SOFTMAX in kinds else None)
+    return StreamLM(config, blocks, norm(), names_of(kinds, layers), width=width, **outer)
+
+
+def text_options(outermost: Options) -> KimiOptions:
+    """Return the options of the language model: those of text_config, or all where a config lacks it."""
+    if outermost.values.get("text_config") is None:
+        outermost.ignore("text_config")
+        return KimiOptions(outermost.values, model_type="glm5_next", code="glm5_next_text")
+    inner = outermost.model("text_config", "glm5_next_text")
+    return KimiOptions(inner.values, inside=inner.inside, model_type=inner.model_type, read=inner.read, outer=outermost)
+
+
+def delta_options(options: Options) -> dict[str, Any]:
+    """Return the arguments of KimiDeltaAttention. What `linear_attn_config` holds counts more than the options beside it."""
+    given = options.take("linear_attn_config", None)
+    inner = options.part("linear_attn_config", {} if given is None else given, read=frozenset())
+    sizes = delta_sizes(options, inner, 64)
+    bound = options.number("linear_lower_bound", -5.0, optional=True)
+    bound = inner.number("gate_lower_bound", bound, optional=True)
+    has_bound = inner.flag("safe_gate", True) and given is not None
+    inner.finish()
+    bound = -5.0 if bound is None and has_bound else bound
+    if bound is not None and bound >= 0:
+        key = "linear_attn_config" if "gate_lower_bound" in inner.values else "linear_lower_bound"
+        raise options.unsupported(key, "the bound of log decays must be below 0")
+    return sizes | dict(lower_bound=bound, A_range=(1.0, 16.0) if bound is None else (1.0, 1.0))
+
+
+def index_options(options: Options, rank: int) -> tuple[dict[str, Any], int]:
+    """Return the arguments of `Indexer`, and the number of tokens up to which a token reads all of them."""
+    best, pool = options.integer("index_topk", 2048), options.integer("index_kpool", 16)
+    if best % pool:
+        raise options.unsupported("index_topk", f"it must be a multiple of index_kpool={pool}")
+    if not options.flag("index_kpool_always_select_tail", True) and pool > 1:
+        raise options.unsupported(
+            "index_kpool_always_select_tail", "without it attention would be sparse at any length"
+        )
+    sizes = dict(heads=options.integer("index_n_heads", 32), head_width=options.integer("index_head_dim", 128))
+    return dict(rank=rank, pool=pool, **sizes), best + pool - 1
+
+
+def indexer_kinds(options: Options, kinds: Sequence[str]) -> list[str]:
+    """Return for each layer whether it has an indexer, if it is one of softmax attention."""
+    layers, every = len(kinds), max(options.integer("index_topk_freq", 1, least=0), 1)
+    offset = options.integer("index_skip_topk_offset", 2, least=0)
+    usual = [SHARED if max(layer - offset + 1, 0) % every else FULL for layer in range(layers)]
+    pattern, key = options.take("index_topk_pattern", None), "indexer_types"
+    if options.take(key, None) is None and pattern is not None:
+        key = "index_topk_pattern"
+        options.values[key] = list(pattern) if isinstance(pattern, str) else pattern
+    found = layer_kinds(options, (key,), layers, usual, {FULL: FULL, SHARED: SHARED, "F": FULL, "S": SHARED})
+    for layer, kind in enumerate(found):
+        before = kinds[layer - 1] == SOFTMAX and found[layer - 1] == FULL if layer else False
+        if kinds[layer] == SOFTMAX and kind == SHARED and not before:
+            raise options.unsupported(key, f"layer {layer} must follow a layer that has an indexer")
+    return found
+
+
+def names_of(kinds: Sequence[str], layers: int) -> Names:
+    query = {"query": "q_b_proj"} | {f"indexer.{old}": f"indexer.{new}" for old, new in INDEXER.items()}
+    mixers = {LINEAR: ("self_attn", DELTA), SOFTMAX: ("self_attn", LATENT | query)}
+    outer = outer_names(*(f"{PREFIX}.{name}" for name in ("embed_tokens", "layers", "norm")))
+    return Names(
+        (*mixer_names(kinds, mixers), *MLPS, *STREAMS, *outer),
+        layouts=transposed_layouts("router", *GATED_MLP),
+        aliases=ALIASES,
+        others=(r"^model\.visual\.", rf"^model\.language_model\.layers\.{layers}\."),
+        float32=FLOAT32,
+    )

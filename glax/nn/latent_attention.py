@@ -1,0 +1,139 @@
+"""Compute softmax attention whose keys and values come from one short row of each token, which is all that the cache holds."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from glax.nn.arguments import checked
+from glax.nn.layer import Layer
+from glax.nn.norms import RMSNorm
+from glax.nn.parts import EMBED, HEADS, by_head, check_sizes, kernel_of, linear, merged
+from glax.nn.passes import Rows, State
+from glax.nn.rotary import Rotation, checked_rotation, rotate
+
+
+class MultiHeadLatentAttention(Layer):
+    """Compute multi-head latent attention. In every head h:
+
+        c_t = RMSNorm(W_c x_t)   [L]       k_t = [W_k^h c_t, Rot_t W_s x_t]       v_t = W_v^h c_t
+        q_t = [W_q^h x_t, Rot_t W_r^h x_t]   o_t = sum over s <= t of softmax_s(scale q_t^T k_s) v_s        y_t = W_o o_t
+
+    Rot_t rotates by the position. The second parts are one key for all heads, of shared_width channels. With query_rank, W_q and
+    W_r read RMSNorm(W_u x_t) in place of x_t. The cache holds c_t and the shared key, L + shared_width numbers a token. Where
+    there is a cache, queries read it as it is: q_t^T W_k c_s = (W_k^T q_t)^T c_s, and W_v is applied to the sum of c_s.
+
+    width:         the width of x and y. num_heads: the heads of q. latent_width: L. query_rank: the width of W_u x_t, or None.
+    head_width:    the channels of W_k^h c_t. shared_width: those of the shared key; without one if None, and without rotation.
+    value_width:   the channels of v; head_width if None.
+    theta:         the base of the rotation; no rotation if None. frequencies: as in `glax.nn.Attention`. interleaved: whether
+                   channels 2 i and 2 i + 1 are a pair; else i and i + shared_width / 2.
+    gated:         whether sigmoid(w^h . x_t) multiplies o_t.
+    scale:         the factor of the scores; (head_width + shared_width) ** -0.5 if None.
+    bias:          whether W_c, W_s and W_u have a bias. output_bias: whether W_o has one.
+    norm_eps:      the epsilon of both norms.
+
+    The cache has max_length rows per sequence: see `glax.nn.Attention`. Raises TypeError or ValueError, which names the argument.
+
+    DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434.
+
+    >>> layer = nn.MultiHeadLatentAttention(64, num_heads=2, latent_width=16, head_width=32, shared_width=8, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((1, 16, 64)))[0].shape
+    (1, 16, 64)
+    """
+
+    @checked
+    def __init__(
+        self,
+        width: int,
+        *,
+        num_heads: int,
+        latent_width: int,
+        head_width: int,
+        shared_width: int | None = None,
+        value_width: int | None = None,
+        query_rank: int | None = None,
+        theta: float | None = 10000.0,
+        frequencies: Sequence[float] | Rotation | None = None,
+        interleaved: bool = False,
+        gated: bool = False,
+        scale: float | None = None,
+        bias: bool = False,
+        output_bias: bool = False,
+        norm_eps: float = 1e-6,
+        dtype: jnp.dtype | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: Callable | None = None,
+        rngs: nnx.Rngs,
+    ):
+        value_width = head_width if value_width is None else value_width
+        rotation = None if shared_width is None else checked_rotation(theta, None, shared_width, frequencies)
+        shared_width = shared_width or 0
+        check_sizes(head_width=head_width, value_width=value_width, latent_width=latent_width)
+        self.width, self.num_heads, self.head_width, self.shared_width = width, num_heads, head_width, shared_width
+        self.latent_width, self.value_width, self.dtype = latent_width, value_width, dtype
+        self.rotation, self.interleaved = rotation, interleaved
+        self.scale = (head_width + shared_width) ** -0.5 if scale is None else scale
+        options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
+        norms: dict[str, Any] = dict(epsilon=norm_eps, param_dtype=param_dtype)
+        queries = num_heads * (head_width + shared_width)
+        self.query_down = None if query_rank is None else linear(width, query_rank, (EMBED, None), bias=bias, **options)
+        self.query_norm = None if query_rank is None else RMSNorm(query_rank, **norms)
+        inputs, axis = (width, EMBED) if query_rank is None else (query_rank, None)
+        self.query = linear(inputs, queries, (axis, HEADS), **options)
+        self.latent = linear(width, latent_width + shared_width, (EMBED, None), bias=bias, **options)
+        self.latent_norm = RMSNorm(latent_width, **norms)
+        self.expand = linear(latent_width, num_heads * (head_width + value_width), (None, HEADS), **options)
+        self.gate = linear(width, num_heads, (EMBED, HEADS), **options) if gated else None
+        self.output = linear(num_heads * value_width, width, (HEADS, EMBED), bias=output_bias, **options)
+
+    def empty_state(self, batch: int, max_length: int | None = None) -> dict:
+        if max_length is None:
+            raise ValueError("max_length must be given: a cache of keys has as many rows a sequence")
+        check_sizes(max_length=max_length)
+        shape = (batch, max_length, 1, self.latent_width + self.shared_width)
+        return dict(key=jnp.zeros(shape, self.dtype or jnp.float32), length=jnp.zeros(batch, jnp.int32))
+
+    def queries(self, x: Float[Array, "*rows width"]) -> tuple[Array, Array]:
+        """Return the parts of q that read W_k^h c_t and the shared key, [*rows, H, head_width or shared_width]."""
+        if self.query_down is not None and self.query_norm is not None:
+            x = self.query_norm(self.query_down(x))
+        q = by_head(self.query(x), self.num_heads)
+        return q[..., : self.head_width], q[..., self.head_width :]
+
+    def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
+        q, q_shared = self.queries(x)
+        row = self.latent(x)
+        c, k_shared = self.latent_norm(row[..., : self.latent_width]), row[..., None, self.latent_width :]
+        if self.rotation is not None:
+            place, _ = rows.positions(state.get("length"))
+            if self.interleaved:  # scores do not depend on the order of channels, so it is not brought back
+                q_shared, k_shared = halves_of_pairs(q_shared), halves_of_pairs(k_shared)
+            q_shared, k_shared = (rotate(y, place, self.rotation, rows.last_positions) for y in (q_shared, k_shared))
+        stored = jnp.concatenate([c[..., None, :], k_shared], -1)
+        if "key" in state:
+            o, cache = self.absorbed(q, q_shared, stored, state, rows)
+        else:
+            k, v = jnp.split(by_head(self.expand(c), self.num_heads), [self.head_width], axis=-1)
+            k = jnp.concatenate([k, jnp.broadcast_to(k_shared, (*k.shape[:-1], self.shared_width))], -1)
+            o, cache = rows.attend(jnp.concatenate([q, q_shared], -1), k, v, {}, None, self.scale, stored)
+        if self.gate is not None:
+            o = o * jax.nn.sigmoid(self.gate(x).astype(jnp.float32)).astype(o.dtype)[..., None]
+        return self.output(merged(o)), cache
+
+    def absorbed(self, q: Array, q_shared: Array, stored: Array, state: State, rows: Rows) -> tuple[Array, State]:
+        """Return o [*rows, H, value_width] and the new cache, by products with the rows of the cache themselves."""
+        kernel = kernel_of(self.expand).astype(q.dtype).reshape(self.latent_width, self.num_heads, -1)
+        to_key, to_value = kernel[..., : self.head_width], kernel[..., self.head_width :]
+        q = jnp.concatenate([jnp.einsum("...hd,rhd->...hr", q, to_key), q_shared], -1)
+        o, cache = rows.attend(q, stored, stored[..., : self.latent_width], state, None, self.scale)
+        return jnp.einsum("...hr,rhv->...hv", o, to_value), cache
+
+
+def halves_of_pairs(x: Float[Array, "*rows H D"]) -> Float[Array, "*rows H D"]:
+    """Return the channels 0, 2, 4, ... and then 1, 3, 5, ..."""
+    return jnp.concatenate([x[..., 0::2], x[..., 1::2]], -1)

@@ -1,0 +1,504 @@
+"""Serve many requests by one model: continuous batching, in rounds that each read prompts and write one token of every answer."""
+
+import collections
+import dataclasses
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+import jax
+import numpy as np
+
+from glax.models.generation import end_tokens
+from glax.models.model import CausalLM
+from glax.server.request import Event, Finished, QueueFull, Request, Stopped, Token, is_integer
+from glax.server.slots import PROMPTS, Slots
+from glax.serving import Prefix, PrefixCache, PrefixStore
+
+logger = logging.getLogger("glax")
+
+
+@dataclasses.dataclass(eq=False)
+class Ticket:
+    """Hold a request from its submission to its end, and cancel it.
+
+    receive: its consumer. ends: the tokens that end its answer. deadline: the time at which it ends, by time.monotonic(). seed:
+    of its draws. slot: its slot, -1 while it waits. length: the tokens that its states have read. cached_tokens: those of them
+    that a stored prefix had. written: the tokens of its answer. prefix: the stored blocks with which it begins.
+
+    >>> scheduler, events = glax.server.Scheduler(model, capacity=2, max_length=64), []
+    >>> scheduler.submit(glax.server.Request([1, 2, 3], max_tokens=5), events.append).cancel()
+    >>> scheduler.round(), events
+    (False, [Finished(reason='cancelled', message='', cached_tokens=0)])
+    """
+
+    request: Request
+    receive: Callable[[Event], None]
+    prompt: np.ndarray
+    ends: frozenset[int]
+    deadline: float
+    seed: int
+    slot: int = -1
+    length: int = 0
+    cached_tokens: int = 0
+    written: list[int] = dataclasses.field(default_factory=list)
+    prefix: Prefix | None = None
+    is_cancelled: bool = False
+    has_ended: bool = False
+
+    def cancel(self):
+        """End the request in the next round, with "cancelled". Any thread may call it, at any time."""
+        self.is_cancelled = True
+
+    @property
+    def most_length(self) -> int:
+        """Return the most that `length` may become. The last token of the answer is not read."""
+        return len(self.prompt) + self.request.max_tokens - 1
+
+    @property
+    def next_length(self) -> int:
+        """Return the most that `length` may be after the next round."""
+        return min(max(len(self.prompt), self.length) + 1, self.most_length)
+
+    @property
+    def is_reading(self) -> bool:
+        return self.length < len(self.prompt)
+
+    def tokens(self, begin: int, end: int) -> np.ndarray:
+        """Return tokens of the prompt and the answer together."""
+        before = len(self.prompt)
+        answer = np.array(self.written[max(begin - before, 0) : max(end - before, 0)], np.int32)
+        return np.concatenate([self.prompt[begin:end], answer])
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Hold what a scheduler does and has done. Requests that wait or run are in no entry of `finished`.
+
+    read_tokens: of prompts. cached_tokens: of prompts, not read because a stored prefix has them. finished: requests by reason.
+
+    >>> counts = glax.server.Scheduler(model, capacity=2, max_length=64).counts()
+    >>> counts.running, counts.waiting, counts.free_slots
+    (0, 0, 2)
+    """
+
+    running: int
+    waiting: int
+    free_slots: int
+    rounds: int
+    read_tokens: int
+    written_tokens: int
+    cached_tokens: int
+    finished: dict[str, int]
+    state_bytes: int
+    prefix_bytes: int
+
+
+class Scheduler:
+    """Serve requests by one model. A request's answer depends on nothing that comes and goes beside it.
+
+    capacity:     the most requests that run at a time; each has a slot.
+    rows:         the most tokens of prompts that a round reads. A longer prompt is read in several rounds.
+    max_length:   the most tokens of a prompt and its answer together.
+    queue:        the most requests that wait.
+    state_bytes:  the most bytes of the states of running requests, without limit if None. Caches of keys and values grow with
+                  the longest request; there are then fewer slots, and a request waits until the longest that it and the running
+                  requests may become fits. While they grow, the states before and after exist together.
+    prefix_bytes: the most bytes of stored prefixes; 0 for none.
+    block:        the tokens of a stored block. A prompt is read in pieces that end where blocks end.
+    ends:         the tokens that end an answer; those of the checkpoint if None.
+
+    Rounds run with the default precision of matrix products that JAX has where the scheduler is made.
+
+    Raises ValueError, which names the argument.
+
+    >>> scheduler = glax.server.Scheduler(model, capacity=2, max_length=64)
+    >>> scheduler.answers([glax.server.Request([1, 2, 3], max_tokens=5)])[0].shape
+    (5,)
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        capacity: int = 8,
+        rows: int = 128,
+        max_length: int = 4096,
+        queue: int = 64,
+        state_bytes: int | None = None,
+        prefix_bytes: int = 0,
+        block: int = 128,
+        ends: Iterable[int] | None = None,
+    ):
+        sizes = dict(capacity=capacity, rows=rows, max_length=max_length, queue=queue, block=block)
+        sizes |= {} if state_bytes is None else dict(state_bytes=state_bytes)
+        for name, value in sizes.items():
+            if not is_integer(value) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if not is_integer(prefix_bytes) or prefix_bytes < 0:
+            raise ValueError(f"prefix_bytes must be an integer of at least 0, got {prefix_bytes!r}")
+        self.model, self.rows, self.max_length, self.queue = model, rows, max_length, queue
+        self.prefix_bytes, self.block = prefix_bytes, block
+        self.ends = frozenset(end_tokens(model) if ends is None else ends)
+        self.slots = Slots(model, capacity, max_length, state_bytes)
+        # A thread has JAX's options of its own. JAX defines the attribute when it starts.
+        self.precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+        self.waiting: collections.deque[Ticket] = collections.deque()
+        self.running: list[Ticket] = []  # in the order of their admission
+        self.totals: collections.Counter[str] = collections.Counter()
+        self.finished: collections.Counter[str] = collections.Counter()
+        self.block_bytes = self.slots.store_bytes(block) if prefix_bytes else 0
+        if self.block_bytes > prefix_bytes:
+            raise ValueError(
+                f"prefix_bytes must be 0, or at least {self.block_bytes}, the bytes of one block, got {prefix_bytes}"
+            )
+        self.prefixes: PrefixCache | None = None
+        self.store: PrefixStore | None = None
+        self.make()
+        self.changed = threading.Condition()  # holds `waiting` and `is_stopped`, for moments alone
+        self.turn = threading.RLock()  # held for a whole round
+        self.is_stopped, self.thread = False, None
+
+    def make(self):
+        """Make empty pools, and an empty store of prefixes with the tree that finds them, unless there are some: in a new
+        scheduler, and in the round after one that `recover` has ended."""
+        self.slots.make()
+        if self.block_bytes and self.store is None:
+            count = self.prefix_bytes // self.block_bytes
+            self.store = self.slots.store(count, self.block)
+            self.prefixes = PrefixCache(self.block, range(count), slot_bytes=self.block_bytes)
+
+    # ---- for clients -----------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, receive: Callable[[Event], None]) -> Ticket:
+        """Add a request to those that wait. `receive` gets its events from the thread of the rounds, and must not block.
+
+        Raises ValueError for a request that cannot be served, QueueFull if too many wait, and Stopped after `stop`.
+        """
+        return self.submit_together([(request, receive)])[0]
+
+    def submit_together(self, requests: Iterable[tuple[Request, Callable[[Event], None]]]) -> list[Ticket]:
+        """Add all of several requests, or none: as `submit`, which says what is raised."""
+        tickets = [self.ticket(request, receive) for request, receive in requests]
+        with self.changed:
+            if self.is_stopped:
+                raise Stopped("the scheduler is stopped")
+            if len(self.waiting) + len(tickets) > self.queue:
+                raise QueueFull(
+                    f"{len(self.waiting)} requests wait, and no more may than {self.queue}: try again later"
+                )
+            self.waiting.extend(tickets)
+            self.changed.notify_all()
+        return tickets
+
+    def ticket(self, request: Request, receive: Callable[[Event], None]) -> Ticket:
+        """Return the ticket of a request that can be served."""
+        self.check(request)
+        ends = self.ends if request.ends is None else frozenset(request.ends)
+        deadline = float("inf") if request.deadline is None else time.monotonic() + request.deadline
+        seed = secrets.randbits(63) if request.seed is None else int(request.seed)
+        return Ticket(request, receive, np.array(list(request.prompt), np.int32), ends, deadline, seed)
+
+    def check(self, request: Request):
+        """Raise ValueError, which names the field, for a request that cannot be served."""
+        request.check_tokens(self.model.vocabulary)
+        count, more = len(request.prompt), request.max_tokens
+        if count + more > self.max_length:
+            raise ValueError(
+                f"prompt and max_tokens must be at most max_length={self.max_length} tokens together, got {count} and {more}"
+            )
+        self.model.check_length(count + more - 1)
+        if not self.slots.capacity_with(self.slots.room_for(count + more - 1)):
+            raise ValueError(
+                f"prompt and max_tokens must fit into state_bytes={self.slots.state_bytes}, got {count} and {more} tokens"
+            )
+
+    def answers(self, requests: Iterable[Request]) -> list[np.ndarray]:
+        """Return the tokens of each request's answer, int32, after as many rounds as they take.
+
+        Raises ValueError if one of them cannot be served, and RuntimeError if one ends otherwise than by "stop" or "length".
+        """
+        requests = list(requests)
+        for request in requests:
+            self.check(request)
+        events = [[] for _ in requests]
+        remaining = collections.deque(zip(requests, events, strict=True))
+        with self.turn:
+            while remaining:
+                while remaining and len(self.waiting) < self.queue:
+                    request, received = remaining.popleft()
+                    self.submit(request, received.append)
+                while self.round():
+                    pass
+        for received in events:
+            if (end := received[-1]).reason not in ("stop", "length"):
+                raise RuntimeError(f"a request ended with {end.reason!r}: {end.message}")
+        return [np.array([event.token for event in received[:-1]], np.int32) for received in events]
+
+    def counts(self) -> Counts:
+        """Return what the scheduler does and has done. It waits for no round."""
+        running, prefixes = len(self.running), self.prefixes
+        return Counts(
+            running=running,
+            waiting=len(self.waiting),
+            free_slots=max(self.slots.capacity - running, 0),  # a round may be between pools of two sizes
+            rounds=self.totals["rounds"],
+            read_tokens=self.totals["read_tokens"],
+            written_tokens=self.totals["written_tokens"],
+            cached_tokens=self.totals["cached_tokens"],
+            finished=dict(self.finished),
+            state_bytes=self.slots.nbytes,
+            prefix_bytes=0 if prefixes is None else prefixes.nbytes,
+        )
+
+    def start(self):
+        """Run rounds in a thread of their own, which sleeps while there are no requests. Raises RuntimeError if there is one."""
+        if self.thread is not None:
+            raise RuntimeError("start must be called once, and the scheduler has a thread")
+        self.thread = threading.Thread(target=self.run, name="glax scheduler", daemon=True)
+        self.thread.start()
+
+    def stop(self):
+        """End every request with "cancelled" after the present round, and take no more."""
+        with self.changed:
+            self.is_stopped = True
+            self.changed.notify_all()
+        if self.thread is None:
+            self.end_all()
+        elif self.thread is not threading.current_thread():
+            self.thread.join()
+
+    def run(self):
+        try:
+            while not self.is_stopped:
+                if not self.round():
+                    with self.changed:
+                        self.changed.wait_for(lambda: self.is_stopped or self.waiting)
+        finally:  # after an exception, too, which Python reports: no client waits for a thread that has ended
+            with self.changed:
+                self.is_stopped = True
+            self.end_all()
+
+    # ---- one round -------------------------------------------------------------------------------------------------------
+
+    def round(self) -> bool:
+        """Read pieces of prompts, and write one token of every answer whose prompt is read.
+
+        Return False if there is nothing to do. An exception ends the requests that run with "error", or the first that waits
+        if none runs.
+        """
+        with self.turn, jax.default_matmul_precision(self.precision):
+            self.end_due()
+            if not self.running and not self.waiting:
+                return False
+            self.totals["rounds"] += 1
+            try:
+                self.make()
+                self.admit()
+                self.grow()
+                self.read_prompts()
+                self.write_tokens()
+            except Exception as error:  # whatever a compiler or a device raises ends these requests, not the scheduler
+                logger.exception("a round failed, and its requests end")
+                self.recover(f"{type(error).__name__}: {error}")
+            return True
+
+    def all_waiting(self) -> list[Ticket]:
+        with self.changed:
+            return [*self.waiting]
+
+    def end_due(self):
+        """End requests that were cancelled, and those past their deadlines."""
+        now = time.monotonic()
+        for ticket in (*self.running, *self.all_waiting()):
+            if ticket.is_cancelled:
+                self.end(ticket, "cancelled")
+            elif now >= ticket.deadline:
+                self.end(ticket, "timeout", f"its deadline of {ticket.request.deadline} s has passed")
+
+    def admit(self):
+        """Give slots to waiting requests, in their order, as long as the longest that all may become fit into the memory."""
+        while self.waiting:
+            ticket = self.waiting[0]
+            if not ticket.request.max_tokens:
+                self.end(ticket, "length")
+                continue
+            together = [*self.running, ticket]
+            if len(together) > self.slots.capacity_with(self.slots.room_for(max(x.most_length for x in together))):
+                return
+            try:
+                own = self.slots.entries(ticket.request, ticket.prompt, ticket.seed)
+            except Exception as error:  # whatever it is, it comes from this request, and the running ones go on
+                logger.exception("a request has no arrays, and ends alone")
+                self.end(ticket, "error", f"{type(error).__name__}: {error}")
+                continue
+            if len(self.running) == self.slots.capacity:  # the pools have room for longer requests, and so fewer slots
+                self.resize(max(x.next_length for x in together))
+            with self.changed:
+                self.waiting.popleft()
+            ticket.slot = min(set(range(self.slots.capacity)) - {x.slot for x in self.running})
+            self.running.append(ticket)
+            self.slots.admit(ticket.slot, own)
+
+    def grow(self):
+        """Give the pools the room that the round needs."""
+        needed = max((x.next_length for x in self.running), default=0)
+        if needed > self.slots.room:
+            self.resize(needed)
+
+    def resize(self, needed: int):
+        """Move the running requests to pools with the least room for `needed` tokens."""
+        self.slots.resize(self.slots.room_for(needed), [x.slot for x in self.running])
+        for slot, ticket in enumerate(self.running):
+            ticket.slot = slot
+
+    def read_prompts(self):
+        """Read pieces of prompts, as many tokens as one packed call holds, and write the first token behind prompts that end."""
+        end_of = dict(self.pieces())
+        if not end_of:
+            return
+        pieces = [(x.slot, x.prompt[x.length : end], end == len(x.prompt)) for x, end in end_of.items()]
+        found = self.slots.read(self.rows, pieces)
+        self.totals["read_tokens"] += sum(len(piece) for _, piece, _ in pieces)
+        for ticket, end in end_of.items():
+            ticket.length = end
+        self.hand_out(end_of, found)
+
+    def pieces(self) -> Iterator[tuple[Ticket, int]]:
+        """Yield the requests whose prompts the round reads, each with the token of its prompt before which its piece ends.
+
+        A prompt whose next block another one reads in this round waits: in the next round the block is stored.
+        """
+        room, blocks, count = self.rows, set(), 0
+        for ticket in self.running:
+            if not ticket.is_reading:
+                continue
+            if not room or count == PROMPTS:
+                return
+            end = len(ticket.prompt)
+            if self.prefixes is not None:
+                self.go_on_from_prefix(ticket)
+                block_end = (ticket.length // self.block + 1) * self.block
+                if block_end < end:
+                    block = ticket.prompt[:block_end].tobytes()
+                    if block in blocks:
+                        continue
+                    blocks.add(block)
+                end = min(end, block_end)
+            end = min(end, ticket.length + room)
+            room, count = room - (end - ticket.length), count + 1
+            yield ticket, end
+
+    def write_tokens(self):
+        """Write one more token of each answer whose prompt is read."""
+        ready = [x for x in self.running if not x.is_reading]
+        if ready:
+            found = self.slots.write([x.slot for x in ready])
+            for ticket in ready:
+                ticket.length += 1
+            self.hand_out(ready, found)
+
+    def hand_out(self, tickets: Collection[Ticket], found: dict):
+        """Store whole blocks that were read, give the next tokens to the consumers of requests whose prompts are read, and end
+        those that are done. found: as of `glax.server.slots.drawn`."""
+        wanted = any(x.request.logprobs is not None for x in tickets)
+        names = ("token", "is_sound", *(("logprob", "likeliest", "logprobs") if wanted else ()))
+        values = jax.device_get({name: found[name] for name in names})
+        for ticket in tickets:
+            if ticket.has_ended:  # another's consumer has stopped the scheduler
+                continue
+            if not values["is_sound"][ticket.slot]:
+                self.end(ticket, "error", "the model's logits are not finite")
+                continue
+            self.store_block(ticket)
+            if ticket.is_reading:
+                continue
+            token = int(values["token"][ticket.slot])
+            ticket.written.append(token)
+            self.totals["written_tokens"] += 1
+            self.tell(ticket, event_of(token, values, ticket))
+            if token in ticket.ends:
+                self.end(ticket, "stop")
+            elif len(ticket.written) == ticket.request.max_tokens:
+                self.end(ticket, "length")
+
+    # ---- prefixes --------------------------------------------------------------------------------------------------------
+
+    def go_on_from_prefix(self, ticket: Ticket):
+        """Hold the longest stored prefix of the prompt. Bring it into the slot, if it is longer than what has been read."""
+        if self.prefixes is None or self.store is None or ticket.length % self.block:
+            return
+        found = self.prefixes.match(ticket.prompt)
+        if ticket.prefix is not None and found.length <= ticket.prefix.length:
+            self.prefixes.release(found)
+            return
+        self.release(ticket)
+        ticket.prefix = found
+        if found.length > ticket.length:
+            self.slots.load(self.store, ticket.slot, found.slots)
+            self.totals["cached_tokens"] += found.length - ticket.length
+            ticket.cached_tokens += found.length - ticket.length
+            ticket.length = found.length
+
+    def store_block(self, ticket: Ticket):
+        """Store the states of a request that has read a whole block, if those before it are stored and there is room."""
+        begin = ticket.length - self.block
+        if self.prefixes is None or self.store is None or ticket.prefix is None or ticket.prefix.length != begin:
+            return
+        (slot,) = self.prefixes.reserve(1)
+        if slot >= 0:
+            self.store = self.slots.save(self.store, ticket.slot, slot, ticket.length)
+            self.prefixes.insert(ticket.prefix, ticket.tokens(begin, ticket.length), [slot])  # and extend ticket.prefix
+
+    def release(self, ticket: Ticket):
+        if self.prefixes is not None and ticket.prefix is not None:
+            self.prefixes.release(ticket.prefix)
+        ticket.prefix = None
+
+    # ---- ends ------------------------------------------------------------------------------------------------------------
+
+    def end(self, ticket: Ticket, reason: str, message: str = ""):
+        """Take a request from those that run or wait, and tell its consumer."""
+        if ticket.has_ended:  # its consumer has stopped the scheduler
+            return
+        self.release(ticket)
+        if ticket.slot >= 0:
+            self.running.remove(ticket)
+        else:
+            with self.changed:
+                self.waiting.remove(ticket)
+        ticket.has_ended = True
+        self.finished[reason] += 1
+        self.tell(ticket, Finished(reason, message, ticket.cached_tokens))
+
+    def tell(self, ticket: Ticket, event: Event):
+        """Give an event to the consumer. One that raises an exception has its request cancelled."""
+        try:
+            ticket.receive(event)
+        except Exception:  # the consumer is its caller's code, which may raise anything; the other requests go on
+            logger.exception("the consumer of a request failed, and the request is cancelled")
+            ticket.is_cancelled = True
+
+    def end_all(self):
+        with self.turn:
+            for ticket in (*self.running, *self.all_waiting()):
+                self.end(ticket, "cancelled", "the server stops")
+
+    def recover(self, message: str):
+        """End the requests of a round that failed, and drop all states: the program may have taken arrays that were donated. The
+        next round makes new ones."""
+        for ticket in self.running[:] or self.all_waiting()[:1]:
+            self.end(ticket, "error", message)
+        self.slots.drop()
+        self.prefixes = self.store = None
+
+
+def event_of(token: int, values: dict[str, np.ndarray], ticket: Ticket) -> Token:
+    """Return the event of a request's next token, with the logprobs that the request asks for."""
+    slot, count = ticket.slot, ticket.request.logprobs
+    if count is None:
+        return Token(token)
+    likeliest, logprobs = (values[name][slot, :count].tolist() for name in ("likeliest", "logprobs"))
+    return Token(token, float(values["logprob"][slot]), tuple(zip(likeliest, logprobs, strict=True)))

@@ -1,0 +1,314 @@
+"""Hold what devices know of running requests, one slot for each, and the programs that read and write tokens there.
+
+    admit    clears a slot, and sets how the request in it draws tokens
+    load     brings a stored prefix into a slot
+    read     reads pieces of prompts, packed one behind another, and draws the first token behind prompts that end
+    write    reads the last token of each running request, and draws its next
+    save     stores the states of a slot, behind a block of tokens
+    resize   moves requests to pools of another number of slots, or with room for other lengths
+
+Each is one compiled program for each size of the pools, whatever the requests ask for. All but `resize` update the arrays in
+place. Equal models share their programs.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from glax._src.core.explicit_axes import spec_of, with_automatic_axes
+from glax._src.serving.state_pool import in_bounds, take
+from glax.models.generation import ROOM
+from glax.models.model import CausalLM, require_whole
+from glax.models.sampling import SequenceOptions, chosen_by_options
+from glax.models.shardings import states_on_mesh
+from glax.nn.automatic import first_array
+from glax.server.request import GREEDY, MOST_LOGPROBS, Request
+from glax.serving import PrefixStore
+
+PROMPTS = 8  # the most prompts of one packed read, each of which has its states gathered
+
+
+def empty_arrays(model: CausalLM, capacity: int, room: int) -> dict:
+    """Return the arrays of `capacity` empty slots, each with room for `room` tokens.
+
+    pools: the model's states. token: the last token of each request, which the model has not read. options: `SequenceOptions`.
+    wants_logprobs: whether a request does. in_prompt: which tokens the prompts hold. counts: how often the answers hold each.
+    """
+    words = jax.random.key_data(jax.random.key(0)).shape
+    floats, integers = jnp.zeros(capacity, jnp.float32), jnp.zeros(capacity, jnp.int32)
+    options = SequenceOptions(
+        key_data=jnp.zeros((capacity, *words), jnp.uint32), number=integers, temperature=floats, top_k=integers,
+        top_p=floats, repetition=floats, presence=floats, frequency=floats,
+    )  # fmt: skip
+    arrays = dict(
+        token=integers,
+        options=options._asdict(),  # `states_on_mesh` takes trees of dicts
+        wants_logprobs=jnp.zeros(capacity, bool),
+        in_prompt=jnp.zeros((capacity, model.vocabulary), bool),
+        counts=jnp.zeros((capacity, model.vocabulary), jnp.int32),
+    )
+    # Donated arrays must not be one array.
+    arrays = states_on_mesh(jax.tree.map(jnp.copy, arrays), first_array(model))
+    return arrays | dict(pools=model.initial_states(capacity, room))
+
+
+# ---- programs ------------------------------------------------------------------------------------------------------------
+
+
+def on_axes_of(arrays, f, *operands, with_found: bool = False):
+    """Return f(arrays, *operands), which lies where `arrays` do; with_found, (this, found), of which found is replicated."""
+    specs = jax.tree.map(spec_of, arrays)
+    return with_automatic_axes(f, (specs, P()) if with_found else specs, arrays, *operands)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def admit(arrays: dict, slot: Int[Array, ""], own: dict) -> dict:
+    """Return arrays with zeros in the states of a slot, and the request's `own` entries, each without the axis of slots."""
+
+    def run(arrays, slot, own):
+        own = own | jax.tree.map(
+            lambda x: jnp.zeros(x.shape[1:], x.dtype), {n: x for n, x in arrays.items() if n not in own}
+        )
+        return jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, slot, 0), arrays, own)
+
+    return on_axes_of(arrays, run, slot, own)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def load(arrays: dict, store: PrefixStore, slot: Int[Array, ""], blocks: Int[Array, "J"]) -> dict:
+    """Return arrays with a stored prefix in a slot. blocks: those of the prefix in order, followed by -1."""
+
+    def run(arrays, store, slot, blocks):
+        return arrays | dict(pools=store.load(arrays["pools"], slot[None], blocks[None]))
+
+    return on_axes_of(arrays, run, store, slot, blocks)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def save(store: PrefixStore, pools, slot: Int[Array, ""], block: Int[Array, ""], end: Int[Array, ""]) -> PrefixStore:
+    """Return the store with the states in a slot, which has read `end` tokens, in `block`."""
+
+    def run(store, pools, slot, block, end):
+        return store.save(pools, slot[None], block[None], end[None])
+
+    return on_axes_of(store, run, pools, slot, block, end)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def read(graph, params, arrays: dict, tokens, slots: Int[Array, "N"], cu_seqlens, ends: Bool[Array, "N"]):
+    """Read packed pieces of prompts into slots, of which -1 is none, and draw the first token of those whose prompt ends.
+
+    Return (arrays, what `drawn` returns).
+    """
+
+    def run(arrays, params, tokens, slots, cu_seqlens, ends):
+        model, capacity = nnx.merge(graph, params), arrays["token"].shape[0]
+        x, pools = model.prefill_hidden(tokens, arrays["pools"], slots, cu_seqlens)
+        logits = model.logits(x[jnp.maximum(cu_seqlens[1:] - 1, 0)]).astype(jnp.float32)
+        at, _ = in_bounds(slots, capacity)
+        logits = jnp.zeros((capacity, model.vocabulary)).at[at].set(logits, mode="drop")
+        return drawn(arrays | dict(pools=pools), logits, jnp.zeros(capacity, bool).at[at].set(ends, mode="drop"))
+
+    return on_axes_of(arrays, run, params, tokens, slots, cu_seqlens, ends, with_found=True)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def write(graph, params, arrays: dict, active: Bool[Array, "C"]):
+    """Read the last token of each active slot, and draw its next. Return (arrays, what `drawn` returns)."""
+
+    def run(arrays, params, active):
+        model = nnx.merge(graph, params)
+        slots = jnp.where(active, jnp.arange(len(active), dtype=jnp.int32), -1)
+        logits, pools = model.step(arrays["token"], arrays["pools"], slots)
+        return drawn(arrays | dict(pools=pools), logits.astype(jnp.float32), active)
+
+    return on_axes_of(arrays, run, params, active, with_found=True)
+
+
+def drawn(arrays: dict, logits: Float[Array, "C V"], active: Bool[Array, "C"]) -> tuple[dict, dict]:
+    """Draw the next token of active slots. Return (arrays, dict of arrays [C]).
+
+    token: the next token. is_sound: whether all logits are finite. logprob: the logarithm of the token's probability. likeliest,
+    logprobs: [C, MOST_LOGPROBS] likeliest tokens, and theirs. The last three are zeros if no slot wants them.
+    """
+    options = SequenceOptions(**arrays["options"])
+    token = jnp.where(
+        active, chosen_by_options(logits, options, arrays["in_prompt"], arrays["counts"]), arrays["token"]
+    )
+    count = min(MOST_LOGPROBS, logits.shape[1])
+
+    def wanted(logits, token):
+        logprobs = jax.nn.log_softmax(logits)
+        return jnp.take_along_axis(logprobs, token[:, None], 1)[:, 0], *lax.top_k(logprobs, count)
+
+    def unwanted(logits, token):
+        nothing = jnp.zeros((len(token), count))
+        return nothing[:, 0], nothing, nothing.astype(jnp.int32)
+
+    logprob, logprobs, likeliest = lax.cond((arrays["wants_logprobs"] & active).any(), wanted, unwanted, logits, token)
+    found = dict(
+        token=token, is_sound=jnp.isfinite(logits).all(1), logprob=logprob, logprobs=logprobs, likeliest=likeliest
+    )
+    counts = arrays["counts"].at[jnp.arange(len(token)), token].add(active.astype(jnp.int32))
+    number = options.number + active
+    return arrays | dict(token=token, counts=counts, options=arrays["options"] | dict(number=number)), found
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def resize(graph, room: int, params, arrays: dict, sources: Int[Array, "C"]) -> dict:
+    """Return arrays with room for `room` tokens, of which each comes from the slot in `sources`, -1 for an empty one."""
+    capacity = sources.shape[0]
+
+    def run(arrays, params, sources):
+        model, (at, _) = nnx.merge(graph, params), in_bounds(sources, arrays["token"].shape[0])
+        wanted = jax.eval_shape(lambda: model.empty_states(capacity, room))
+
+        def fitted(pool, like):
+            fitting = (slice(min(n, m)) for n, m in zip(pool.shape[1:], like.shape[1:], strict=True))
+            pool = take(pool[(slice(None), *fitting)], at)
+            return jnp.pad(pool, [(0, m - n) for n, m in zip(pool.shape, like.shape, strict=True)])
+
+        others = {name: jax.tree.map(lambda x: take(x, at), x) for name, x in arrays.items() if name != "pools"}
+        return others | dict(pools=jax.tree.map(fitted, arrays["pools"], wanted))
+
+    return on_axes_of(arrays, run, params, sources)
+
+
+def nbytes(tree) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+# ---- slots ---------------------------------------------------------------------------------------------------------------
+
+
+class Slots:
+    """Hold the arrays of `empty_arrays`, and call the programs. Arguments and results are arrays of NumPy.
+
+    most_slots: the slots that pools have, unless state_bytes leaves fewer. max_length: the most tokens of a request.
+    state_bytes: the most bytes of the pools, None for no limit: the longer the requests, the fewer slots. room: the tokens of a
+    request for which a slot of the pools has room. grows: whether a slot has more bytes with more room.
+    """
+
+    def __init__(self, model: CausalLM, most_slots: int, max_length: int, state_bytes: int | None):
+        require_whole(model)
+        self.model, self.most_slots, self.max_length, self.state_bytes = model, most_slots, max_length, state_bytes
+        self.graph, self.params = nnx.split(model)
+        one, two = (nbytes(jax.eval_shape(lambda n=n: model.empty_states(1, n))) for n in (1, 2))
+        self.token_bytes = two - one
+        self.fixed_bytes = one - self.token_bytes
+        self.grows = self.token_bytes > 0
+        self.room = self.room_for(1)
+        self.arrays: dict[str, Any] = {}  # empty before `make` and after `drop`
+        if not self.capacity_with(self.room):
+            raise ValueError(
+                f"state_bytes must be at least {self.slot_bytes(self.room)}, the bytes of one request's states, got "
+                f"{state_bytes}"
+            )
+
+    def room_for(self, length: int) -> int:
+        """Return the room of pools for requests of `length` tokens: ROOM times a power of two, and at most max_length. It is
+        max_length where a slot does not grow."""
+        room = ROOM if self.grows else self.max_length
+        while room < length:
+            room *= 2
+        return min(room, self.max_length)
+
+    def slot_bytes(self, room: int) -> int:
+        """Return the bytes of the states in one slot."""
+        return self.fixed_bytes + self.token_bytes * room
+
+    def capacity_with(self, room: int) -> int:
+        """Return how many slots pools of this room have."""
+        fitting = self.most_slots if self.state_bytes is None else self.state_bytes // self.slot_bytes(room)
+        return min(self.most_slots, fitting)
+
+    @property
+    def capacity(self) -> int:
+        """Return how many slots the pools have."""
+        return self.capacity_with(self.room)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the pools."""
+        return self.capacity * self.slot_bytes(self.room) if self.arrays else 0
+
+    def make(self):
+        """Make empty arrays, unless there are some."""
+        if not self.arrays:
+            self.arrays = empty_arrays(self.model, self.capacity, self.room)
+
+    def entries(self, request: Request, prompt: Int[np.ndarray, "T"], seed: int) -> dict:
+        """Return the entries of a request's slot in `empty_arrays` that are not zeros."""
+        in_prompt = np.zeros(self.model.vocabulary, bool)
+        in_prompt[prompt] = True
+        options = dict(
+            key_data=np.asarray(jax.random.key_data(jax.random.key(seed))),
+            number=np.int32(0),
+            temperature=np.float32(request.temperature if request.temperature >= GREEDY else 0),
+            top_k=np.int32(min(request.top_k, self.model.vocabulary)),
+            top_p=np.float32(request.top_p),
+            repetition=np.float32(request.repetition_penalty),
+            presence=np.float32(request.presence_penalty),
+            frequency=np.float32(request.frequency_penalty),
+        )
+        return dict(options=options, wants_logprobs=np.bool_(request.logprobs is not None), in_prompt=in_prompt)
+
+    def admit(self, slot: int, own: dict):
+        """Clear a slot for a request with these `entries`."""
+        self.arrays = admit(self.arrays, np.int32(slot), own)
+
+    def load(self, store: PrefixStore, slot: int, blocks: Sequence[int]):
+        if not self.grows:  # the last state is all
+            blocks = blocks[-1:]
+        padded = np.full(self.room // store.every if self.grows else 1, -1, np.int32)
+        padded[: len(blocks)] = blocks
+        self.arrays = load(self.arrays, store, np.int32(slot), padded)
+
+    def save(self, store: PrefixStore, slot: int, block: int, end: int) -> PrefixStore:
+        return save(store, self.arrays["pools"], np.int32(slot), np.int32(block), np.int32(end))
+
+    def read(self, size: int, pieces: Sequence[tuple[int, np.ndarray, bool]]) -> dict:
+        """Read pieces of prompts, (slot, tokens, whether the prompt ends), which together have at most `size` tokens."""
+        tokens, slots = np.zeros(size, np.int32), np.full(min(PROMPTS, self.most_slots), -1, np.int32)
+        cuts, ends = np.zeros(len(slots) + 1, np.int32), np.zeros(len(slots), bool)
+        for n, (slot, piece, is_end) in enumerate(pieces):
+            slots[n], ends[n] = slot, is_end
+            cuts[n + 1 :] = cuts[n] + len(piece)
+            tokens[cuts[n] : cuts[n + 1]] = piece
+        self.arrays, found = read(self.graph, self.params, self.arrays, tokens, slots, cuts, ends)
+        return found
+
+    def write(self, slots: Sequence[int]) -> dict:
+        active = np.zeros(self.capacity, bool)
+        active[list(slots)] = True
+        self.arrays, found = write(self.graph, self.params, self.arrays, active)
+        return found
+
+    def resize(self, room: int, slots: Sequence[int]):
+        """Move the requests in `slots` to the first slots, in order, of pools with another room."""
+        sources = np.full(self.capacity_with(room), -1, np.int32)
+        sources[: len(slots)] = slots
+        self.arrays = resize(self.graph, room, self.params, self.arrays, sources)
+        self.room = room
+
+    def drop(self):
+        """Drop the arrays, with the states of all requests."""
+        self.arrays, self.room = {}, self.room_for(1)
+
+    def store_bytes(self, every: int) -> int:
+        """Return the bytes of one block of a store of prefixes."""
+        return nbytes(jax.eval_shape(lambda: PrefixStore(self.model.empty_states, 1, every, self.max_length)))
+
+    def store(self, blocks: int, every: int) -> PrefixStore:
+        """Return a store of prefixes of the model, which lies where the model does."""
+        store = PrefixStore(self.model.empty_states, blocks, every, self.max_length)
+        placed = states_on_mesh(store.structure.unflatten(store.leaves), first_array(self.model))
+        return store.with_leaves(jax.tree.leaves(placed))

@@ -1,0 +1,63 @@
+"""The scheduler over models whose parameters lie on explicit axes of a mesh of simulated devices."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import glax.models
+from glax.server import slots
+from glax.server.request import Request
+from glax.server.scheduler import Scheduler
+from tests.parallel.meshes import mesh_of
+from tests.server.test_scheduler import FIXTURES, alone, assert_free, model_of
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"), [("gla", dict(model=2, fsdp=2)), ("gla_hybrid", dict(model=2, fsdp=4))], ids=str
+)
+def test_answers_on_a_mesh_are_those_of_one_device(name, axes, monkeypatch):
+    """With stored prefixes, growing caches and draws; each program is compiled once for each room."""
+    monkeypatch.setattr("glax.server.slots.ROOM", 32)
+    mesh = mesh_of(AxisType.Explicit, **axes)
+    model, whole, rng = (
+        glax.models.from_pretrained(FIXTURES / name, mesh=mesh),
+        model_of(name),
+        np.random.default_rng(0),
+    )
+    programs = (slots.admit, slots.load, slots.save, slots.read, slots.write)
+    before = [program._cache_size() for program in programs]
+    scheduler = Scheduler(model, capacity=3, rows=16, max_length=64, block=8, prefix_bytes=10**6, ends=())
+    prompt = rng.integers(0, model.vocabulary, 40).tolist()
+    drawn = dict(temperature=0.8, repetition_penalty=1.2)
+    requests = [
+        Request(prompt[:20], 9),
+        Request(prompt[:12], 12),
+        Request(prompt[5:], 12),
+        Request(prompt[:22], 9, seed=3, **drawn),
+        Request(prompt[:20], 9),
+    ]
+    got = scheduler.answers(requests)
+    for request, tokens in zip(requests, got, strict=True):
+        options = dict(key=jax.random.key(3)[None], **drawn) if request.temperature else {}
+        assert tokens.tolist() == alone(whole, request, **options)
+    assert scheduler.counts().cached_tokens and scheduler.slots.room == 64
+    pools = scheduler.slots.arrays["pools"]
+    for got, want in zip(
+        jax.tree.leaves(pools), jax.tree.leaves(model.initial_states(3, scheduler.slots.room)), strict=True
+    ):
+        assert (got.shape, got.sharding) == (want.shape, want.sharding)
+    assert any("model" in x.sharding.spec for x in scheduler.store.leaves)
+    rooms = 1 + scheduler.slots.grows
+    for program, count in zip(programs, before, strict=True):
+        assert program._cache_size() <= count + rooms, program
+    assert_free(scheduler)
+
+
+def test_answers_on_automatic_axes_are_those_of_one_device():
+    model = glax.models.from_pretrained(FIXTURES / "gla_hybrid", mesh=mesh_of(AxisType.Auto, model=2, fsdp=2))
+    scheduler = Scheduler(model, capacity=2, rows=16, max_length=64, block=8, prefix_bytes=10**6, ends=())
+    requests = [Request([*range(1, n)], 6) for n in (20, 12, 24)]
+    for request, tokens in zip(requests, scheduler.answers(requests), strict=True):
+        assert tokens.tolist() == alone(model_of("gla_hybrid"), request)
+    assert scheduler.counts().cached_tokens
