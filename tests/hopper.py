@@ -298,6 +298,11 @@ CALLS = {
     "delta-key": delta("gk", Draw(), T=72),
     "delta-key, -inf": delta("gk", HARD),
     "delta-key, any size": delta("gk", Draw(), finals=()),
+    "delta-key, two levels": delta("gk", Draw("to -5", "to 2"), T=130),
+    "delta-key, three levels, two blocks of keys, reversed": delta(
+        "gk", Draw("to -9", "to 2"), T=70, K=128, V=128, reverse=True, finals=()
+    ),
+    "delta-key, three levels": delta("gk", Draw("to -9"), T=70),
     "delta-key, -100, keys of zero": delta("gk", HARDER, finals=()),
     "delta-key, bfloat16, reversed, -inf": delta("gk", HARD, reverse=True, **IN_BFLOAT16),
     "delta-key, bfloat16, reversed": delta("gk", Draw(), reverse=True, finals=(), **IN_BFLOAT16),
@@ -334,6 +339,8 @@ CALLS = {
     "delta-key, before the decay, packed, bfloat16": delta(
         "gk", HARDER, T=80, cuts=(3, 3, 4, 70, 79), heads=(2, 1, 2), gate_dtype="bfloat16", **BEFORE
     ),
+    "delta-key, before the decay, three levels": delta("gk", Draw("to -9"), T=130, **BEFORE),
+    "delta-key, before the decay, two levels, reversed": delta("gk", Draw("to -5"), T=72, reverse=True, **BEFORE),
     "delta-key, before the decay, growing": delta("gk", Draw("+0.05"), T=20, finals=(), **BEFORE),
     "delta-key, split": delta("gk", T=200, finals=(), parts=2),
     "delta-key, split, -inf": delta("gk", HARD, T=200, finals=(), parts=2),

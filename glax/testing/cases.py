@@ -72,6 +72,8 @@ def gate(rng: np.random.Generator, shape: tuple[int, ...], strength: str) -> np.
             return np.where(np.arange(shape[-1]) == 0, float(value), logs / 16)
         case ["log-sigmoid", "/", divisor]:
             return logs / float(divisor)
+        case ["to", bound]:  # as KDA's layers with a lower bound have them, "to -5"
+            return float(bound) * np.exp(logs)
         case ["mild"]:  # like learned gates, which GLA divides by 16
             return logs / 16
         case [value, "on", "5%"]:

@@ -146,27 +146,48 @@ def test_d_beta_where_its_sum_cancels(seed, interpreter):
 
 
 @pytest.mark.parametrize("reverse", [pytest.param(False, marks=pytest.mark.few), True])
-def test_at_the_limit_of_the_fast_form(reverse, interpreter, monkeypatch):
-    """32 gates of -1.875 sum to -60, at which the fast form is taken. With the next number below, the exact form is taken. In one
-    channel the gates of the second half are the opposite, so that its state grows by e^60, to the size of the others."""
+@pytest.mark.parametrize(
+    "level, inside, outside", [(0, -1.875, -1.8828125), (1, -3.75, -3.765625), (2, -7.5, -7.53125)]
+)
+def test_at_the_limit_of_the_last_level(level, inside, outside, reverse, interpreter, monkeypatch):
+    """Gates of `inside` sum to -60 over the tokens on one side of a level's references, at which the level is the last. With the
+    next number below it is not. In one channel the gates of every second side are the opposite, so that its state grows by e^60,
+    to the size of the others."""
     inputs = delta("gk", T=64, **IN_BFLOAT16).case.inputs(Draw())
     inputs["key"] = inputs["key"].at[..., 5].multiply(1e-26)
     taken, measure = [], pairs.measure
+    jax.clear_caches()  # else jit takes a kernel that was traced before
     monkeypatch.setattr(pairs, "measure", lambda p: seen(taken, measure(p)))
     interpreter.programs(3)
-    second = (np.arange(64) < 32 if reverse else np.arange(64) >= 32)[:, None]
-    for gate in (-1.875, -1.8828125):
+    token = np.arange(64)[::-1] if reverse else np.arange(64)
+    second = (token & (pairs.HALF >> level) != 0)[:, None]
+    for gate in (inside, outside):
         opposite = jnp.asarray(np.where(second, -gate, gate), jnp.bfloat16)
         inputs["gk"] = inputs["gk"].at[0, ..., 5].set(opposite).at[..., 9].set(gate)
         r = bind(**inputs, reverse=reverse)
         found = interpreter(kernels()[0].run, r, config=glax.configs.HopperConfig())
         assert_outputs_close(r, found, reference(r))
-    assert taken == [True, False]
+    assert taken == [level, level + 1 if level + 1 < pairs.FAST_LEVELS else pairs.LEVELS]
 
 
-def seen(taken: list[bool], is_fast):
-    jax.debug.callback(lambda x: taken.append(bool(x)), is_fast)
-    return is_fast
+@pytest.mark.parametrize(
+    "gate", [pytest.param(-1.875, marks=pytest.mark.few), -1.8828125, -3.75, -3.765625, -7.5, -7.53125]
+)
+def test_gradients_at_the_limits_of_levels(gate, interpreter):
+    """Steady gates just inside and outside of what makes a level the last, beside channels with gates as drawn."""
+    case = delta("gk", T=70, **IN_BFLOAT16).case
+    inputs = case.inputs(Draw(beta="to 2"))
+    inputs["gk"] = inputs["gk"].at[..., 9:20].set(gate)
+    r = bind(**inputs)
+    d_output, d_final = case.cotangents(r)
+    interpreter.programs(3)
+    d = interpreter(kernels()[1].run, r, d_output, None, None, config=glax.configs.HopperConfig())
+    assert_gradients_close(r, d, reference_gradient(r, d_output, jnp.zeros_like(d_final)))
+
+
+def seen(taken: list[int], level):
+    jax.debug.callback(lambda x: taken.append(int(x)), level)
+    return level
 
 
 @pytest.mark.few

@@ -18,10 +18,11 @@ the first before it
 
 With `before_decay` the M_i of e is the sum without the token's own gate, which is the M of the token before, or 0.
 
-*Fast form.* With s = 32 the reference is the chunk's middle, and the equation holds for every pair of the chunk. It is taken
-where |M| is at most FAST_LIMIT.
-*Exact form.* Elsewhere s is 32, 16, 8, 4, 2 and 1 in turn, and each pair is taken where its tokens are in neighbouring blocks.
-The two logarithms are then sums of gates between the two tokens. Neither is above 0 for gates <= 0.
+*Levels.* s is 32, 16, 8, 4, 2 and 1 in turn, and each pair is taken where its tokens are in the two blocks of s beside one
+reference. The two logarithms are then sums of gates between the two tokens. Neither is above 0 for gates <= 0.
+*Fast form of a level.* The equation holds for every pair of the 2 s tokens around a reference. The first level in which no |M|
+is above FAST_LIMIT takes them all, and is the last. s = 32 serves gates whose sums over half a chunk are in range, s = 16 and
+s = 8 those over 16 and 8 tokens: gates of at least -7.5 need at most three levels. No form is tried below 8.
 
 A token's score with itself is formed from q and k as they are. e^M q, e^M k and e^{-M} k have two terms of bfloat16.
 
@@ -76,12 +77,13 @@ NUMBERS = 3
 BETA, LARGEST, OWN = range(NUMBERS)  # rows of `Tiles.numbers`; with e none is read of the first
 SIZES = 16, 32  # of the blocks whose inverses `merged` merges
 STEP = 16  # rows of the right side of a product
-LEVELS = C.bit_length() - 1  # of the exact form
+LEVELS = C.bit_length() - 1  # in which no level is the last, for gates of any size
+FAST_LEVELS = 3  # of which each is the last where its |M| are in range
 # No sum is over warps. Without memory for such sums two programs fit on a multiprocessor with e, too.
 WITH_ERASE = dataclasses.replace(PARAMS, reduction_scratch_bytes=16)
-# The largest |M| of the fast form, as the integer with the bits of the float32 number. The factors e^M and e^-M of two tokens
+# The largest |M| of a last level, as the integer with the bits of the float32 number. The factors e^M and e^-M of two tokens
 # are then between e^-60 and e^60, which leaves 1e12 on either side for q, k and sums over K (`common.limits`). The gate
-# of the chunk's first token is in no M, and may have any size. Products for j > i may be inf or NaN; none is selected.
+# of the first of 2 s tokens is in no M, and may have any size. Products for j > i may be inf or NaN; none is selected.
 FAST_BITS = int(np.float32(FAST_LIMIT).view(np.int32))
 
 Ref = Any
@@ -243,10 +245,10 @@ def form_chunk(p: Program):
     """Form the results of one chunk and head."""
     t = p.tiles
     load_chunk(p)
-    is_fast = measure(p)
+    last = measure(p)
     # P waits in a tile: while L is formed, registers have no room
-    t.inverse[0][...] = with_own_scores(p, scores(p, t.q, is_fast)).astype(BF16)
-    L = scores(p, t.erasing, is_fast)
+    t.inverse[0][...] = with_own_scores(p, scores(p, t.q, last)).astype(BF16)
+    L = scores(p, t.erasing, last)
     P = plgpu.load(t.inverse[0], layout=tiles.WGMMA)
     if t.e is None:
         L = L * by_row(plgpu.load(t.numbers.at[BETA], layout=BY_ROW), PAIRS)
@@ -296,7 +298,7 @@ def load_chunk(p: Program):
 
 
 def measure(p: Program):
-    """Return whether the chunk takes the fast form, in which every |M| is within the limit.
+    """Return the last level of the chunk: the first in which every |M| is within the limit, or LEVELS.
 
     Store q_i . k_i and the largest |M| of each token, and write e^{G_last}. It overwrites `y[0]`.
     """
@@ -312,16 +314,39 @@ def measure(p: Program):
         sums = tiles.product((CHANNELS, 8), *gates)
         p.results.decay[b, c, h, channels] = jnp.exp2(tiles.column_of(sums, 0) * LOG2E)
         largest, own = found
-        M = p.summed(block_sums(p, p.hidden(jnp.int32(HALF))), channels)
-        largest = jnp.maximum(largest, jnp.max(jnp.abs(M), axis=1))
+        largest = jnp.maximum(largest, largest_sums(p, 0, channels))
         return largest, own + jnp.sum(read(t.q.at[:, channels]) * read(t.k.at[:, channels]), axis=1)
 
     zeros = tiles.zeros((C,), BY_ROW)
     t.numbers[LARGEST], t.numbers[OWN] = lax.fori_loop(0, p.blocks, advance, (zeros, zeros))
     plgpu.commit_smem()
-    found = plgpu.load(t.numbers.at[LARGEST], layout=tiles.in_every_warp(C))
+
+    def measured(level, last):
+        def advance(block, found):
+            return jnp.maximum(found, largest_sums(p, level, pl.ds(block * CHANNELS, CHANNELS)))
+
+        found = lax.fori_loop(0, p.blocks, advance, zeros)
+        plgpu.commit_smem()  # all warps have read the level before
+        t.numbers[LARGEST] = found
+        plgpu.commit_smem()
+        return earliest(last, level, t.numbers.at[LARGEST])
+
+    last = earliest(LEVELS, 0, t.numbers.at[LARGEST])
+    return lax.fori_loop(1, jnp.where(last == 0, 1, FAST_LEVELS), measured, last)
+
+
+def largest_sums(p: Program, level, channels):
+    """Return the largest |M| of each token over some channels, [C]."""
+    size = lax.shift_right_logical(p.hidden(jnp.int32(HALF)), jnp.int32(level))
+    return jnp.max(jnp.abs(p.summed(block_sums(p, size), channels)), axis=1)
+
+
+def earliest(last, level, largest: Ref):
+    """Return a level where its `largest` |M|, [C], are within the limit and `last` is behind it, else `last`."""
+    found = plgpu.load(largest, layout=tiles.in_every_warp(C))
     # As integers, which a warp compares in one instruction. They are in the order of numbers above 0.
-    return jnp.max(lax.bitcast_convert_type(found, jnp.int32)) <= FAST_BITS
+    in_range = jnp.max(lax.bitcast_convert_type(found, jnp.int32)) <= FAST_BITS
+    return jnp.where(in_range & (level < last), level, last)
 
 
 def block_sums(p: Program, size, own: bool = True):
@@ -342,11 +367,11 @@ def block_sums(p: Program, size, own: bool = True):
     return (jnp.where(through, 1.0, 0.0) - jnp.where(behind, 1.0, 0.0)).astype(BF16)
 
 
-def scores(p: Program, tile, is_fast):
+def scores(p: Program, tile, last):
     """Return the sums over K of x_i k_j e^{G_i - G_j} for the rows x of a tile, for j before i, and else 0: [C, C]. For the tile
-    of e it is e^{H_i - G_j}.
+    of e it is e^{H_i - G_j}. last: the level that takes all pairs that are left.
 
-    Q and K, or E, take a call each. Registers have no room for both, with the exact form beside the fast one.
+    Q and K, or E, take a call each. Registers have no room for both.
     """
 
     def advance(level, found):
@@ -355,9 +380,9 @@ def scores(p: Program, tile, is_fast):
         i, j = p.in_order(*tiles.positions_again(False))
         # The highest bit in which the positions of two tokens differ is the size of the blocks between which they lie.
         apart = i ^ j
-        return jnp.where((i > j) & (apart >= jnp.where(is_fast, 0, size)) & (apart < 2 * size), x, found)
+        return jnp.where((i > j) & (apart >= jnp.where(level == last, 0, size)) & (apart < 2 * size), x, found)
 
-    return lax.fori_loop(0, jnp.where(is_fast, 1, LEVELS), advance, tiles.zeros(PAIRS))
+    return lax.fori_loop(0, jnp.minimum(last + 1, LEVELS), advance, tiles.zeros(PAIRS))
 
 
 def product(p: Program, size, tile):
