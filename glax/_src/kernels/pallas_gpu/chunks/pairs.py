@@ -313,40 +313,48 @@ def measure(p: Program):
         gates = ((transposed(g), tiles.by_halves(t.y[0])) for g in p.gates_of(channels))
         sums = tiles.product((CHANNELS, 8), *gates)
         p.results.decay[b, c, h, channels] = jnp.exp2(tiles.column_of(sums, 0) * LOG2E)
-        largest, own = found
-        largest = jnp.maximum(largest, largest_sums(p, 0, channels))
-        return largest, own + jnp.sum(read(t.q.at[:, channels]) * read(t.k.at[:, channels]), axis=1)
+        return found + jnp.sum(read(t.q.at[:, channels]) * read(t.k.at[:, channels]), axis=1)
 
     zeros = tiles.zeros((C,), BY_ROW)
-    t.numbers[LARGEST], t.numbers[OWN] = lax.fori_loop(0, p.blocks, advance, (zeros, zeros))
+    t.numbers[OWN] = lax.fori_loop(0, p.blocks, advance, zeros)
+
+    def is_in_range(level):
+        size = lax.shift_right_logical(p.hidden(jnp.int32(HALF)), level)
+
+        def larger(block, found):
+            M = p.summed(block_sums(p, size), pl.ds(block * CHANNELS, CHANNELS))
+            return jnp.maximum(found, jnp.max(jnp.abs(M), axis=1))
+
+        return is_small(t.numbers.at[LARGEST], lax.fori_loop(0, p.blocks, larger, zeros))
+
+    return first_level(is_in_range)
+
+
+def first_level(is_in_range):
+    """Return the first of FAST_LEVELS for which is_in_range(level) holds, else LEVELS.
+
+    In a loop, so that its code exists once: a program executes most of its code once, and waits for it.
+    """
+
+    def advance(x):
+        level = x[0] + 1
+        return level, is_in_range(level).astype(jnp.int32)
+
+    def goes_on(x):
+        return (x[1] == 0) & (x[0] < FAST_LEVELS - 1)
+
+    level, found = lax.while_loop(goes_on, advance, (jnp.int32(-1), jnp.int32(0)))
+    return jnp.where(found == 0, LEVELS, level)
+
+
+def is_small(row: Ref, largest):
+    """Return whether the largest |M| of all tokens, [C], are within the limit. It overwrites a row of shared memory."""
+    plgpu.commit_smem()  # all warps have read the row
+    row[...] = largest
     plgpu.commit_smem()
-
-    def measured(level, last):
-        def advance(block, found):
-            return jnp.maximum(found, largest_sums(p, level, pl.ds(block * CHANNELS, CHANNELS)))
-
-        found = lax.fori_loop(0, p.blocks, advance, zeros)
-        plgpu.commit_smem()  # all warps have read the level before
-        t.numbers[LARGEST] = found
-        plgpu.commit_smem()
-        return earliest(last, level, t.numbers.at[LARGEST])
-
-    last = earliest(LEVELS, 0, t.numbers.at[LARGEST])
-    return lax.fori_loop(1, jnp.where(last == 0, 1, FAST_LEVELS), measured, last)
-
-
-def largest_sums(p: Program, level, channels):
-    """Return the largest |M| of each token over some channels, [C]."""
-    size = lax.shift_right_logical(p.hidden(jnp.int32(HALF)), jnp.int32(level))
-    return jnp.max(jnp.abs(p.summed(block_sums(p, size), channels)), axis=1)
-
-
-def earliest(last, level, largest: Ref):
-    """Return a level where its `largest` |M|, [C], are within the limit and `last` is behind it, else `last`."""
-    found = plgpu.load(largest, layout=tiles.in_every_warp(C))
+    found = plgpu.load(row, layout=tiles.in_every_warp(C))
     # As integers, which a warp compares in one instruction. They are in the order of numbers above 0.
-    in_range = jnp.max(lax.bitcast_convert_type(found, jnp.int32)) <= FAST_BITS
-    return jnp.where(in_range & (level < last), level, last)
+    return jnp.max(lax.bitcast_convert_type(found, jnp.int32)) <= FAST_BITS
 
 
 def block_sums(p: Program, size, own: bool = True):

@@ -66,7 +66,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.common.limits import LOG_OF_ZERO
-from glax._src.kernels.pallas_gpu.chunks.pairs import FAST_LEVELS, LEVELS, earliest
+from glax._src.kernels.pallas_gpu.chunks.pairs import LEVELS, first_level, is_small
 from glax._src.kernels.pallas_gpu.device import tiles
 from glax._src.kernels.pallas_gpu.device.launch import PARAMS, PROGRAM, by_role, launch
 from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Meeting, Pipeline, Ring
@@ -528,17 +528,12 @@ def prepare_gates(p: Program):
         tile[...] = term
     plgpu.commit_smem()
 
-    def measured(level, last):
-        """Return `last`, or the level where it is the first whose |M| are all in range."""
+    def is_in_range(level):
         M = p.summed(reference_sums(p, size_of(p, level), -1.0))
-        t.row(LAST)[...] = jnp.max(jnp.abs(M), axis=1)
-        plgpu.commit_smem()
-        last = earliest(last, level, t.row(LAST))
-        plgpu.commit_smem()  # all warps have read the row
-        return last
+        return is_small(t.row(LAST), jnp.max(jnp.abs(M), axis=1))
 
-    last = measured(0, LEVELS)
-    last = lax.fori_loop(1, jnp.where(last == 0, 1, FAST_LEVELS), measured, last)
+    last = first_level(is_in_range)
+    plgpu.commit_smem()  # all warps have read the row
     t.row(LAST)[...] = plgpu.layout_cast(jnp.broadcast_to(last.astype(jnp.float32), (C,)), BY_ROW)
     plgpu.commit_smem()
     p.pipeline.gates.stored()
