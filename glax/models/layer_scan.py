@@ -69,8 +69,8 @@ class Layers:
 
     @classmethod
     def of(cls, model: CausalLM, is_trained: Callable[[tuple, nnx.Variable], bool], wanted: bool | None) -> "Layers":
-        """Return the patterns of a model; none repeats where `wanted` is False, or where it is None on a CPU or for a model whose
-        layers do not repeat.
+        """Return the patterns of a model; none repeats where `wanted` is False, or where it is None and the backend is no TPU, or
+        for a model whose layers do not repeat.
 
         Raises ValueError, which says why, if `wanted` is True and no layers repeat.
         """
@@ -80,8 +80,8 @@ class Layers:
         if (reason := model.cannot_scan()) is None:
             patterns = patterns_of(forms_of(model, is_trained))
             if any(pattern.repeats > 1 for pattern in patterns):
-                if wanted is None and jax.default_backend() == "cpu":
-                    return cls(alone, "a step takes longer in a scan on a CPU")
+                if wanted is None and jax.default_backend() != "tpu":
+                    return cls(alone, "a step takes longer in a scan on CPUs and GPUs")
                 return cls(patterns, "")
             reason = "no two layers that follow one another have one form"
         if wanted:

@@ -151,7 +151,7 @@ class TrainingConfig:
     dtype:      the dtype of activations. Parameters are float32.
     remat:      what the backward pass recomputes: "full", "dots", "dots_no_batch" or None.
     scan_layers: whether equal layers are stacked and run by one scan, so that one is compiled for all: True, or an error if there
-        are none; False; or None for True where there are some, but on CPUs, whose steps take longer in a scan.
+        are none; False; or None for True where there are some, on TPUs alone: on CPUs and GPUs a step takes longer in a scan.
     checkpoint_every: the steps between checkpoints. seed: the seed of weights and of the order of the data.
     checkpoints: how many checkpoints stay, the newest. checkpoint_hours: beside these, one stays for each so many hours; none
         if None.

@@ -216,7 +216,5 @@ def test_import_costs_little():
     code = "import time, jax; start = time.process_time(); import glax; print(time.process_time() - start)"
     environment = os.environ | dict(PYTHONDONTWRITEBYTECODE="")
     command = [sys.executable, "-c", code]
-    _, *runs = (
-        subprocess.run(command, env=environment, check=True, capture_output=True, text=True) for _ in range(4)
-    )
+    _, *runs = (subprocess.run(command, env=environment, check=True, capture_output=True, text=True) for _ in range(4))
     assert min(float(run.stdout) for run in runs) < 0.3
