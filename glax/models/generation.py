@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key
@@ -30,6 +29,7 @@ from glax._src.core.recurrence import bucket, to_int32
 from glax.models.folders import read_optional_object
 from glax.models.model import CausalLM, check_tokens, require_whole
 from glax.models.sampling import Sampling, Stops, chosen
+from glax.models.structure import Structure
 
 PADDINGS = ("right", "left")
 # A cache of keys and values begins with room for as many tokens behind the longest prompt, and doubles when it is full.
@@ -178,21 +178,25 @@ class Progress(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=7)
-def loop(graph, sampling: Sampling, params, prompts: dict, arrays: dict, until, progress: Progress, pools):
+def loop(
+    structure: Structure, sampling: Sampling, parameters, prompts: dict, arrays: dict, until, progress: Progress, pools
+):
     """Read the prompts if no token is written yet. Write tokens until there are `until`, or all sequences have ended. Return
     (progress, pools)."""
     specs = (jax.tree.map(lambda _: P(), progress), jax.tree.map(spec_of, pools))
-    f = functools.partial(looped, graph, sampling)
-    return with_automatic_axes(f, specs, params, prompts, arrays, until, progress, pools)
+    f = functools.partial(looped, structure, sampling)
+    return with_automatic_axes(f, specs, parameters, prompts, arrays, until, progress, pools)
 
 
-def looped(graph, sampling: Sampling, params, prompts: dict, arrays: dict, until, progress: Progress, pools):
+def looped(
+    structure: Structure, sampling: Sampling, parameters, prompts: dict, arrays: dict, until, progress: Progress, pools
+):
     def first(carry):
-        return read_prompts(nnx.merge(graph, params), sampling, prompts, arrays, *carry)
+        return read_prompts(structure.model(parameters), sampling, prompts, arrays, *carry)
 
     def following(carry):
         progress, pools = carry
-        logits, pools = nnx.merge(graph, params).step(progress.token, pools)
+        logits, pools = structure.model(parameters).step(progress.token, pools)
         return progress.with_next(sampling, logits, arrays), pools
 
     # A loop of at most one turn, and no `cond`: a loop updates what it carries in place.
@@ -262,8 +266,8 @@ class Call:
     progress: Progress
 
     def __post_init__(self):
-        self.graph, self.params = nnx.split(self.model)
-        parts = (self.params, self.prompts, self.arrays, self.progress)
+        self.structure, self.parameters = Structure.of(self.model)
+        parts = (self.parameters, self.prompts, self.arrays, self.progress)
         self.is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(parts))
         if self.is_traced and self.stops is not None:
             raise ValueError("stop must be None where the model or an argument is traced: call generate outside of jit")
@@ -281,8 +285,8 @@ class Call:
         """Write tokens until there are `until`, or all sequences have ended."""
         while self.pools is not None:
             reached = min(until, self.room - self.longest + 1)  # the last token is not read
-            operands = (self.params, self.prompts, self.arrays, np.int32(reached), self.progress, self.pools)
-            self.progress, self.pools = loop(self.graph, self.sampling, *operands)
+            operands = (self.parameters, self.prompts, self.arrays, np.int32(reached), self.progress, self.pools)
+            self.progress, self.pools = loop(self.structure, self.sampling, *operands)
             if reached == until or bool(self.progress.done.all()):
                 return
             self.room = min(2 * self.room, self.most)

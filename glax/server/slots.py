@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
@@ -29,6 +28,7 @@ from glax.models.generation import ROOM
 from glax.models.model import CausalLM, require_whole
 from glax.models.sampling import SequenceOptions, chosen_by_options
 from glax.models.shardings import states_on_mesh
+from glax.models.structure import Structure
 from glax.nn.automatic import first_array
 from glax.server.request import GREEDY, MOST_LOGPROBS, Request
 from glax.serving import PrefixStore
@@ -103,34 +103,36 @@ def save(store: PrefixStore, pools, slot: Int[Array, ""], block: Int[Array, ""],
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def read(graph, params, arrays: dict, tokens, slots: Int[Array, "N"], cu_seqlens, ends: Bool[Array, "N"]):
+def read(
+    structure: Structure, parameters, arrays: dict, tokens, slots: Int[Array, "N"], cu_seqlens, ends: Bool[Array, "N"]
+):
     """Read packed pieces of prompts into slots, of which -1 is none, and draw the first token of those whose prompt ends.
 
     Return (arrays, what `drawn` returns).
     """
 
-    def run(arrays, params, tokens, slots, cu_seqlens, ends):
-        model, capacity = nnx.merge(graph, params), arrays["token"].shape[0]
+    def run(arrays, parameters, tokens, slots, cu_seqlens, ends):
+        model, capacity = structure.model(parameters), arrays["token"].shape[0]
         x, pools = model.prefill_hidden(tokens, arrays["pools"], slots, cu_seqlens)
         logits = model.logits(x[jnp.maximum(cu_seqlens[1:] - 1, 0)]).astype(jnp.float32)
         at, _ = in_bounds(slots, capacity)
         logits = jnp.zeros((capacity, model.vocabulary)).at[at].set(logits, mode="drop")
         return drawn(arrays | dict(pools=pools), logits, jnp.zeros(capacity, bool).at[at].set(ends, mode="drop"))
 
-    return on_axes_of(arrays, run, params, tokens, slots, cu_seqlens, ends, with_found=True)
+    return on_axes_of(arrays, run, parameters, tokens, slots, cu_seqlens, ends, with_found=True)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def write(graph, params, arrays: dict, active: Bool[Array, "C"]):
+def write(structure: Structure, parameters, arrays: dict, active: Bool[Array, "C"]):
     """Read the last token of each active slot, and draw its next. Return (arrays, what `drawn` returns)."""
 
-    def run(arrays, params, active):
-        model = nnx.merge(graph, params)
+    def run(arrays, parameters, active):
+        model = structure.model(parameters)
         slots = jnp.where(active, jnp.arange(len(active), dtype=jnp.int32), -1)
         logits, pools = model.step(arrays["token"], arrays["pools"], slots)
         return drawn(arrays | dict(pools=pools), logits.astype(jnp.float32), active)
 
-    return on_axes_of(arrays, run, params, active, with_found=True)
+    return on_axes_of(arrays, run, parameters, active, with_found=True)
 
 
 def drawn(arrays: dict, logits: Float[Array, "C V"], active: Bool[Array, "C"]) -> tuple[dict, dict]:
@@ -163,12 +165,12 @@ def drawn(arrays: dict, logits: Float[Array, "C V"], active: Bool[Array, "C"]) -
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def resize(graph, room: int, params, arrays: dict, sources: Int[Array, "C"]) -> dict:
+def resize(structure: Structure, room: int, parameters, arrays: dict, sources: Int[Array, "C"]) -> dict:
     """Return arrays with room for `room` tokens, of which each comes from the slot in `sources`, -1 for an empty one."""
     capacity = sources.shape[0]
 
-    def run(arrays, params, sources):
-        model, (at, _) = nnx.merge(graph, params), in_bounds(sources, arrays["token"].shape[0])
+    def run(arrays, parameters, sources):
+        model, (at, _) = structure.model(parameters), in_bounds(sources, arrays["token"].shape[0])
         wanted = jax.eval_shape(lambda: model.empty_states(capacity, room))
 
         def fitted(pool, like):
@@ -179,7 +181,7 @@ def resize(graph, room: int, params, arrays: dict, sources: Int[Array, "C"]) -> 
         others = {name: jax.tree.map(lambda x: take(x, at), x) for name, x in arrays.items() if name != "pools"}
         return others | dict(pools=jax.tree.map(fitted, arrays["pools"], wanted))
 
-    return on_axes_of(arrays, run, params, sources)
+    return on_axes_of(arrays, run, parameters, sources)
 
 
 def nbytes(tree) -> int:
@@ -200,7 +202,7 @@ class Slots:
     def __init__(self, model: CausalLM, most_slots: int, max_length: int, state_bytes: int | None):
         require_whole(model)
         self.model, self.most_slots, self.max_length, self.state_bytes = model, most_slots, max_length, state_bytes
-        self.graph, self.params = nnx.split(model)
+        self.structure, self.parameters = Structure.of(model)
         one, two = (nbytes(jax.eval_shape(lambda n=n: model.empty_states(1, n))) for n in (1, 2))
         self.token_bytes = two - one
         self.fixed_bytes = one - self.token_bytes
@@ -283,20 +285,20 @@ class Slots:
             slots[n], ends[n] = slot, is_end
             cuts[n + 1 :] = cuts[n] + len(piece)
             tokens[cuts[n] : cuts[n + 1]] = piece
-        self.arrays, found = read(self.graph, self.params, self.arrays, tokens, slots, cuts, ends)
+        self.arrays, found = read(self.structure, self.parameters, self.arrays, tokens, slots, cuts, ends)
         return found
 
     def write(self, slots: Sequence[int]) -> dict:
         active = np.zeros(self.capacity, bool)
         active[list(slots)] = True
-        self.arrays, found = write(self.graph, self.params, self.arrays, active)
+        self.arrays, found = write(self.structure, self.parameters, self.arrays, active)
         return found
 
     def resize(self, room: int, slots: Sequence[int]):
         """Move the requests in `slots` to the first slots, in order, of pools with another room."""
         sources = np.full(self.capacity_with(room), -1, np.int32)
         sources[: len(slots)] = slots
-        self.arrays = resize(self.graph, room, self.params, self.arrays, sources)
+        self.arrays = resize(self.structure, room, self.parameters, self.arrays, sources)
         self.room = room
 
     def drop(self):

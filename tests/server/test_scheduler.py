@@ -463,8 +463,8 @@ def test_programs_update_rows_in_place():
     held.make()
     nothing = (np.zeros(16, np.int32), np.full(8, -1, np.int32), np.zeros(9, np.int32), np.zeros(8, bool))
     for lowered in (
-        write.lower(held.graph, held.params, held.arrays, np.zeros(512, bool)),
-        read.lower(held.graph, held.params, held.arrays, *nothing),
+        write.lower(held.structure, held.parameters, held.arrays, np.zeros(512, bool)),
+        read.lower(held.structure, held.parameters, held.arrays, *nothing),
     ):
         memory = lowered.compile().memory_analysis()
         if memory is None:
