@@ -213,7 +213,9 @@ def add_generate(commands):
     parser.add_argument("--log-probs", action="store_true", help=help)
     help = "do not store compiled programs in the cache folder, nor read them from there"
     parser.add_argument("--no-compilation-cache", dest="compilation_cache", action="store_false", help=help)
-    parser.add_argument("--dtype", choices=DTYPES, help="of the parameters (default: as in the file)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the parameters and the activations (default: as in the folder)"
+    )
     parser.add_argument("--tokenizer", type=a_path, metavar="FILE", help="a tokenizer.json")
     parser.add_argument("--adapter", type=a_path, metavar="FOLDER", help="an adapter of peft, added to the model")
 
@@ -255,7 +257,9 @@ def add_serve(commands):
     parser.add_argument("--api-key-file", type=a_path, metavar="FILE", help=help)
     help = "do not store compiled programs in the cache folder, nor read them from there"
     parser.add_argument("--no-compilation-cache", dest="compilation_cache", action="store_false", help=help)
-    parser.add_argument("--dtype", choices=DTYPES, help="of the parameters (default: as in the file)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the parameters and the activations (default: as in the folder)"
+    )
     parser.add_argument("--tokenizer", type=a_path, metavar="FILE", help="a tokenizer.json")
 
 

@@ -291,20 +291,20 @@ def load_into(
     check_names(model, weights, only)
     chosen = []
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        name, (_, _, back) = checkpoint_name(model, ".".join(map(str, path)))
+        name, (_, _, from_checkpoint) = checkpoint_name(model, ".".join(map(str, path)))
         if only is None or any(map(only.search, stored_names(name, param))):
-            chosen.append((path, param, name, back))
+            chosen.append((path, param, name, from_checkpoint))
     if only is not None and not chosen:
         raise ValueError(
             f"only must match a tensor in {weights.folder}, got {only.pattern!r}: {listed(weights.names())}"
         )
     loaded = []
     with progress(weights.folder, sum(size_of(param) for _, param, _, _ in chosen)) as advance:
-        for path, param, name, back in chosen:
+        for path, param, name, from_checkpoint in chosen:
             names = stored_names(name, param)
             stored = np.result_type(*{weights.dtype(one) for one in names})
             value = placed(
-                layered(weights, names, param.shape[1:] if "*" in name else param.shape, back),
+                layered(weights, names, param.shape[1:] if "*" in name else param.shape, from_checkpoint),
                 param.shape,
                 model.names.dtype(name, stored if dtype is None else dtype),
                 None if placement is None else placement.sharding(path, param),

@@ -12,7 +12,8 @@ from flax import nnx
 
 Rules = tuple[tuple[str, str], ...]  # (pattern, replacement) of re.sub
 
-# The last part of a parameter's path, and what it is in a checkpoint: (name, to the checkpoint's layout, and back).
+# The last part of a parameter's path, and what it is in a checkpoint: (name, from glax's layout to the checkpoint's, and from
+# the checkpoint's to glax's).
 Layout = tuple[str, Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray], np.ndarray]]
 
 

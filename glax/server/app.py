@@ -196,7 +196,7 @@ class Run:
         self.server.metrics.request.observe(time.perf_counter() - self.began)
 
     async def pieces(self) -> AsyncIterator[tuple[int, str, list, bool]]:
-        """Yield (choice, text, its tokens, whether the answer ends with it) until the scheduler has left all requests."""
+        """Yield (choice, text, its tokens, whether the answer ends with it) until the scheduler has ended all requests."""
         is_first = True
         while not all(sample.is_over for sample in self.samples):
             index, event = await self.events.get()

@@ -157,7 +157,7 @@ class Scheduler:
         self.prefixes: PrefixCache | None = None
         self.store: PrefixStore | None = None
         self.make()
-        self.changed = threading.Condition()  # holds `waiting` and `is_stopped`, for moments alone
+        self.changed = threading.Condition()  # holds `waiting` and `is_stopped`; never held during a round
         self.turn = threading.RLock()  # held for a whole round
         self.is_stopped, self.thread = False, None
 

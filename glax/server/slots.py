@@ -8,7 +8,7 @@
     resize   moves requests to pools of another number of slots, or with room for other lengths
 
 Each is one compiled program for each size of the pools, whatever the requests ask for. All but `resize` update the arrays in
-place. Equal models share their programs.
+place. Models that differ in their arrays alone share their programs.
 """
 
 import functools

@@ -16,13 +16,15 @@ the first before it
 
     e^{G_i - G_j} = e^{M_i} e^{-M_j}
 
-With `before_decay` the M_i of e is the sum without the token's own gate, which is the M of the token before, or 0.
+With `before_decay` the M_i of e is the sum without the token's own gate, which is the M of the token before, or 0. For the first
+of the 2 s tokens of two blocks it may have any size. No pair of the level has that token as its second.
 
 *Levels.* s is 32, 16, 8, 4, 2 and 1 in turn, and each pair is taken where its tokens are in the two blocks of s beside one
-reference. The two logarithms are then sums of gates between the two tokens. Neither is above 0 for gates <= 0.
+reference. M_i and -M_j are then sums of gates between the two tokens. Neither is above 0 for gates <= 0.
 *Fast form of a level.* The equation holds for every pair of the 2 s tokens around a reference. The first level in which no |M|
 is above FAST_LIMIT takes them all, and is the last. s = 32 serves gates whose sums over half a chunk are in range, s = 16 and
-s = 8 those over 16 and 8 tokens: gates of at least -7.5 need at most three levels. No form is tried below 8.
+s = 8 those over 16 and 8 tokens: gates of at least -7.5 need at most three levels. The fast form is
+not tried below 8.
 
 A token's score with itself is formed from q and k as they are. e^M q, e^M k and e^{-M} k have two terms of bfloat16.
 
@@ -74,16 +76,17 @@ from glax._src.kernels.pallas_gpu.plan import PAIRS, C, chunk_of, quotient, rema
 BF16 = jnp.bfloat16
 CHANNELS = 64  # channels of K that registers hold together
 NUMBERS = 3
-BETA, LARGEST, OWN = range(NUMBERS)  # rows of `Tiles.numbers`; with e none is read of the first
+BETA, LARGEST, OWN = range(NUMBERS)  # rows of `Tiles.numbers`; with e the first row is not read
 SIZES = 16, 32  # of the blocks whose inverses `merged` merges
 STEP = 16  # rows of the right side of a product
-LEVELS = C.bit_length() - 1  # in which no level is the last, for gates of any size
-FAST_LEVELS = 3  # of which each is the last where its |M| are in range
-# No sum is over warps. Without memory for such sums two programs fit on a multiprocessor with e, too.
+LEVELS = C.bit_length() - 1  # of a chunk for gates of any size. As a last level: none takes the pairs that are left
+FAST_LEVELS = 3  # that are tried as the last: s of 32, 16 and 8
+# No sum is across warps. Without memory for such sums two programs fit on a multiprocessor with e, too.
 WITH_ERASE = dataclasses.replace(PARAMS, reduction_scratch_bytes=16)
 # The largest |M| of a last level, as the integer with the bits of the float32 number. The factors e^M and e^-M of two tokens
 # are then between e^-60 and e^60, which leaves 1e12 on either side for q, k and sums over K (`common.limits`). The gate
-# of the first of 2 s tokens is in no M, and may have any size. Products for j > i may be inf or NaN; none is selected.
+# of the first of 2 s tokens is in no M but that of its e, and may have any size. Products for j > i and in that row of e may be
+# inf or NaN; none is selected.
 FAST_BITS = int(np.float32(FAST_LIMIT).view(np.int32))
 
 Ref = Any
@@ -156,8 +159,8 @@ class Tiles(NamedTuple):
 class Pairs(NamedTuple):
     """Hold the shared memory of matrices in two terms, each a pair of tiles: the high part and the rest."""
 
-    y: tuple[Ref, Ref]  # [C, CHANNELS]: K e^-M; at last P and R
-    inverse: tuple[Ref, Ref]  # [C, C]: X and M X of `merged`
+    y: tuple[Ref, Ref]  # [C, CHANNELS]: first a matrix of `measure`, then K e^-M; at last P and R
+    inverse: tuple[Ref, Ref]  # [C, C]: P while L is formed; then X and L' X of `merged`
 
     @classmethod
     def types(cls) -> "Pairs":
@@ -327,13 +330,13 @@ def measure(p: Program):
 
         return is_small(t.numbers.at[LARGEST], lax.fori_loop(0, p.blocks, larger, zeros))
 
-    return first_level(is_in_range)
+    return find_last_level(is_in_range)
 
 
-def first_level(is_in_range):
+def find_last_level(is_in_range):
     """Return the first of FAST_LEVELS for which is_in_range(level) holds, else LEVELS.
 
-    In a loop, so that its code exists once: a program executes most of its code once, and waits for it.
+    In a loop, so that its code exists once: a program executes most of its code once, and waits until it is fetched.
     """
 
     def advance(x):
@@ -353,15 +356,14 @@ def is_small(row: Ref, largest):
     row[...] = largest
     plgpu.commit_smem()
     found = plgpu.load(row, layout=tiles.in_every_warp(C))
-    # As integers, which a warp compares in one instruction. They are in the order of numbers above 0.
+    # As integers, which a warp compares in one instruction: the bits of floats of at least 0 have the order of the floats.
     return jnp.max(lax.bitcast_convert_type(found, jnp.int32)) <= FAST_BITS
 
 
 def block_sums(p: Program, size, own: bool = True):
     """Return the matrix [C, C] whose product with gates is M, for blocks of `size` tokens, a power of two.
 
-    own: whether a token's own gate counts to the gates through it, as in M; else to those behind it. The sum of a chunk's first
-    token may then be of any size. No pair has that token as its second.
+    own: whether a token's own gate counts to the gates through it, as in M; else to those behind it.
     """
     # Positions in memory. The later of two blocks in scanning order has the bit of `size` set, and in reverse clear.
     i, j = tiles.positions_again(False)
@@ -386,7 +388,7 @@ def scores(p: Program, tile, last):
         size = lax.shift_right_logical(p.hidden(jnp.int32(HALF)), level)
         x = product(p, size, tile)
         i, j = p.in_order(*tiles.positions_again(False))
-        # The highest bit in which the positions of two tokens differ is the size of the blocks between which they lie.
+        # The highest bit in which the positions of two tokens differ is the s of the level whose neighbouring blocks have them.
         apart = i ^ j
         return jnp.where((i > j) & (apart >= jnp.where(level == last, 0, size)) & (apart < 2 * size), x, found)
 
@@ -414,7 +416,7 @@ def product(p: Program, size, tile):
 
 
 def scale_tokens(p: Program):
-    """Replace Q, K or E, and the gates by the operands of the scan."""
+    """Replace Q, the gates, and K, or E where it is an operand, by the operands of the scan."""
     t = p.tiles
 
     @pl.loop(0, p.blocks)
@@ -464,7 +466,7 @@ def tokens_of(size: int, second: bool, reverse: bool) -> list[int]:
 
 def merged(X, L, size: int, reverse: bool, inverse: tuple[Ref, Ref], product: tuple[Ref, Ref]):
     """Return the inverses of the blocks of 2 * size on the diagonal of I + L, from X [C, C], the inverses of the blocks of
-    `size`. inverse, product: the tiles of X and of M X, which may be the same."""
+    `size`. inverse, product: the tiles of X and of L' X, which may be the same. L': the result of `between_neighbours`."""
     if product is inverse:
         plgpu.commit_smem()  # all warps have read the product before
     store_split(inverse, X)

@@ -27,7 +27,8 @@ for dA with x = e, they are sums over the pairs around one reference, or over se
 
     dx_i  = e^{M_i} sum_j dP_ij (k_j e^{-M_j})          dk^_j = e^{-M_j} sum_i dP_ij (x_i e^{M_i})
 
-With `before_decay` the M_i of e is without the token's own gate, as in `chunks/pairs.py`, and 0 for the first of 2 s tokens.
+With `before_decay` the M_i of e is without the token's own gate, as in `chunks/pairs.py`. For the first of 2 s tokens it is 0
+here, because products with its rows are not masked.
 
 dP, dA and the decayed tokens have two terms of bfloat16, so both sums have 16 bits. In dg the terms of a pair whose tokens are
 both behind the gate cancel, and leave an error of 16 bits.
@@ -66,7 +67,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.common.limits import LOG_OF_ZERO
-from glax._src.kernels.pallas_gpu.chunks.pairs import LEVELS, first_level, is_small
+from glax._src.kernels.pallas_gpu.chunks.pairs import LEVELS, find_last_level, is_small
 from glax._src.kernels.pallas_gpu.device import tiles
 from glax._src.kernels.pallas_gpu.device.launch import PARAMS, PROGRAM, by_role, launch
 from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Meeting, Pipeline, Ring
@@ -91,11 +92,11 @@ BF16 = jnp.bfloat16
 BLOCK = 64  # channels of K of an item
 SHAPE = (C, BLOCK)
 TERMS = 2
-D_SCALE, D_BETA = range(TERMS)  # rows of `Results.terms`; with e there is the first
+D_SCALE, D_BETA = range(TERMS)  # rows of `Results.terms`; with e only the first row exists
 QUERIES, KEYS = range(2)  # the roles that compute, and the places of their tiles
 ROLES = dict(queries=1, keys=1, load=1)
 NUMBERS, MATRICES = 4, 15
-TOKEN_BETA, LAST, OWN, EDGE = range(NUMBERS)  # rows of `Tiles.numbers`; with e none is read of the first
+TOKEN_BETA, LAST, OWN, EDGE = range(NUMBERS)  # rows of `Tiles.numbers`; with e the first row is not read
 
 Ref = Any
 
@@ -532,7 +533,7 @@ def prepare_gates(p: Program):
         M = p.summed(reference_sums(p, size_of(p, level), -1.0))
         return is_small(t.row(LAST), jnp.max(jnp.abs(M), axis=1))
 
-    last = first_level(is_in_range)
+    last = find_last_level(is_in_range)
     plgpu.commit_smem()  # all warps have read the row
     t.row(LAST)[...] = plgpu.layout_cast(jnp.broadcast_to(last.astype(jnp.float32), (C,)), BY_ROW)
     plgpu.commit_smem()
