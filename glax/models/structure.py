@@ -13,8 +13,8 @@ from glax.models.model import CausalLM
 class Structure:
     """Hold all of a model but its arrays, as a static argument of jit.
 
-    Models that differ in their arrays alone have equal structures. graph, tree: what nnx and JAX divide from the arrays. number: the hash. It is formed once, because hashing the graph of a deep
-    model takes milliseconds, and jit hashes it at every call.
+    Models that differ in their arrays alone have equal structures. graph, tree: what nnx and JAX divide from the arrays. number:
+    the hash. It is formed once, because hashing the graph of a deep model takes milliseconds, and jit hashes it at every call.
 
     >>> structure, arrays = Structure.of(model)
     >>> structure.model(arrays).vocabulary == model.vocabulary

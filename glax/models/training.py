@@ -134,7 +134,8 @@ class TrainingConfig:
     held_out, held_out_tokens: the files to evaluate on, with the first table's `field`, and how many of their tokens; only with
         `documents`. end_token: the token after each document; None for none. workers: the processes that read and tokenise
         documents on each host; 0 for a thread.
-    tokenizer:  a file of the package tokenizers. If None, the tokenizer in the model's folder, or bytes.
+    tokenizer:  a file of the package tokenizers. If None, the tokenizer in the model's folder, or bytes. With a file, `out`/model
+        gets this file alone, without the model's chat template, generation_config.json and tensors of other models.
     out:        the folder for checkpoints, the plot, and the model as `save_pretrained` writes it.
     steps, batch, length: the optimizer steps, the windows per step, the tokens per window.
     learning_rate, weight_decay, clip: the peak rate, the decay of parameters, and the largest global norm of a gradient.

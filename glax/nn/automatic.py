@@ -21,7 +21,7 @@ Method = TypeVar("Method", bound=Callable)
 
 
 def first_array(module: nnx.Module) -> jax.Array | None:
-    """Return one of the module's arrays, which all lie on one mesh."""
+    """Return the first array of the module, whose arrays all lie on one mesh; None if it has none, or shapes alone."""
     variables = (x for _, x in nnx.iter_graph(module) if isinstance(x, nnx.Variable))
     return next((x[...] for x in variables if not isinstance(x.get_value(), jax.ShapeDtypeStruct)), None)
 

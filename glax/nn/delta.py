@@ -26,7 +26,9 @@ QK_NORMS = ("l2", "sum")
 class DeltaOptions(MixerOptions, total=False):
     """List the arguments that all layers of the delta rule share, with those of `glax.nn.linear_attention.MixerOptions`.
 
-    allow_neg_eigval: whether beta reaches from 0 to 2, so that the eigenvalues of a token's transition reach from -1 to 1.
+    use_short_conv and norm_eps are True and 1e-5 if left out.
+    allow_neg_eigval: whether beta reaches from 0 to 2 (False), so that the eigenvalues of a token's transition reach from -1 to
+        1.
     """
 
     use_short_conv: bool

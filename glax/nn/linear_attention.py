@@ -21,8 +21,9 @@ class MixerOptions(TypedDict, total=False):
     """List the arguments that linear attentions and layers of the delta rule share.
 
     key_width, value_width: K and V of one head; width // num_heads if None.
-    use_short_conv, conv_size, conv_bias: whether a ShortConvolution follows each projection of q, k and v; its size; its bias.
-    norm_eps, elementwise_affine: the epsilon of the norm of each head's output, and whether the norm has a scale.
+    use_short_conv, conv_size, conv_bias: whether a ShortConvolution follows each projection of q, k and v; its size (4);
+                   whether it has a bias (False).
+    norm_eps, elementwise_affine: the epsilon of the norm of each head's output, and whether the norm has a scale (True).
     dtype:         the dtype of the projections and of q, k and v; the dtype of x and the parameters if None. The state is
                    float32.
     param_dtype:   the dtype of the parameters.
@@ -72,12 +73,14 @@ class NormOptions(Options, total=False):
 
 
 class OwnRecurrenceOptions(ConvolutionOptions, NormOptions, total=False):
-    """List the options of a layer that sets the recurrence itself."""
+    """List the options of a layer that has a recurrence of its own, so that callers cannot pass one."""
 
 
 class LinearAttention(Layer):
-    """Project x to q, k and v, and the normalised and gated output to y. Subclasses define the gates.
+    """Compute y = W_o (norm(o) * gate_fn(W_s x)) for o = recurrence(q, k, v) of each head, with q, k, v = conv(W x). Subclasses
+    define the gates.
 
+    width: the width of x and y. num_heads: H, the heads of the output. `Options` has the other arguments.
     num_query_heads, num_key_heads: num_heads and num_kv_heads if None. num_updates: how many k and v a token has, each of all
     heads, one behind the other. qk_conv_activation: the activation of the convolutions
     of q and k. conv_activation: the activation of the convolution of v.

@@ -75,7 +75,7 @@ def products(x: Float[Array, "*rows inputs"], *layers: nnx.Linear) -> list[Float
 
 
 def kernel_of(layer: Any) -> Float[Array, "inputs outputs"]:
-    """Return the kernel of a projection, with the term of a `nnx.LoRALinear` or of a `nnx.LoRA` around a projection."""
+    """Return the kernel W of a projection, or W + scale A B of one with low-rank terms (`nnx.LoRALinear`, `nnx.LoRA`)."""
     if isinstance(layer, nnx.LoRA):
         return with_term(kernel_of(layer.base_module), layer)
     kernel = layer.kernel[...]

@@ -112,6 +112,6 @@ def find_template(folder: Path) -> ChatTemplate | None:
 
 
 def token_text(value) -> str | None:
-    """Return the text of a special token, which is a text or an object with its content."""
+    """Return the text of a special token: the value, or its "content" if it is an object; None for anything else."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None

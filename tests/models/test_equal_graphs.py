@@ -105,7 +105,7 @@ def written_by_scheduler(model):
 @pytest.mark.parametrize("written", [written_by_stream, written_by_scheduler])
 @pytest.mark.fast
 def test_no_token_costs_a_hash_of_the_model(written, monkeypatch):
-    """jit asks for the hash of what it is compiled for at every call. That of a graph of 24 layers takes 14 ms."""
+    """jit asks for the hash of what it is compiled for at every call. A graph of 24 layers takes 14 ms."""
     model, count = made(), []
     written(model)
     hashed = nnx.GraphDef.__hash__

@@ -307,10 +307,10 @@ def spread_tokens(x: Float[Array, "B T *rest"], n: int, at: int) -> Float[Array,
 
 
 def spread_gates(g: Float[Array, "B T *rest"], n: int, at: int) -> Float[Array, "B rows *rest"]:
-    """Return n rows of gates for each token of g, of which row `at` is the token's and the others are 0.
+    """Return gates [B, T * n, ...] with n rows for each token: row t * n + at is g_t, and the others are 0, no decay.
 
-    A gate whose decay is 0 in the dtype of sums has a gradient of 0. Kernels form it as a difference of sums over tokens, and the
-    rows of one token, between which nothing decays, would leave their rounding in it.
+    Where exp(g) underflows to 0, the gradient is 0. Kernels form it as a difference of sums over tokens, of which only rounding
+    would be left.
     """
     floor = LOG_OF_NOTHING if promoted(g.dtype, jnp.float32) == jnp.float32 else -746.0
     return spread_tokens(jnp.where(g < floor, jax.lax.stop_gradient(g), g), n, at)

@@ -85,8 +85,8 @@ FAST_LEVELS = 3  # that are tried as the last: s of 32, 16 and 8
 WITH_ERASE = dataclasses.replace(PARAMS, reduction_scratch_bytes=16)
 # The largest |M| of a last level, as the integer with the bits of the float32 number. The factors e^M and e^-M of two tokens
 # are then between e^-60 and e^60, which leaves 1e12 on either side for q, k and sums over K (`common.limits`). The gate
-# of the first of 2 s tokens is in no M but that of its e, and may have any size. Products for j > i and in that row of e may be
-# inf or NaN; none is selected.
+# of the first of 2 s tokens is in no M but the one of its e, and may have any size. Products for j > i and in that row of e
+# may be inf or NaN; none is selected.
 FAST_BITS = int(np.float32(FAST_LIMIT).view(np.int32))
 
 Ref = Any
