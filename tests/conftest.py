@@ -1,5 +1,6 @@
 """Eight simulated devices, set before JAX starts, for the sharding tests; everything runs on the CPU."""
 
+import collections
 import gc
 import os
 from importlib.metadata import version
@@ -36,6 +37,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]):
         in_core = item.path.parent.name == "unit" and not item.get_closest_marker("rest")
         if in_core or item.get_closest_marker("fast"):
             item.add_marker("core")
+
+
+def pytest_addoption(parser: pytest.Parser):
+    parser.addoption(
+        "--part", default="0/1", help="K/N: of each test's cases every N-th from the K-th on, at least one"
+    )
+
+
+class Part:
+    """Keeps a part of the cases of each test, among those that -m and -k leave."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]):
+        part, parts = map(int, config.getoption("--part").split("/"))
+        cases = collections.defaultdict(list)
+        for item in items:
+            cases[item.nodeid.partition("[")[0]].append(item)
+        kept = {id(x) for found in cases.values() for x in found[part % min(parts, len(found)) :: parts]}
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+        items[:] = [item for item in items if id(item) in kept]
+
+
+def pytest_configure(config: pytest.Config):
+    config.pluginmanager.register(Part())
 
 
 GROWTH = 1 << 30  # bytes
