@@ -54,9 +54,9 @@ class Part:
         cases = collections.defaultdict(list)
         for item in items:
             cases[item.nodeid.partition("[")[0]].append(item)
-        kept = {id(x) for found in cases.values() for x in found[part % min(parts, len(found)) :: parts]}
-        config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
-        items[:] = [item for item in items if id(item) in kept]
+        chosen = {id(x) for found in cases.values() for x in found[part % min(parts, len(found)) :: parts]}
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
+        items[:] = [item for item in items if id(item) in chosen]
 
 
 def pytest_configure(config: pytest.Config):
