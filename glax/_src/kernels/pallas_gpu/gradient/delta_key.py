@@ -22,13 +22,12 @@ without the terms of a token with itself:
 
 where with `before_decay` the sum of e_s de_s is over s > t.
 
-The sums over pairs are taken in the levels of `chunks/pairs.py`, which are exact for all gates. For dP with x = scale q, and
-for dA with x = e, they are sums over the pairs around one reference, or over several such:
+The sums over pairs are taken in one level of `chunks/pairs.py`, or in all, which are exact for all gates. For dP with x = scale q, and
+for dA with x = e, they are sums over pairs with one reference, or over several such:
 
     dx_i  = e^{M_i} sum_j dP_ij (k_j e^{-M_j})          dk^_j = e^{-M_j} sum_i dP_ij (x_i e^{M_i})
 
-With `before_decay` the M_i of e is without the token's own gate, as in `chunks/pairs.py`. For the first of 2 s tokens it is 0
-here, because products with its rows are not masked.
+With `before_decay` the M_i of e is without the token's own gate, as in `chunks/pairs.py`, and 0 for a chunk's first token.
 
 dP, dA and the decayed tokens have two terms of bfloat16, so both sums have 16 bits. In dg the terms of a pair whose tokens are
 both behind the gate cancel, and leave an error of 16 bits.
@@ -67,7 +66,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.common.limits import LOG_OF_ZERO
-from glax._src.kernels.pallas_gpu.chunks.pairs import LEVELS, find_last_level, is_small
+from glax._src.kernels.pallas_gpu.chunks.pairs import FAST_BITS, LEVELS
 from glax._src.kernels.pallas_gpu.device import tiles
 from glax._src.kernels.pallas_gpu.device.launch import PARAMS, PROGRAM, by_role, launch
 from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Meeting, Pipeline, Ring
@@ -92,11 +91,11 @@ BF16 = jnp.bfloat16
 BLOCK = 64  # channels of K of an item
 SHAPE = (C, BLOCK)
 TERMS = 2
-D_SCALE, D_BETA = range(TERMS)  # rows of `Results.terms`; with e only the first row exists
+D_SCALE, D_BETA = range(TERMS)  # rows of `Results.terms`; with e there is the first
 QUERIES, KEYS = range(2)  # the roles that compute, and the places of their tiles
 ROLES = dict(queries=1, keys=1, load=1)
 NUMBERS, MATRICES = 4, 15
-TOKEN_BETA, LAST, OWN, EDGE = range(NUMBERS)  # rows of `Tiles.numbers`; with e the first row is not read
+TOKEN_BETA, LARGEST, OWN, EDGE = range(NUMBERS)  # rows of `Tiles.numbers`; with e none is read of the first
 
 Ref = Any
 
@@ -139,8 +138,7 @@ class Tiles(NamedTuple):
 
     matrices: Ref  # [MATRICES or one more, C, BLOCK]: those that properties name
     wide: Ref  # [1, C, BLOCK]: float32 gates as they are loaded, and at last dg; None for bfloat16
-    # [NUMBERS, C], by token: beta, the last level (first the largest |M|), dP_ii; by channel: e^{G_last} sum_v S dS'
-    numbers: Ref
+    numbers: Ref  # [NUMBERS, C], by token: beta, the largest |M|, dP_ii; by channel: e^{G_last} sum_v S dS'
     e: Ref  # [1, C, BLOCK]; at last de; None with beta
     lost: Ref  # [1, COLUMNS, C], of a step: what dX^T loses in bfloat16; None with beta
     # [TERMS, C, BLOCK]: decayed rows of dS' U in two terms, in the place of float32 gates once these are divided; None where they
@@ -311,7 +309,7 @@ class Program(ChunkProgram):
 class DeltaKeyPipeline(Pipeline):
     """Hold who waits for whom.
 
-    columns: a step's columns of V. channels: an item's channels of K. gates: their terms, and the last level. right: the decayed
+    columns: a step's columns of V. channels: an item's channels of K. gates: their terms, and the largest |M|. right: the decayed
     rows of k of a level. exchange: what one role hands to the other at the end of an item. lost: what dX loses in a step's
     columns; None with beta.
     """
@@ -520,29 +518,18 @@ def finish_keys_apart(p: Program, de, dk):
 
 
 def prepare_gates(p: Program):
-    """Raise gates to LOG_OF_ZERO, so that no sum has -inf, and divide those in float32 into two terms. Store the item's last
-    level, which is LEVELS where all are needed."""
+    """Raise gates to LOG_OF_ZERO, so that no sum has -inf, and divide those in float32 into two terms. Store the largest |M| of
+    every token."""
     t = p.tiles
     found = plgpu.load(t.given_gates, layout=tiles.WGMMA)
     found = jnp.maximum(found, found.dtype.type(LOG_OF_ZERO))
     for tile, term in zip(t.gates, (found,) if t.wide is None else split(found), strict=True):
         tile[...] = term
     plgpu.commit_smem()
-
-    def is_in_range(level):
-        M = p.summed(reference_sums(p, size_of(p, level), -1.0))
-        return is_small(t.row(LAST), jnp.max(jnp.abs(M), axis=1))
-
-    last = find_last_level(is_in_range)
-    plgpu.commit_smem()  # all warps have read the row
-    t.row(LAST)[...] = plgpu.layout_cast(jnp.broadcast_to(last.astype(jnp.float32), (C,)), BY_ROW)
+    M = p.summed(reference_sums(p, p.hidden(jnp.int32(HALF)), -1.0))
+    t.row(LARGEST)[...] = jnp.max(jnp.abs(M), axis=1)
     plgpu.commit_smem()
     p.pipeline.gates.stored()
-
-
-def size_of(p: Program, level):
-    """Return the tokens of a level's blocks, which the compiler does not know."""
-    return lax.shift_right_logical(p.hidden(jnp.int32(HALF)), jnp.int32(level))
 
 
 def store_edge(p: Program, products):
@@ -569,18 +556,18 @@ def whole(pair):
     return read(high) + read(rest)
 
 
-def last_level(p: Program):
-    """Return the level of the item that takes all pairs that are left, or LEVELS."""
-    found = plgpu.load(p.tiles.row(LAST), layout=tiles.in_every_warp(C))
-    return jnp.max(found).astype(jnp.int32)
+def is_in_range(p: Program):
+    """Return whether the item takes the fast form. Integers with the same bits are in the order of numbers above 0, and a warp
+    compares them in one instruction."""
+    found = plgpu.load(p.tiles.row(LARGEST), layout=tiles.in_every_warp(C))
+    return jnp.max(lax.bitcast_convert_type(found, jnp.int32)) <= FAST_BITS
 
 
 def reference_sums(p: Program, size, sign, own: bool = True):
     """Return the matrix [C, C] that sums gates between every token and its reference, for blocks of `size` tokens. In every
     second block these are the gates from its beginning through the token; in every first, those behind the token, times sign.
 
-    own: whether a token's own gate counts to those through it; else to those behind it, and the first of two blocks' tokens has
-    none.
+    own: whether a token's own gate counts to those through it; else to those behind it, and the chunk's first token has none.
     """
     i, j = p.lines()
     i = p.scanned(i)
@@ -589,8 +576,7 @@ def reference_sums(p: Program, size, sign, own: bool = True):
     if own:
         bounds = jnp.where(second, i & -size, i + 1), jnp.where(second, i, i | (size - 1))
     else:
-        first = (i & (2 * size - 1)) == 0
-        bounds = jnp.where(second, i & -size, jnp.where(first, C, i)), jnp.where(second, i - 1, i | (size - 1))
+        bounds = jnp.where(second, i & -size, jnp.where(i == 0, C, i)), jnp.where(second, i - 1, i | (size - 1))
     bounds = [p.scanned(x) for x in bounds][:: -1 if p.reverse else 1]
     first, last, factor = (by_row(x, PAIRS) for x in (*bounds, jnp.where(second, 1.0, sign)))
     j = by_column(j, PAIRS)
@@ -608,22 +594,21 @@ def tokens_of(p: Program, side: int):
 def sums_over_pairs(p: Program, side: int, left):
     """Return the two sums over pairs, [C, BLOCK] each: `left` with dx added, and dk^.
 
-    side: QUERIES, or KEYS, with the x of `tokens_of`. dx is dq / scale, or de. In a level that is not the last a token has one
-    factor: e^M in a second block, and e^-M in a first. The other may be inf, and is not formed.
+    side: QUERIES, or KEYS, with the x of `tokens_of`. dx is dq / scale, or de. In the exact form a token has one factor in
+    a level: e^M in a second block, and e^-M in a first. The other may be inf, and is not formed.
     """
-    t, last = p.tiles, last_level(p)
+    t, is_fast = p.tiles, is_in_range(p)
     is_before = p.before_decay and side == KEYS
+
+    def down(up):
+        """Return e^{-M} or, in the exact form, the decay of tokens in the first of two blocks."""
+        fast = plgpu.layout_cast(jnp.broadcast_to(is_fast, SHAPE), tiles.WGMMA)
+        return jnp.where(fast, 1.0 / up, up)
 
     def advance(level, found):
         left, right = found
-        size, is_last = size_of(p, level), level == last
-        sign = jnp.where(is_last, -1.0, 1.0)
-
-        def down(up):
-            """Return e^{-M}, or where the level is not the last the decay of tokens in the first of two blocks."""
-            last_of_all = plgpu.layout_cast(jnp.broadcast_to(is_last, SHAPE), tiles.WGMMA)
-            return jnp.where(last_of_all, 1.0 / up, up)
-
+        size = lax.shift_right_logical(p.hidden(jnp.int32(HALF)), level)
+        sign = jnp.where(is_fast, -1.0, 1.0)
         M = up = None
         if not is_before:
             M = p.summed(reference_sums(p, size, sign)) * LOG2E
@@ -653,10 +638,9 @@ def sums_over_pairs(p: Program, side: int, left):
         def product(turned, terms):
             """Return the pairs of the level @ the terms of tokens, without the product of what both lose in bfloat16."""
             i, j = p.lines()
-            # The highest bit in which the positions of two tokens differ is the size of the blocks between which they lie. The
-            # last level takes the pairs with no higher bit.
-            apart = by_row(i ^ jnp.where(is_last, 0, size), PAIRS) ^ by_column(j, PAIRS)
-            chosen = tiles.indicator(apart < jnp.where(is_last, 2 * size, size))
+            # The highest bit in which the positions of two tokens differ is the size of the blocks between which they lie.
+            apart = by_row(i ^ jnp.where(is_fast, 0, size), PAIRS) ^ by_column(j, PAIRS)
+            chosen = tiles.indicator(apart < jnp.where(is_fast, C, size))
             high, rest = (plgpu.load(turned(x), layout=tiles.WGMMA) * chosen for x in t.pairs(side))
             return tiles.product(SHAPE, (high, terms[0]), (rest, terms[0]), (high, terms[1]))
 
@@ -670,7 +654,7 @@ def sums_over_pairs(p: Program, side: int, left):
             p.pipeline.right.acquire()
         return left, right
 
-    return lax.fori_loop(0, jnp.minimum(last + 1, LEVELS), advance, (left, zeros(SHAPE)))
+    return lax.fori_loop(0, jnp.where(is_fast, 1, LEVELS), advance, (left, zeros(SHAPE)))
 
 
 def store_gates(p: Program):
