@@ -12,6 +12,7 @@ stored prefixes had. first_s: seconds of the untimed run.
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -56,7 +57,7 @@ class Prompts:
 
 
 def by_scheduler(options, model, count: int):
-    """Return what serves prompts: (seconds, seconds to each first token, tokens of prompts that stored prefixes had)."""
+    """Return run(prompts) -> (seconds, seconds to each first token, tokens of prompts that stored prefixes had)."""
     scheduler = glax.server.Scheduler(
         model, capacity=count, rows=options.rows, max_length=options.prompt + options.answer, queue=count,
         prefix_bytes=options.prefix_bytes,
@@ -70,7 +71,7 @@ def by_scheduler(options, model, count: int):
 
         for number, prompt in enumerate(prompts):
             request = glax.server.Request(prompt, max_tokens=options.answer)
-            scheduler.submit(request, lambda event, number=number: receive(number, event))
+            scheduler.submit(request, functools.partial(receive, number))
         while scheduler.round():
             pass
         finished = scheduler.counts().finished
@@ -91,7 +92,7 @@ def by_generate(options, model, count: int):
 
 
 def by_transformers(options, model, count: int):
-    """Also a way to run: transformers reads the folder that glax writes. It needs fla for GLA, whose own model code this is."""
+    """Return the same by transformers on the folder that glax writes. GLA's own model code there is fla's."""
     import fla  # noqa: F401, which registers its models
     import torch
     from transformers import AutoModelForCausalLM

@@ -41,7 +41,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]):
 
 def pytest_addoption(parser: pytest.Parser):
     parser.addoption(
-        "--part", default="0/1", help="K/N: of each test's cases every N-th from the K-th on, at least one"
+        "--part",
+        default="0/1",
+        help="K/N, K from 0: of each test's cases the K-th and every N-th behind it, at least one",
     )
 
 

@@ -78,7 +78,7 @@ class OwnRecurrenceOptions(ConvolutionOptions, NormOptions, total=False):
 
 class LinearAttention(Layer):
     """Compute y = W_o (norm(o) * gate_fn(W_s x)) for o = recurrence(q, k, v) of each head, with q, k, v = conv(W x). Subclasses
-    define the gates.
+    define the gates. W_s is the projection of the output's gate.
 
     width: the width of x and y. num_heads: H, the heads of the output. `Options` has the other arguments.
     num_query_heads, num_key_heads: num_heads and num_kv_heads if None. num_updates: how many k and v a token has, each of all

@@ -174,7 +174,8 @@ def test_at_the_limit_of_the_last_level(level, inside, outside, reverse, interpr
     "gate", [pytest.param(-1.875, marks=pytest.mark.few), -1.8828125, -3.75, -3.765625, -7.5, -7.53125]
 )
 def test_gradients_at_the_limits_of_levels(gate, interpreter):
-    """Steady gates just inside and outside of what makes a level the last, beside channels with gates as drawn."""
+    """Steady gates just inside and outside of what makes a level of the forward the last, beside channels with gates as drawn.
+    The gradient forms the pairs again."""
     case = delta("gk", T=70, **IN_BFLOAT16).case
     inputs = case.inputs(Draw(beta="to 2"))
     inputs["gk"] = inputs["gk"].at[..., 9:20].set(gate)

@@ -106,9 +106,9 @@ def written_by_scheduler(model):
 @pytest.mark.fast
 def test_no_token_costs_a_hash_of_the_model(written, monkeypatch):
     """jit asks for the hash of what it is compiled for at every call. A graph of 24 layers takes 14 ms."""
-    model, count = made(), []
+    model, hashes = made(), []
     written(model)
     hashed = nnx.GraphDef.__hash__
-    monkeypatch.setattr(nnx.GraphDef, "__hash__", lambda graph: count.append(1) or hashed(graph))
+    monkeypatch.setattr(nnx.GraphDef, "__hash__", lambda graph: hashes.append(1) or hashed(graph))
     assert len(written(model)) == 6
-    assert len(count) == 1
+    assert len(hashes) == 1

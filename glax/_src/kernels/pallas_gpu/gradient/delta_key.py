@@ -22,8 +22,8 @@ without the terms of a token with itself:
 
 where with `before_decay` the sum of e_s de_s is over s > t.
 
-The sums over pairs are taken in one level of `chunks/pairs.py`, or in all, which are exact for all gates. For dP with
-x = scale q, and for dA with x = e, they are sums over pairs with one reference, or over several such:
+The sums over pairs are taken in the first level of `chunks/pairs.py` in its fast form, or in all of them in the exact form.
+For dP with x = scale q, and for dA with x = e, they are sums over pairs with one reference, or over several such:
 
     dx_i  = e^{M_i} sum_j dP_ij (k_j e^{-M_j})          dk^_j = e^{-M_j} sum_i dP_ij (x_i e^{M_i})
 
