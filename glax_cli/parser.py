@@ -211,13 +211,18 @@ def add_generate(commands):
     parser.add_argument("--stop", action="append", metavar="TEXT", help=help)
     help = "print the logarithm of each token's probability in the model"
     parser.add_argument("--log-probs", action="store_true", help=help)
+    add_loading(parser)
+    parser.add_argument("--adapter", type=a_path, metavar="FOLDER", help="an adapter of peft, added to the model")
+
+
+def add_loading(parser):
+    """Add the options of commands that load a folder and compile its model."""
     help = "do not store compiled programs in the cache folder, nor read them from there"
     parser.add_argument("--no-compilation-cache", dest="compilation_cache", action="store_false", help=help)
     parser.add_argument(
         "--dtype", choices=DTYPES, help="of the parameters and the activations (default: as in the folder)"
     )
     parser.add_argument("--tokenizer", type=a_path, metavar="FILE", help="a tokenizer.json")
-    parser.add_argument("--adapter", type=a_path, metavar="FOLDER", help="an adapter of peft, added to the model")
 
 
 def add_serve(commands):
@@ -255,12 +260,7 @@ def add_serve(commands):
     parser.add_argument("--grace", type=number(0, 1e6), default=30.0, metavar="X", help=help)
     help = "a file with the key that clients must send (default: the variable GLAX_API_KEY, else none)"
     parser.add_argument("--api-key-file", type=a_path, metavar="FILE", help=help)
-    help = "do not store compiled programs in the cache folder, nor read them from there"
-    parser.add_argument("--no-compilation-cache", dest="compilation_cache", action="store_false", help=help)
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="of the parameters and the activations (default: as in the folder)"
-    )
-    parser.add_argument("--tokenizer", type=a_path, metavar="FILE", help="a tokenizer.json")
+    add_loading(parser)
 
 
 def add_train(commands):
