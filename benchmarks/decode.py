@@ -5,16 +5,19 @@ python benchmarks/decode.py --platform cuda --alone
 python benchmarks/decode.py --profile                  # also the time of one kernel by JAX's profiler
 python benchmarks/decode.py --draft 4 16 --platform cuda       # verify and commit drafts of so many tokens
 python benchmarks/decode.py --draft 16 --platform cuda --gathered     # the same by kernels of whole sequences
+python benchmarks/decode.py --replay 8 --platform cuda --alone # also by a StatePool that writes a state every 8 tokens
 python benchmarks/decode.py --prefix                   # the demo's model by steps against recomputing the prefix, and a picture
 
 A program advances the layers of one model by several tokens or drafts, each layer in a pool of its own that is donated.
 The calls of a peer for one token are captured in one CUDA graph. Times are those of one layer's step, verification or commit.
 `copy_share`: the bytes of its states over the time, as a share of the rate of a copy. A step and a commit read and write a state
-once, a verification reads it once.
+once, a verification reads it once. With --replay they count as many, so that a share may be above that of a copy; each slot is at
+a place of its own of its ring.
 """
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -30,6 +33,7 @@ from meters import interleaved, kernels
 from output import table, write
 
 import glax
+import glax.serving
 from glax._src.core.registry import Backend, kernel_registry
 from glax._src.kernels import load_kernels
 from glax.cli.measure import Way, copy_gbytes
@@ -132,8 +136,11 @@ class Steps:
             return jax.lax.fori_loop(0, shape.tokens, advanced, (pools, self.arrays["query"]))
 
         self.run_steps = jax.jit(steps, donate_argnums=0)
-        self.pools = tuple(jnp.zeros((rows, shape.H, shape.K, shape.V), shape.state) for _ in range(shape.layers))
+        self.pools = tuple(self.pool(rows) for _ in range(shape.layers))
         jax.block_until_ready(self())
+
+    def pool(self, rows: int):
+        return jnp.zeros((rows, self.shape.H, self.shape.K, self.shape.V), self.shape.state)
 
     def layer(self, pool, query):
         arrays = self.arrays | dict(query=query)
@@ -142,6 +149,24 @@ class Steps:
     def __call__(self):
         self.pools, query = self.run_steps(self.pools)
         return query
+
+
+class Replays(Steps):
+    """`layers` steps of glax in one program, with pools that write a state every `replay` tokens."""
+
+    def __init__(self, shape: Decode, platform: str | None, replay: int, state: str):
+        self.replay, self.state = replay, state
+        super().__init__(shape, platform)
+
+    def pool(self, rows: int):
+        form = {"gk": "key", "g": "head", "g_gamma": "constant"}[self.shape.gate] + "+beta" * self.shape.delta
+        heads, widths = (self.shape.G, self.shape.G, self.shape.H), (self.shape.K, self.shape.V)
+        own = dict(replay=self.replay, form=form, token_dtype=self.shape.dtype)
+        pool = glax.serving.StatePool(rows, heads, widths, self.state, **own)
+        return pool.replace(length=jnp.arange(rows, dtype=jnp.int32) % self.replay)
+
+    def layer(self, pool, query):
+        return pool.step(**self.arrays | dict(query=query), slots=self.slots)
 
 
 class Verifications(Steps):
@@ -224,11 +249,15 @@ def measured(shape: Decode, args, gbytes: float) -> list[dict]:
     """Return a line of results for each platform and peer, in microseconds a layer's step."""
     ways, passes = [], {}
     modes = dict(verify=Verifications, commit=Commits) if shape.draft else dict(decode=Steps)
+    for replay in args.replay:
+        for state in dict.fromkeys((shape.state, *args.states)):
+            own = functools.partial(Replays, replay=replay, state=state)
+            modes[f"replay {replay}, {state}"] = own
     for platform in args.platform:
         for mode, make in modes.items():
             try:
                 ways.append(Way(platform, make(shape, None if platform == "auto" else platform), calls=shape.tokens))
-                passes[len(ways) - 1] = mode, make.passes
+                passes[len(ways) - 1] = mode, getattr(make, "func", make).passes
             except glax.UnsupportedError as refused:
                 print(f"{shape.name}: {platform}: {refused}", file=sys.stderr)
     if not args.alone and importlib.util.find_spec("fla") and shape.P is None and not shape.draft:
@@ -302,6 +331,15 @@ def main():
     add("--only", nargs="+", metavar="NAME", help="of a shape")
     add("--alone", action="store_true", help="without peers")
     add("--draft", nargs="+", type=int, default=[], metavar="TOKENS", help="instead of steps")
+    add(
+        "--replay",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="TOKENS",
+        help="also steps that write states every so many tokens",
+    )
+    add("--states", nargs="+", default=[], metavar="DTYPE", help="of the states of --replay, beside the shape's own")
     add("--gathered", action="store_true", help="without the kernels that take several tokens in a pool")
     add("--profile", action="store_true")
     add("--prefix", action="store_true")

@@ -3,11 +3,15 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <barrier>
 #include <cmath>
 #include <cstring>
 #include <memory>
 #include <thread>
+#include <tuple>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 using std::max;
@@ -16,7 +20,7 @@ using std::min;
 #define __device__
 #define __global__
 #define __shared__ static
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 
 struct uint2 { unsigned int x, y; };
 struct uint4 { unsigned int x, y, z, w; };
@@ -55,6 +59,14 @@ inline float __uint_as_float(unsigned int x) { return bits_as<float>(x); }
 inline unsigned int __float_as_uint(float x) { return bits_as<unsigned int>(x); }
 inline float float_of_half(unsigned short bits) { return static_cast<float>(bits_as<_Float16>(bits)); }
 inline unsigned int half_of_float(float x) { return bits_as<unsigned short>(static_cast<_Float16>(x)); }
+
+inline int atomicAdd(int* x, int added) { return std::exchange(*x, *x + added); }  // blocks run one after the other
+
+inline void atomicMax(unsigned int* x, unsigned int y) {
+  std::atomic_ref<unsigned int> shared(*x);
+  for (unsigned int found = shared; found < y && !shared.compare_exchange_weak(found, y);) {
+  }
+}
 
 template <typename T>
 inline T __ldcs(const T* x) { return *x; }

@@ -1,4 +1,4 @@
-"""Run device/scan.cu on the host: compiled by the C++ compiler behind emulate_cuda.h, called by jax.pure_callback."""
+"""Run device/*.cu on the host: compiled by the C++ compiler behind emulate_cuda.h, called by jax.pure_callback."""
 
 import ctypes
 import functools
@@ -10,17 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from glax._src.kernels.cuda import scan
-from glax._src.kernels.cuda.images import DEVICE, SOURCES
+from glax._src.kernels.cuda.images import DEVICE, HEADERS
 
 HEADER = pathlib.Path(__file__).with_name("emulate_cuda.h")
+# Calls a kernel, whose arguments are pointers, then numbers.
 RUN = """
-extern "C" void run(int blocks, int threads, void** x, int T, int N) {
-  run_blocks(blocks, threads, [=] {
-    scan(x[0], x[1], x[2], x[3], x[4], x[5], static_cast<float*>(x[6]), static_cast<float*>(x[7]), x[8], x[9], x[10],
-         static_cast<int*>(x[11]), static_cast<int*>(x[12]), x[13], x[14], x[15], T, N);
-  });
-}
+template <typename A>
+A next_argument(void**& x, int*& numbers) {{
+  if constexpr (std::is_pointer_v<A>) return static_cast<A>(*x++);
+  else return *numbers++;
+}}
+template <typename... A>
+void run_kernel(void (*kernel)(A...), int blocks, int threads, void** x, int* numbers) {{
+  const std::tuple<A...> given{{next_argument<A>(x, numbers)...}};
+  run_blocks(blocks, threads, [=] {{ std::apply(kernel, given); }});
+}}
+extern "C" void run(int blocks, int threads, void** x, int* numbers) {{ run_kernel({kernel}, blocks, threads, x, numbers); }}
 """
 
 
@@ -37,10 +42,10 @@ def precompiled(folder: pathlib.Path) -> pathlib.Path:
 
 
 @functools.cache
-def compiled(constants: tuple[tuple[str, int], ...], folder: pathlib.Path) -> ctypes.CDLL:
+def compiled(kernel: str, constants: tuple[tuple[str, int], ...], folder: pathlib.Path) -> ctypes.CDLL:
     lines = [f'#include "{precompiled(folder)}"', *(f"constexpr int {name} = {value};" for name, value in constants)]
-    lines += [(DEVICE / name).read_text() for name in SOURCES if name != "half.cuh"]
-    source = "\n".join(lines) + RUN
+    lines += [(DEVICE / name).read_text() for name in (*HEADERS, f"{kernel}.cu") if name != "half.cuh"]
+    source = "\n".join(lines) + RUN.format(kernel=kernel)
     path = folder / f"{hashlib.sha256(source.encode()).hexdigest()[:16]}.cc"
     path.write_text(source)
     subprocess.run(["g++", *FLAGS, "-shared", str(path), "-o", str(path.with_suffix(".so"))], check=True)
@@ -48,26 +53,26 @@ def compiled(constants: tuple[tuple[str, int], ...], folder: pathlib.Path) -> ct
 
 
 def emulated(folder: pathlib.Path):
-    """Return what takes the place of `scan.launch`."""
+    """Return what takes the place of `scan.launch_kernel`."""
 
-    def launch(r, config, operands, results, flags, aliases=None):
-        constants, blocks = scan.plan(r, config, flags)
-        library = compiled(tuple(constants.items()), folder)
+    def launch_kernel(kernel, constants, blocks, threads, operands, results, numbers, aliases=None):
+        library = compiled(kernel, tuple(constants.items()), folder)
         absent = [x is None for x in operands]
         operands = [jnp.zeros(0, jnp.float32) if x is None else x for x in operands]
 
         def run(*arrays):
             arrays = [np.array(x) for x in arrays]
             # Every result starts as NaN, or for one in place as its operand.
-            outputs = [np.full(x.shape, np.nan, x.dtype) for x in results]
+            outputs = [np.full(x.shape, np.nan, x.dtype) if i not in in_place else None for i, x in enumerate(results)]
             for operand, output in (aliases or {}).items():
                 outputs[output] = arrays[operand]
             pointers = [None if none else x.ctypes.data for none, x in zip(absent, arrays, strict=True)]
             pointers += [x.ctypes.data for x in outputs]
             given = (ctypes.c_void_p * len(pointers))(*pointers)
-            library.run(blocks, config.threads, given, r.q.shape[1], r.num_sequences)
+            library.run(blocks, threads, given, (ctypes.c_int * len(numbers))(*numbers))
             return outputs
 
+        in_place = (aliases or {}).values()
         return jax.pure_callback(run, results, *operands)
 
-    return launch
+    return launch_kernel

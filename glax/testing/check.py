@@ -13,7 +13,9 @@ import jax.numpy as jnp
 
 from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.core.registry import Backend, KernelSpec, Role, kernel_registry
+from glax._src.core.ring import RingedStates
 from glax._src.kernels import load_kernels
+from glax._src.serving.replay import new_tokens
 from glax._src.solve.autodiff import solve
 from glax._src.solve.dispatch import Choice
 from glax.testing.cases import CASES, EXTREME, QUICK, Case, cotangents, recurrence
@@ -208,12 +210,25 @@ def forward_of(spec: KernelSpec, program: Callable) -> Callable[[Recurrence], An
 
     def run(r: Recurrence) -> Outputs:
         config = spec.config.heuristic(r)
+        if spec.role is Role.REPLAY:
+            output, pool = program(
+                r.replace(initial_state=None), without_tokens(r), jnp.arange(r.num_sequences), config=config
+            )
+            return Outputs(output[:, None], pool.states)
         if spec.is_pooled:
             every_slot = jnp.arange(r.num_sequences)
             return program(r.replace(initial_state=None), r.initial_state, every_slot, config=config)
         return program(r, config=config)
 
     return run
+
+
+def without_tokens(r: Recurrence) -> RingedStates:
+    """Return the initial states of r with empty rings, which write a state at every token."""
+    assert r.initial_state is not None
+    ring = jax.tree.map(jnp.zeros_like, new_tokens(r, jnp.float32))
+    length, drafted = jnp.zeros((2, r.num_sequences), jnp.int32)
+    return RingedStates(r.initial_state, ring, length, drafted, 1)
 
 
 def gradient_of(spec: KernelSpec, program: Callable) -> Callable[..., Recurrence]:

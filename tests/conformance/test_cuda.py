@@ -11,12 +11,12 @@ import pytest
 
 from glax._src.core.bind import bind
 from glax._src.core.registry import kernel_registry
-from glax._src.kernels.cuda import scan, step_priority
+from glax._src.kernels.cuda import replay, scan, step_priority
 from glax._src.kernels.cuda.config import CudaConfig
 from glax.testing.reference import reference
 from tests.cases import Case, all_cases, recurrence
 from tests.close import assert_close
-from tests.conformance.test_replay import assert_served, case_of, kernels_on_a_pool
+from tests.conformance.test_replay import assert_no_drift, assert_served, case_of, kernels_on_a_pool
 from tests.delta_cases import BEFORE_DECAY, DeltaCase, Draw
 from tests.emulate_cuda import emulated
 from tests.poison import dispatched, leaks, operands_of, packed, segmented
@@ -70,7 +70,7 @@ TOKENS = [
 @pytest.fixture(scope="module", autouse=True)
 def on_host(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scan, "launch", emulated(tmp_path_factory.mktemp("cuda")))
+        patch.setattr(scan, "launch_kernel", emulated(tmp_path_factory.mktemp("cuda")))
         yield
 
 
@@ -158,9 +158,52 @@ def test_replayed_states_are_read_and_advanced_in_the_pool(form, erasure):
     def verify(r, pool, slots):
         return scan.recurrent_verify(r, pool, slots, config)
 
-    with kernels_on_a_pool(step, verify) as calls:
+    with kernels_on_a_pool(step=step, verify=verify) as calls:
         assert_served(case_of(form, erasure, T=6, heads=(1, 1, 2), V=8), Draw("-inf on 5%"), replay=3)
     assert calls["step"] and calls["verify"]
+
+
+@pytest.mark.parametrize(
+    "form,erasure,changes",
+    [
+        ("none", "+beta", {}),
+        ("constant", "", dict(heads=(1, 1, 2))),
+        ("head", "+beta", dict(heads=(1, 1, 2), K=40, V=24, threads=64)),
+        ("key", "", dict(heads=(2, 1, 2), V=8, dtype="bfloat16")),
+        ("key", "+beta", dict(replay=12)),
+        ("value", "+erase+write", dict(replay=12, drafts=0)),
+        ("key+value", "+erase+along", {}),
+        ("key+value", "+erase+write+along", dict(replay=12)),
+    ],
+    ids=str,
+)
+def test_a_step_of_ringed_states(form, erasure, changes):
+    """Steps of a `StatePool` by one kernel, between drafts and their commits by others, against the token loop."""
+    changes = dict(replay=5, threads=32, T=16) | changes
+    config = CudaConfig(threads=changes.pop("threads"), columns=8)
+    ring = {name: changes.pop(name) for name in ("replay", "drafts") if name in changes}
+
+    def run(r, pool, slots):
+        return replay.recurrent_replay(r, pool, slots, config)
+
+    with kernels_on_a_pool(replay=run) as calls:
+        for draw in (Draw(), Draw("-inf on 5%", "to 2"), Draw("+0.05")):
+            assert_served(case_of(form, erasure, **changes), draw, **ring)
+    assert calls["replay"]
+
+
+@pytest.mark.parametrize("name,dtype,changes", [
+    ("key", "int8", {}), ("head+beta", "int8", dict(replay=20)), ("key", "float8_e4m3fn", {}),
+])  # fmt: skip
+def test_a_step_of_ringed_states_of_8_bits(name, dtype, changes):
+    config = CudaConfig(threads=64, columns=32)
+
+    def run(r, pool, slots):
+        return replay.recurrent_replay(r, pool, slots, config)
+
+    with kernels_on_a_pool(replay=run) as calls:
+        assert_no_drift(name, dtype, T=60, **changes)
+    assert calls["replay"]
 
 
 def test_every_shape_of_block_covers_the_state():

@@ -166,12 +166,16 @@ def decoded(is_constant: bool, pool, inputs):
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("name", ["key", "head+beta", "none+beta"])
 def test_states_of_8_bits_do_not_drift(name, dtype):
+    assert_no_drift(name, dtype)
+
+
+def assert_no_drift(name: str, dtype: str, T: int = 600, **changes):
     """Outputs are off by the rounding of one read, and the state in full by far less, however often it was written."""
     decay, _, erasure = name.partition("+")
-    sizes = dict(B=2, T=600, heads=(2, 2, 2), K=32, V=32)
+    sizes = dict(B=2, T=T, heads=(2, 2, 2), K=32, V=32)
     case = case_of(decay, "+" + erasure if erasure else "", **sizes)
     inputs = case.inputs(Draw("mild"))
-    pool = serving.StatePool(2, 2, 32, dtype, replay=4, form=name)
+    pool = serving.StatePool(2, 2, 32, dtype, **dict(replay=4) | changes, form=name)
     first = inputs.pop("initial_state")
     pool = pool.replace(states=CompactStates.of(first, dtype))
     final, output = decoded(False, pool, inputs)
@@ -180,19 +184,20 @@ def test_states_of_8_bits_do_not_drift(name, dtype):
     once, whole = dict(int8=(0.02, 2e-3), float8_e4m3fn=(0.06, 2e-2))[dtype]
     if "beta" in name:  # what a token erases is read from the rounded state, and so is written with its error
         whole = once
-    for half in (slice(0, 300), slice(300, 600)):
+    for half in (slice(0, T // 2), slice(T // 2, T)):
         assert_close("output", np.moveaxis(output, 0, 1)[:, half], want.output[:, half], once)
     assert_close("state", final.states_of(), want.final_state, whole)
 
 
 @contextlib.contextmanager
-def kernels_on_a_pool(step, verify):
-    """Kernels of these functions (r, pool, slots) are chosen for every pool. Yields the calls that each had while tracing."""
+def kernels_on_a_pool(**kernels):
+    """Kernels, functions (r, pool, slots) by their roles, are chosen for every pool. Yields the calls that each role had while
+    tracing."""
     calls = collections.Counter()
 
-    def counted(run):
+    def counted(role, run):
         def call(r, pool, slots, *, config):
-            calls[run.__name__] += 1
+            calls[role] += 1
             return run(r, pool, slots)
 
         return call
@@ -200,9 +205,9 @@ def kernels_on_a_pool(step, verify):
     jax.clear_caches()
     programs.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        for role, run in (("step", step), ("verify", verify)):
-            name = f"recurrent.{role}"
-            spec = KernelSpec(name, Platform.XLA, Backend.ANY, counted(run), priority=lambda r: 99)
+        for role, run in kernels.items():
+            own = dict(erases=True, erases_before_decay=True, erases_along=True, priority=lambda r: 99)
+            spec = KernelSpec(f"recurrent.{role}", Platform.XLA, Backend.ANY, counted(role, run), **own)
             patch.setitem(kernel_registry.kernels, spec.name, spec)
         yield calls
     jax.clear_caches()
@@ -222,7 +227,7 @@ def pooled():
     def verify(r, pool, slots):
         return step(r, pool, slots)[0]
 
-    with kernels_on_a_pool(step, verify) as calls:
+    with kernels_on_a_pool(step=step, verify=verify) as calls:
         yield calls
 
 

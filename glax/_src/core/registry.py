@@ -51,6 +51,7 @@ class Role(enum.StrEnum):
     VJP = enum.auto()
     STEP = enum.auto()  # outputs and states, which lie in a pool and are updated there
     VERIFY = enum.auto()  # outputs alone, with the states in a pool that stays as it is
+    REPLAY = enum.auto()  # outputs of one token, with states and replay rings, which lie in a pool and are updated there
 
 
 def refused_form(form: str, forms: Iterable[str], what: str = "decays") -> str:
@@ -114,7 +115,8 @@ class KernelSpec:
 
     run:      (recurrence, config=) -> Outputs; for "<algorithm>.vjp" (recurrence, d_output, d_final, config=) -> Recurrence;
               for "<algorithm>.step" (recurrence of few tokens, pool, slots, config=) -> (output, pool), slot -1 for none;
-              for "<algorithm>.verify" the same operands -> output
+              for "<algorithm>.verify" the same operands -> output;
+              for "<algorithm>.replay" (recurrence of one token, RingedStates, slots, config=) -> (output, RingedStates)
     forward_with_residuals: (recurrence, config=) -> (Outputs, Residuals), if the gradient kernel of the same algorithm and
               platform takes `residuals` instead of recomputing them; else None
     route:    (recurrence, *cotangents, config=) -> (how the kernel runs them in a line, or "", {the faster form of the kernel
@@ -186,7 +188,7 @@ class KernelSpec:
     @property
     def is_pooled(self) -> bool:
         """Return whether the kernel takes a pool of states and slots."""
-        return self.role in (Role.STEP, Role.VERIFY)
+        return self.role in (Role.STEP, Role.VERIFY, Role.REPLAY)
 
     def refusal(self, r: Recurrence, config: Config | None = None) -> str | None:
         """Return why this kernel refuses to run r here with that config. Return None if the kernel is able to."""

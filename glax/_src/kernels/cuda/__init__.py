@@ -43,14 +43,14 @@ def refusal(r: Recurrence) -> str | None:
     return other_dtype(r, STORED) or empty(r) or too_wide(r, WIDEST, WIDEST) or installation()
 
 
-def pooled_refusal(r: Recurrence) -> str | None:
-    """Return why the kernels on a pool of states do not support r, or None."""
+def pooled_refusal(r: Recurrence, stored: tuple[str, ...] = STORED) -> str | None:
+    """Return why the kernels on a pool of states do not support r, or None. stored: the dtypes of states."""
     if r.boundaries is not None:
         return "takes the same number of tokens of each sequence, got cu_seqlens: `recurrent` takes packed sequences"
     if r.q.shape[1] >= SHORT:
         return f"takes fewer than {SHORT} tokens of each sequence, got T={r.q.shape[1]}: `recurrent` takes more"
-    if r.initial_state is not None and str(r.initial_state.dtype) not in STORED:
-        return f"takes states in {' or '.join(STORED)}, got {r.initial_state.dtype}: cast the pool, or {XLA}"
+    if r.initial_state is not None and str(r.initial_state.dtype) not in stored:
+        return f"takes states in {' or '.join(stored)}, got {r.initial_state.dtype}: cast the pool, or {XLA}"
     return refusal(r)
 
 
@@ -109,3 +109,21 @@ def recurrent_verify(r: Recurrence, pool, slots, *, config: CudaConfig):
     from glax._src.kernels.cuda import scan
 
     return scan.recurrent_verify(r, pool, slots, config)
+
+
+def replay_refusal(r: Recurrence) -> str | None:
+    """Return why `recurrent_replay` does not support r, or None."""
+    if (why := pooled_refusal(r, (*STORED, "int8", "float8_e4m3fn"))) is not None:
+        return why
+    from glax._src.kernels.cuda import replay
+
+    return replay.refusal(r)
+
+
+@register("recurrent.replay", supports=replay_refusal)
+def recurrent_replay(r: Recurrence, pool, slots, *, config: CudaConfig):
+    """Advance each sequence by one token. Its state in the pool and its replay ring are read once, and the state is written where
+    the ring is then full."""
+    from glax._src.kernels.cuda import replay
+
+    return replay.recurrent_replay(r, pool, slots, config)

@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 import math
 
+from jax import Array
+
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import Config, check_field
 from glax._src.kernels.common.gpu import multiprocessors
@@ -13,15 +15,22 @@ HELD_BY_STEP = (
     64  # most numbers of the state in a thread that decodes one token: two blocks of 256 then share a multiprocessor
 )
 HELD_BY_TOKENS = 32  # the same where a thread scans several tokens
+WHOLE = HELD_BY_STEP * 512  # most numbers of a state in 8 bits, which a block has whole
+WIDEST_WHOLE = 256  # columns of it
+
+
+def is_compact(states: Array | None) -> bool:
+    """Return whether states are stored in 8 bits."""
+    return states is not None and states.dtype.itemsize == 1
 
 
 def layout_of(V: int, columns: int, state_bytes: int) -> tuple[int, int]:
-    """Return (lanes, vector): the threads that share a row of the state, and the columns that each reads in one access.
+    """Return (lanes, vector): the threads that share a row of the state, and the columns that each reads in one access, at most 8.
 
     The product of both is the number of columns in a block: `columns`, or fewer where V has fewer, and where 32 threads cannot
     read as many in one access each. state_bytes: the bytes of an element of a stored state.
     """
-    vector = math.gcd(V, columns, 16 // state_bytes)
+    vector = math.gcd(V, columns, min(8, 16 // state_bytes))
     return min(32, max(1, columns // vector), 1 << (-(-V // vector) - 1).bit_length()), vector
 
 
@@ -41,13 +50,16 @@ class CudaConfig(Config):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> "CudaConfig":
-        """Return 256 threads and at most 128 columns.
+        """Return 256 threads and at most 128 columns, and for states in 8 bits all columns where they are not too many.
 
         The columns are halved while a thread would hold more than HELD_BY_STEP or HELD_BY_TOKENS numbers of the state, and while
         there are fewer than two blocks for each multiprocessor.
         """
         K, V = r.q.shape[3], r.v.shape[3]
-        columns = min(128, 1 << (V - 1).bit_length())
+        whole = 1 << (V - 1).bit_length()
+        if is_compact(r.initial_state) and whole <= WIDEST_WHOLE and K * whole <= WHOLE:
+            return cls(max(128, 1 << (K * whole // HELD_BY_STEP - 1).bit_length()), whole)
+        columns = min(128, whole)
         threads = 256
         held = HELD_BY_STEP if r.q.shape[1] == 1 else HELD_BY_TOKENS
         while columns > 16 and K * columns > held * threads:

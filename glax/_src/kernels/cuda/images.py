@@ -10,7 +10,7 @@ from glax._src.core.files import cache_folder, make_folders, read_trusted, repla
 from glax._src.kernels.cuda.nvrtc import Compiler, load_compiler
 
 DEVICE = Path(__file__).parent / "device"
-SOURCES = ("half.cuh", "values.cuh", "decay.cuh", "scan.cu")
+HEADERS = ("half.cuh", "values.cuh", "decay.cuh", "block.cuh")  # of every kernel, in this order
 MARK = b"glax cuda image 1\n"  # a file continues with the digest of the code, and the code
 
 
@@ -23,13 +23,13 @@ class Image:
 
 
 @functools.cache
-def device_source() -> str:
-    return "\n".join((DEVICE / name).read_text() for name in SOURCES)
+def device_source(kernel: str) -> str:
+    return "\n".join((DEVICE / name).read_text() for name in (*HEADERS, f"{kernel}.cu"))
 
 
 @functools.cache
-def image_of(constants: tuple[tuple[str, int], ...], architecture: str) -> Image:
-    """Return the program with these constants for an architecture such as "sm_90".
+def image_of(kernel: str, constants: tuple[tuple[str, int], ...], architecture: str) -> Image:
+    """Return the program of device/<kernel>.cu with these constants for an architecture such as "sm_90".
 
     Stored code is used if its digest is right and nobody else can have written it. Damaged code is compiled again and replaced.
     A folder that cannot be written, and a file that is not trusted, cost a warning. Raises CompileError if NVRTC rejects the
@@ -38,7 +38,7 @@ def image_of(constants: tuple[tuple[str, int], ...], architecture: str) -> Image
     compiler = load_compiler()
     if not isinstance(compiler, Compiler):
         raise RuntimeError(f"the CUDA kernels: {compiler}")
-    source = program_text(constants)
+    source = program_text(kernel, constants)
     version = ".".join(map(str, compiler.version))
     key = hashlib.sha256(f"{source}\n{architecture}\n{version}".encode()).hexdigest()[:32]
     folder = cache_folder()
@@ -51,9 +51,9 @@ def image_of(constants: tuple[tuple[str, int], ...], architecture: str) -> Image
     return Image(key, code)
 
 
-def program_text(constants: tuple[tuple[str, int], ...]) -> str:
+def program_text(kernel: str, constants: tuple[tuple[str, int], ...]) -> str:
     lines = (f"constexpr int {name} = {value};\n" for name, value in constants)
-    return "".join(lines) + device_source()
+    return "".join(lines) + device_source(kernel)
 
 
 def options(architecture: str) -> list[str]:

@@ -17,6 +17,8 @@ from glax._src.kernels.cuda.images import image_of
 from glax._src.kernels.cuda.library import TARGET
 
 STORED = {"float32": 0, "bfloat16": 1, "float16": 2}  # `Stored` in device/values.cuh
+STORED_COMPACT = {"int8": 3, "float8_e4m3fn": 4}
+STORED_BYTES = (4, 2, 2, 1, 1)
 ABSENT = -1
 SHARED_BYTES = 48_000  # for `Staged`; a block has 49,152 bytes, of which the compiler uses some
 MOST_STAGED = 8  # tokens
@@ -84,7 +86,7 @@ def readable(x: Array | None) -> Array | None:
 
 
 def dtype_of(x: Array | None) -> int:
-    return ABSENT if x is None else STORED[str(x.dtype)]
+    return ABSENT if x is None else (STORED | STORED_COMPACT)[str(x.dtype)]
 
 
 def launch(
@@ -92,7 +94,15 @@ def launch(
 ) -> Sequence[Array]:
     """Run `scan` with one block of threads for each sequence, head and group of columns."""
     constants, blocks = plan(r, config, flags)
-    image = image_of(tuple(constants.items()), architecture())
+    numbers = r.q.shape[1], r.num_sequences
+    return launch_kernel("scan", constants, blocks, config.threads, operands, results, numbers, aliases)
+
+
+def launch_kernel(
+    kernel: str, constants: dict[str, int], blocks: int, threads: int, operands, results, numbers, aliases=None
+) -> Sequence[Array]:
+    """Run device/<kernel>.cu, compiled with these constants, on the operands; return the results. numbers: its last arguments."""
+    image = image_of(kernel, tuple(constants.items()), architecture())
     return call(
         TARGET,
         operands,
@@ -100,10 +110,10 @@ def launch(
         input_output_aliases=aliases,
         key=image.key,
         image=np.frombuffer(image.code, np.uint8),
-        name="scan",
+        name=kernel,
         blocks=np.int64(blocks),
-        threads=np.int64(config.threads),
-        numbers=np.array([r.q.shape[1], r.num_sequences], np.int32),
+        threads=np.int64(threads),
+        numbers=np.array(numbers, np.int32),
     )
 
 
@@ -111,7 +121,7 @@ def plan(r: Recurrence, config: CudaConfig, flags: dict[str, int]) -> tuple[dict
     """Return the constants of device/scan.cu, and the number of blocks."""
     (N, H, K, V), decay = r.state_shape, r.decay
     apart = flags["STATES"] == States.APART  # final states are then in float32
-    stored_bytes = 4 if apart or flags["STATE"] == STORED["float32"] else 2
+    stored_bytes = 4 if apart else STORED_BYTES[flags["STATE"]]
     lanes, vector = layout_of(V, config.columns, stored_bytes)
     columns = lanes * vector
     beta, erase, write = (dtype_of(readable(x)) for x in arrays_of(r.erasure))

@@ -22,14 +22,6 @@ enum States { APART = 0, POOL_UPDATED = 1, POOL_READ = 2 };
 
 constexpr bool STORES = STATES != POOL_READ;
 constexpr int STORED = STATES == APART ? FLOAT32 : (STATE < 0 ? 0 : STATE);
-constexpr bool ERASES = BETA >= 0 || ERASE >= 0;
-constexpr int COLUMNS = LANES * VECTOR;
-constexpr int BLOCKS = (V + COLUMNS - 1) / COLUMNS;
-constexpr int LINES = THREADS / LANES;
-constexpr int ROWS = (K + LINES - 1) / LINES;
-constexpr int WARPS = (THREADS + 31) / 32;
-constexpr bool BY_ROW = KEY >= 0;
-constexpr bool BY_HEAD = KEY < 0 && (HEAD >= 0 || CONSTANT >= 0);
 
 // What the threads of a block share of TOKENS tokens.
 struct Staged {
@@ -57,11 +49,6 @@ struct Place {
   __device__ long long tile() const { return (static_cast<long long>(slot) * H + h) * K * V; }
   __device__ int row(int token) const { return REVERSE ? begin + count - 1 - token : begin + token; }
 };
-
-template <int DTYPE>
-__device__ inline float gate(const void* x, long long i) {
-  return DTYPE < 0 ? 0.0f : load<DTYPE < 0 ? 0 : DTYPE>(x, i);
-}
 
 __device__ inline void stage(Staged& staged, const Operands& given, const Place& place, int first, int count) {
   constexpr int hq = H / HQ, hk = H / HK, hv = H / HV;
@@ -134,17 +121,6 @@ __device__ inline void read_row(float (&sum)[VECTOR], const float (&s)[VECTOR], 
 __device__ inline void values_of(float (&v)[VECTOR], const Staged& staged, int token) {
 #pragma unroll
   for (int c = 0; c < VECTOR; ++c) v[c] = staged.v[token][threadIdx.x % LANES * VECTOR + c];
-}
-
-// The sum of `x` over the rows of a warp goes to `sums`. WIDTH is COLUMNS where anything is summed.
-template <int WIDTH>
-__device__ inline void sum_over_rows(float (&x)[VECTOR], float (&sums)[WARPS][WIDTH]) {
-#pragma unroll
-  for (int c = 0; c < VECTOR; ++c) {
-#pragma unroll
-    for (int across = LANES; across < 32; across *= 2) x[c] += __shfl_xor_sync(0xffffffffu, x[c], across);
-    if (threadIdx.x % 32 < LANES) sums[threadIdx.x / 32][threadIdx.x % LANES * VECTOR + c] = x[c];
-  }
 }
 
 // v becomes v - S_bar^T e, or with ALONG y becomes -S_bar^T e, with the sums of all warps. A block that is two tokens ahead

@@ -1,0 +1,62 @@
+"""Hold the tokens since the states of a pool were written, in replay rings: the operands of a replay kernel."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from glax._src.core.decay import Decay
+from glax._src.core.recurrence import spread_heads
+from glax._src.core.segments import expanded
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Hold the tokens since the states were written: C places for each of the P slots of a pool, or of the P rows of a call.
+
+    key: k_i. value: u_i. decay: the log decays, of which a constant one is repeated in `head` for every token.
+    along, erased: with `Erasure.along`, the keys b_i and the values y_i of the second term; else None.
+    """
+
+    key: Float[Array, "P C Hk K"]
+    value: Float[Array, "P C _ V"]
+    decay: Decay
+    along: Float[Array, "P C H K"] | None = None
+    erased: Float[Array, "P C H V"] | None = None
+
+    def followed_by(self, new: "Ring", length: Int[Array, "P"]) -> "Ring":
+        """Return a ring of C + T places, in the dtypes of `new`: these C, cleared after `length` tokens, and the T new tokens."""
+        return jax.tree.map(lambda x, y: jnp.concatenate([x, y], 1), self.cleared_as(new, length), new)
+
+    def cleared_as(self, new: "Ring", length: Int[Array, "P"]) -> "Ring":
+        """Return `cleared` in the dtypes of `new`."""
+        return jax.tree.map(lambda x, y: x.astype(y.dtype), self.cleared(length), new)
+
+    def cleared(self, length: Int[Array, "P"]) -> "Ring":
+        """Return the ring with zeros after the first `length` tokens of each row, where tokens of another request may lie."""
+        is_held = jnp.arange(self.key.shape[1], dtype=jnp.int32)[None] < length[:, None]
+        return jax.tree.map(lambda x: jnp.where(expanded(is_held, x.ndim), x, 0), self)
+
+    def pairs(self, heads: int) -> list[tuple[Array, Array]]:
+        """Return (keys, values) of each term of the sum, with all heads: (k, u), and with `Erasure.along` also (b, y)."""
+        found = [(self.key, self.value)]
+        if self.along is not None and self.erased is not None:
+            found.append((self.along, self.erased))
+        return [(spread_heads(k, heads), spread_heads(v, heads)) for k, v in found]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RingedStates:
+    """Hold the states of P slots, the tokens since each was written, and how many these are.
+
+    length: of the tokens in each ring. drafted: of the drafts behind them. replay: the tokens from one write of a state to the next.
+    """
+
+    states: Float[Array, "P H K V"]
+    ring: Ring
+    length: Int[Array, "P"]
+    drafted: Int[Array, "P"]
+    replay: int = dataclasses.field(metadata=dict(static=True))

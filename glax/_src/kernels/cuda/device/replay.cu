@@ -1,0 +1,521 @@
+// One token of each sequence, from a stored state and the tokens since it was written, which lie in the slot's replay ring:
+//
+//     S_t = e^{G_t} S_0 + sum_{i < t} e^{G_t - G_i} k_i u_i^T + k_t u_t^T,     o_t = scale S_t^T q_t
+//
+// G is the sum of the log decays since S_0 was written. The ring holds k_i, u_i and the decays, and with ALONG the second term
+// b_i y_i^T. The new token's u_t is v_t, or under the delta rule w_t * v_t - S_bar_t^T e_t; see scan.cu. It is appended to the
+// ring. S_t is written in the place of S_0 where the ring then has `replay` tokens, and nothing of the state is written elsewhere.
+//
+// Every exponent is a sum of the log decays that it spans, summed from the newest token on, so the form is exact for all gates.
+//
+// Roles: a block has one sequence, one head and COLUMNS columns of the state. Every thread first loads its part of S_0, which is
+// used last. While the loads are on their way, all threads stage up to TOKENS tokens of the ring at a time, decay their keys and
+// values to the new token, and each warp takes the products of some keys with q and e. Then S_0 is read once for q and e together.
+//
+// Memory: states stream past the caches. The ring is read once by each block of a head, and its new place is written by one.
+//
+// Who waits for whom: a block's stages wait for each other by __syncthreads. Blocks of a sequence do not wait. Each adds ARRIVED to
+// the length of its slot when it reads it; the last to arrive knows that all have read, and stores the new length.
+//
+// States in 8 bits have a scale for each SCALED rows: S_0 = scale (value + rest / FACTOR). Outputs read no rests, which are what
+// values lost by rounding, and so are never read where the state is not written. A block then has all columns, of which a scale is.
+//
+// Constants that stand before this file: those of scan.cu, of which TOKENS counts those of the ring; PLACES of a ring, at least 1;
+// RING_KEY and RING_VALUE, the dtypes of k_i and u_i in the ring, whose other arrays are in float32.
+
+constexpr int TERMS = ALONG >= 0 ? 2 : 1;
+constexpr int ARRIVED = 1 << 16;
+constexpr bool COMPACT = STATE == INT8 || STATE == FLOAT8;
+constexpr int SCALED = K % 32 == 0 ? 32 : K % 16 == 0 ? 16 : K % 8 == 0 ? 8 : K % 4 == 0 ? 4 : K % 2 == 0 ? 2 : 1;  // gcd(K, 32)
+constexpr int SCALES = COMPACT ? K / SCALED : 1;
+constexpr int RESIDENT = !COMPACT ? 512 : PLACES <= TOKENS ? 768 : 256;
+constexpr float LARGEST = STATE == INT8 ? 127.0f : 448.0f;
+constexpr float FACTOR = STATE == INT8 ? 254.0f : 28.0f;
+constexpr float SMALLEST = 1.17549435e-38f;  // of a scale
+static_assert(!COMPACT || BLOCKS == 1, "a scale is of all columns");
+
+struct Tokens {
+  const void *q, *k, *v, *head, *key, *value, *beta, *erase, *write;  // beta: also along
+  const float *constant, *scale;
+};
+
+struct States {
+  void *values, *rests;
+  float* scale;
+};
+
+struct Ring {
+  void *key, *value;
+  float *head, *row, *column, *along, *erased;
+};
+
+struct Staged {
+  // The new token, and what it reads S_0 with.
+  float q[K], k[K], e[ERASES ? K : 1], along[ALONG >= 0 ? K : 1];
+  float read[K], erasing[ERASES ? K : 1];
+  float gate[K], column_gate[COLUMNS];    // its log decays
+  float v[COLUMNS], y[COLUMNS];           // u_t, and y_t
+  // Tokens of the ring, decayed.
+  float keys[TERMS][TOKENS][K], values[TERMS][TOKENS][COLUMNS];
+  float gates[BY_ROW ? TOKENS : 1][BY_ROW ? K : 1], heads[TOKENS];
+  float column_gates[VALUE >= 0 ? TOKENS : 1][VALUE >= 0 ? COLUMNS : 1];
+  float by_q[TERMS][TOKENS], by_e[TERMS][TOKENS];  // what q and e read of them
+  float row_sum[K], column_sum[COLUMNS];           // log decays of the tokens that were staged so far
+  Factor rows[K], columns[COLUMNS];                // the decay of S_0 as a whole
+  float read_ring[COLUMNS], erased_ring[COLUMNS];
+  float sums[WARPS][COLUMNS], erased[WARPS][ERASES ? COLUMNS : 1];
+  float by_own[2];  // q k, and q b
+  float scale[SCALES];
+  unsigned int largest[SCALES];  // the bits of the largest |S_t|
+  int held;
+};
+
+struct Place {
+  int n, h, column, slot;  // the sequence, the head, the block's first column, and the row of the pool
+};
+
+__device__ inline float sum_of_warp(float x) {
+#pragma unroll
+  for (int across = 1; across < 32; across *= 2) x += __shfl_xor_sync(0xffffffffu, x, across);
+  return x;
+}
+
+// The new token.
+__device__ inline void stage_token(Staged& staged, const Tokens& given, const Place& place) {
+  constexpr int hq = H / HQ, hk = H / HK, hv = H / HV;
+  const long long at = static_cast<long long>(place.n) * H + place.h;
+  const float head = BY_HEAD ? gate<HEAD>(given.head, at) + (CONSTANT >= 0 ? given.constant[at] : 0.0f) : 0.0f;
+  for (int row = threadIdx.x; row < K; row += THREADS) {
+    const float k = load<DTYPE>(given.k, (static_cast<long long>(place.n) * HK + place.h / hk) * K + row);
+    staged.q[row] = load<DTYPE>(given.q, (static_cast<long long>(place.n) * HQ + place.h / hq) * K + row);
+    staged.k[row] = k;
+    if (BETA >= 0) staged.e[row] = gate<BETA>(given.beta, at) * k;
+    if (ERASE >= 0) staged.e[row] = gate<ERASE>(given.erase, at * K + row);
+    if (ALONG >= 0) staged.along[row] = gate<ALONG>(given.beta, at * K + row);
+    staged.gate[row] = BY_ROW ? gate<KEY>(given.key, at * K + row) : head;
+    staged.row_sum[row] = BEFORE ? 0.0f : staged.gate[row];
+  }
+  for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {
+    const int column = place.column + i;
+    const bool inside = column < V;
+    float v = inside ? load<DTYPE>(given.v, (static_cast<long long>(place.n) * HV + place.h / hv) * V + column) : 0.0f;
+    if (BETA >= 0) v *= gate<BETA>(given.beta, at);
+    if (WRITE >= 0 && inside) v *= gate<WRITE>(given.write, at * V + column);
+    staged.v[i] = v;
+    staged.column_gate[i] = VALUE >= 0 && inside ? gate<VALUE>(given.value, at * V + column) : 0.0f;
+    staged.column_sum[i] = BEFORE ? 0.0f : staged.column_gate[i];
+    staged.read_ring[i] = staged.erased_ring[i] = 0.0f;
+  }
+}
+
+// The ring's tokens `first` to `first + count`.
+__device__ inline void stage_ring(Staged& staged, const Ring& ring, const Place& place, int first, int count) {
+  constexpr int hk = H / HK, hv = ERASES ? 1 : H / HV, values = H / hv;
+  const long long begin = static_cast<long long>(place.slot) * PLACES + first;
+  for (int i = threadIdx.x; i < count * K; i += THREADS) {
+    const int token = i / K, row = i % K;
+    const long long own = ((begin + token) * H + place.h) * K + row;
+    staged.keys[0][token][row] = load<RING_KEY>(ring.key, ((begin + token) * HK + place.h / hk) * K + row);
+    if (TERMS == 2) staged.keys[TERMS - 1][token][row] = ring.along[own];
+    if (BY_ROW) staged.gates[token][row] = ring.row[own];
+  }
+  for (int i = threadIdx.x; i < count * COLUMNS; i += THREADS) {
+    const int token = i / COLUMNS, column = i % COLUMNS;
+    const bool inside = place.column + column < V;
+    const long long own = ((begin + token) * H + place.h) * V + place.column + column;
+    const long long shared = ((begin + token) * values + place.h / hv) * V + place.column + column;
+    staged.values[0][token][column] = inside ? load<RING_VALUE>(ring.value, shared) : 0.0f;
+    if (TERMS == 2) staged.values[TERMS - 1][token][column] = inside ? ring.erased[own] : 0.0f;
+    if (VALUE >= 0) staged.column_gates[token][column] = inside ? ring.column[own] : 0.0f;
+  }
+  if (BY_HEAD) {
+    for (int token = threadIdx.x; token < count; token += THREADS) {
+      staged.heads[token] = ring.head[(begin + token) * H + place.h];
+    }
+  }
+}
+
+// Keys and values times their decays up to where the new token reads.
+__device__ inline void decay_ring(Staged& staged, int count) {
+  if (BY_ROW || BY_HEAD) {
+    for (int row = threadIdx.x; row < K; row += THREADS) {
+      float sum = staged.row_sum[row];
+      for (int token = count - 1; token >= 0; --token) {
+        const float decay = expf(sum);
+#pragma unroll
+        for (int term = 0; term < TERMS; ++term) staged.keys[term][token][row] *= decay;
+        sum += BY_ROW ? staged.gates[token][row] : staged.heads[token];
+      }
+      staged.row_sum[row] = sum;
+    }
+  }
+  if (VALUE >= 0) {
+    for (int column = threadIdx.x; column < COLUMNS; column += THREADS) {
+      float sum = staged.column_sum[column];
+      for (int token = count - 1; token >= 0; --token) {
+        const float decay = expf(sum);
+#pragma unroll
+        for (int term = 0; term < TERMS; ++term) staged.values[term][token][column] *= decay;
+        sum += staged.column_gates[token][column];
+      }
+      staged.column_sum[column] = sum;
+    }
+  }
+}
+
+// The new token's q, which with BEFORE reads behind one more decay than e.
+__device__ inline float query_of(const Staged& staged, int row) {
+  return BEFORE && (BY_ROW || BY_HEAD) ? staged.q[row] * expf(staged.gate[row]) : staged.q[row];
+}
+
+// What q and e read of the ring's tokens.
+__device__ inline void read_ring(Staged& staged, int count) {
+  for (int token = threadIdx.x / 32; token < count; token += WARPS) {
+#pragma unroll
+    for (int term = 0; term < TERMS; ++term) {
+      float by_q = 0.0f, by_e = 0.0f;
+      for (int row = threadIdx.x % 32; row < K; row += 32) {
+        const float key = staged.keys[term][token][row];
+        by_q = fmaf(query_of(staged, row), key, by_q);
+        if (ERASES) by_e = fmaf(staged.e[row], key, by_e);
+      }
+      by_q = sum_of_warp(by_q);
+      if (ERASES) by_e = sum_of_warp(by_e);
+      if (threadIdx.x % 32 == 0) {
+        staged.by_q[term][token] = by_q;
+        staged.by_e[term][token] = by_e;
+      }
+    }
+  }
+  __syncthreads();
+  for (int column = threadIdx.x; column < COLUMNS; column += THREADS) {
+    float q = staged.read_ring[column], e = staged.erased_ring[column];
+    for (int token = 0; token < count; ++token) {
+#pragma unroll
+      for (int term = 0; term < TERMS; ++term) {
+        const float value = staged.values[term][token][column];
+        q = fmaf(staged.by_q[term][token], value, q);
+        if (ERASES) e = fmaf(staged.by_e[term][token], value, e);
+      }
+    }
+    staged.read_ring[column] = q;
+    staged.erased_ring[column] = e;
+  }
+}
+
+// The new token's own products q k and q b; what q and e read S_0 with; the decay of S_0.
+__device__ inline void prepare_read(Staged& staged) {
+  for (int row = threadIdx.x; row < K; row += THREADS) {
+    float decay = BY_ROW || BY_HEAD ? expf(staged.row_sum[row]) : 1.0f;
+    if (COMPACT) decay *= staged.scale[row / SCALED];
+    staged.read[row] = query_of(staged, row) * decay;
+    if (ERASES) staged.erasing[row] = staged.e[row] * decay;
+    staged.rows[row] = factor_of(staged.row_sum[row] + (BEFORE ? staged.gate[row] : 0.0f));
+  }
+  if (VALUE >= 0) {
+    for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {
+      staged.columns[i] = factor_of(staged.column_sum[i] + (BEFORE ? staged.column_gate[i] : 0.0f));
+    }
+  }
+  for (int term = threadIdx.x / 32; term < TERMS; term += WARPS) {
+    float sum = 0.0f;
+    for (int row = threadIdx.x % 32; row < K; row += 32) {
+      sum = fmaf(staged.q[row], term == 0 ? staged.k[row] : staged.along[ALONG >= 0 ? row : 0], sum);
+    }
+    sum = sum_of_warp(sum);
+    if (threadIdx.x % 32 == 0) staged.by_own[term] = sum;
+  }
+}
+
+// u_t and y_t, the output, and the new token's values in the ring.
+__device__ inline void finish(Staged& staged, const Ring& ring, const Place& place, void* o, float scale) {
+  const bool appends = staged.held < PLACES;
+  const long long at = static_cast<long long>(place.slot) * PLACES + staged.held;
+  for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {
+    const int column = place.column + i;
+    const float decay = VALUE >= 0 ? expf(staged.column_sum[i]) : 1.0f;
+    float q = 0.0f, e = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) {
+      q += staged.sums[warp][i];
+      if (ERASES) e += staged.erased[warp][i];
+    }
+    q = fmaf(q, decay, staged.read_ring[i]);
+    e = fmaf(e, decay, staged.erased_ring[i]);
+    if (BEFORE && VALUE >= 0) q *= expf(staged.column_gate[i]);
+    float u = staged.v[i], y = 0.0f;
+    if (ERASES) (ALONG >= 0 ? y : u) -= e;
+    q = fmaf(staged.by_own[0], u, q);
+    if (ALONG >= 0) q = fmaf(staged.by_own[1], y, q);
+    staged.v[i] = u;
+    staged.y[i] = y;
+    if (column >= V) continue;
+    store<DTYPE>(o, (static_cast<long long>(place.n) * H + place.h) * V + column, q * scale);
+    if (!appends) continue;
+    if (ERASES) {
+      store<RING_VALUE>(ring.value, (at * H + place.h) * V + column, u);
+    } else if (place.h % (H / HV) == 0) {
+      store<RING_VALUE>(ring.value, (at * HV + place.h / (H / HV)) * V + column, u);
+    }
+    if (ALONG >= 0) ring.erased[(at * H + place.h) * V + column] = y;
+    if (VALUE >= 0) ring.column[(at * H + place.h) * V + column] = staged.column_gate[i];
+  }
+}
+
+// The new token's keys and decays in the ring: one block of a head writes them.
+__device__ inline void append(const Staged& staged, const Ring& ring, const Place& place) {
+  if (staged.held >= PLACES || place.column != 0) return;
+  const long long at = static_cast<long long>(place.slot) * PLACES + staged.held;
+  for (int row = threadIdx.x; row < K; row += THREADS) {
+    const long long own = (at * H + place.h) * K + row;
+    if (place.h % (H / HK) == 0) store<RING_KEY>(ring.key, (at * HK + place.h / (H / HK)) * K + row, staged.k[row]);
+    if (BY_ROW) ring.row[own] = staged.gate[row];
+    if (ALONG >= 0) ring.along[own] = staged.along[row];
+  }
+  if (BY_HEAD && threadIdx.x == 0) ring.head[at * H + place.h] = staged.gate[0];
+}
+
+using Held = Pack<STATE, VECTOR>;
+
+using Held = Pack<STATE, VECTOR>;
+
+// One row of S_0, decayed, and the new token's part.
+__device__ inline void behind_token(float (&s)[VECTOR], const Staged& staged, int row) {
+#pragma unroll
+  for (int c = 0; c < VECTOR; ++c) {
+    const int column = threadIdx.x % LANES * VECTOR + c;
+    float added = staged.k[row] * staged.v[column];
+    if (ALONG >= 0) added = fmaf(staged.along[row], staged.y[column], added);
+    Factor f = {0.0f, 1.0f};
+    if (BY_ROW || BY_HEAD) f = staged.rows[row];
+    if (VALUE >= 0) f = both(f, staged.columns[column]);
+    s[c] = decayed(s[c], f, added);
+  }
+}
+
+// The same row, and the parts of the ring's tokens that are staged.
+__device__ inline void behind_ring(float (&s)[VECTOR], const Staged& staged, int row, int count) {
+  float added[VECTOR] = {};
+#pragma unroll 1  // unrolled, it takes more registers than there are
+  for (int token = 0; token < count; ++token) {
+#pragma unroll
+    for (int term = 0; term < TERMS; ++term) {
+      const float key = staged.keys[term][token][row];
+#pragma unroll
+      for (int c = 0; c < VECTOR; ++c) {
+        added[c] = fmaf(key, staged.values[term][token][threadIdx.x % LANES * VECTOR + c], added[c]);
+      }
+    }
+  }
+  const float up = BEFORE && (BY_ROW || BY_HEAD) ? expf(staged.gate[row]) : 1.0f;
+#pragma unroll
+  for (int c = 0; c < VECTOR; ++c) {
+    if (BEFORE && VALUE >= 0) added[c] *= expf(staged.column_gate[threadIdx.x % LANES * VECTOR + c]);
+    s[c] = fmaf(up, added[c], s[c]);
+  }
+}
+
+// S_t in the place of S_0, where the whole ring is staged.
+__device__ inline void fold(const Staged& staged, const Held (&held)[ROWS], void* states, long long tile, bool inside) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = r * LINES + static_cast<int>(threadIdx.x) / LANES;
+    if (row >= K || !inside) continue;
+    float s[VECTOR];
+    unpack(held[r], s);
+    behind_token(s, staged, row);
+    behind_ring(s, staged, row, staged.held);
+    store_streaming<STATE>(states, tile + static_cast<long long>(row) * V, s);
+  }
+}
+
+// The same in registers, in float32, where states have 8 bits or the ring is longer: tokens are then staged again, from the newest.
+__device__ inline void fold_held(float (&S)[ROWS][VECTOR], Staged& staged, const Ring& ring, const Place& place, bool inside) {
+  const int line = threadIdx.x / LANES;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    if (r * LINES + line < K && inside) behind_token(S[r], staged, r * LINES + line);
+  }
+  const bool again = staged.held > TOKENS;
+  if (again) {
+    for (int row = threadIdx.x; row < K; row += THREADS) staged.row_sum[row] = BEFORE ? 0.0f : staged.gate[row];
+    for (int i = threadIdx.x; i < COLUMNS; i += THREADS) staged.column_sum[i] = BEFORE ? 0.0f : staged.column_gate[i];
+  }
+  for (int last = staged.held; last > 0; last -= TOKENS) {
+    const int first = max(0, last - TOKENS), count = last - first;
+    if (again) {
+      __syncthreads();
+      stage_ring(staged, ring, place, first, count);
+      __syncthreads();
+      decay_ring(staged, count);
+      __syncthreads();
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      if (r * LINES + line < K && inside) behind_ring(S[r], staged, r * LINES + line, count);
+    }
+  }
+}
+
+__device__ inline void fold_long(Staged& staged, const Ring& ring, const Place& place, const Held (&held)[ROWS], void* states,
+                                 long long tile, bool inside) {
+  const int line = threadIdx.x / LANES;
+  float S[ROWS][VECTOR] = {};
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    if (r * LINES + line < K && inside) unpack(held[r], S[r]);
+  }
+  fold_held(S, staged, ring, place, inside);
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const long long row = r * LINES + line;
+    if (row < K && inside) store_streaming<STATE>(states, tile + row * V, S[r]);
+  }
+}
+
+__device__ inline float scale_of(unsigned int largest) {
+  const float scale = __uint_as_float(largest) / LARGEST;
+  return scale <= 3.4e38f ? max(scale, SMALLEST) : __uint_as_float(0x7fc00000u);  // NaN where a number is not finite
+}
+
+// States in 8 bits, with new scales. All numbers of SCALED rows are NaN if one is not finite. Where the whole ring is staged, the
+// state is formed twice, which takes fewer registers than to hold it.
+template <bool HOLDS>
+__device__ inline void fold_compact(Staged& staged, const Ring& ring, const Place& place, const Held (&held)[ROWS],
+                                    const States& states, long long tile, bool inside) {
+  const int line = threadIdx.x / LANES;
+  float S[HOLDS ? ROWS : 1][VECTOR] = {};
+  const auto stored = [&](float (&s)[VECTOR], int r) {
+    const int row = r * LINES + line;
+    float rests[VECTOR];
+    load_streaming<STATE>(states.rests, tile + static_cast<long long>(row) * V, rests);
+    unpack(held[r], s);
+#pragma unroll
+    for (int c = 0; c < VECTOR; ++c) s[c] = (s[c] + rests[c] / FACTOR) * staged.scale[row / SCALED];
+    if (HOLDS) return;
+    behind_token(s, staged, row);
+    behind_ring(s, staged, row, staged.held);
+  };
+  if constexpr (HOLDS) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      if (r * LINES + line < K && inside) stored(S[r], r);
+    }
+    fold_held(S, staged, ring, place, inside);
+  }
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    if (r * LINES + line >= K || !inside) continue;
+    if (!HOLDS) stored(S[0], r);
+    unsigned int largest = 0;
+#pragma unroll
+    for (int c = 0; c < VECTOR; ++c) largest = max(largest, __float_as_uint(S[HOLDS ? r : 0][c]) & 0x7fffffffu);
+    atomicMax(&staged.largest[(r * LINES + line) / SCALED], largest);  // the bits of numbers are ordered as they, and NaN last
+  }
+  __syncthreads();
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = r * LINES + line;
+    if (row >= K || !inside) continue;
+    if (!HOLDS) stored(S[0], r);
+    const float scale = scale_of(staged.largest[row / SCALED]);
+    float values[VECTOR], rests[VECTOR];
+#pragma unroll
+    for (int c = 0; c < VECTOR; ++c) {
+      const float x = scale == scale ? S[HOLDS ? r : 0][c] / scale : 0.0f;
+      values[c] = to_float<STATE>(to_bits<STATE>(x));
+      rests[c] = (x - values[c]) * FACTOR;
+    }
+    store_streaming<STATE>(states.values, tile + static_cast<long long>(row) * V, values);
+    store_streaming<STATE>(states.rests, tile + static_cast<long long>(row) * V, rests);
+  }
+  for (int i = threadIdx.x; i < SCALES; i += THREADS) {
+    states.scale[(static_cast<long long>(place.slot) * H + place.h) * SCALES + i] = scale_of(staged.largest[i]);
+  }
+}
+
+// The results lie where the operands of the same names do.
+// The registers of a thread are such that RESIDENT threads share a multiprocessor.
+extern "C" __global__ void __launch_bounds__(THREADS, THREADS < RESIDENT ? RESIDENT / THREADS : 1) replay(
+    const void* q, const void* k, const void* v, const void* head, const void* key, const void* value,
+    const float* constant, const float* scale, const void* beta, const void* erase, const void* write,
+    const int* slots, void* values, void* rests, float* scales, void* ring_key, void* ring_value, float* ring_head, float* ring_row, float* ring_column,
+    float* ring_along, float* ring_erased, int* length, int* drafted,
+    void* o, void*, void*, void*, void*, void*, void*, void*, void*, void*, void*, void*, void*, int P, int replayed) {
+  __shared__ Staged staged;
+  const States states = {values, rests, scales};
+  const Tokens given = {q, k, v, head, key, value, beta, erase, write, constant, scale};
+  const Ring ring = {ring_key, ring_value, ring_head, ring_row, ring_column, ring_along, ring_erased};
+  const int lane = threadIdx.x % LANES, line = threadIdx.x / LANES;
+  Place place;
+  place.column = blockIdx.x % BLOCKS * COLUMNS;
+  place.h = blockIdx.x / BLOCKS % H;
+  place.n = blockIdx.x / (BLOCKS * H);
+  place.slot = slots[place.n];
+  const bool inside = place.column + lane * VECTOR < V;
+  if (place.slot < 0 || place.slot >= P) {  // no sequence
+    for (int i = threadIdx.x; i < COLUMNS && place.column + i < V; i += THREADS) {
+      store<DTYPE>(o, (static_cast<long long>(place.n) * H + place.h) * V + place.column + i, 0.0f);
+    }
+    return;
+  }
+  const long long tile = (static_cast<long long>(place.slot) * H + place.h) * K * V + place.column + lane * VECTOR;
+  Held held[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = r * LINES + line;
+    if (row < K && inside) load_pack(held[r], states.values, tile + static_cast<long long>(row) * V);
+  }
+  if (threadIdx.x == 0) {
+    const int found = atomicAdd(&length[place.slot], ARRIVED), before = min(found % ARRIVED, PLACES);
+    staged.held = before;
+    if (found / ARRIVED == H * BLOCKS - 1) {
+      length[place.slot] = before + 1 >= replayed ? 0 : before + 1;
+      drafted[place.slot] = 0;
+    }
+  }
+  stage_token(staged, given, place);
+  for (int i = threadIdx.x; COMPACT && i < SCALES; i += THREADS) {
+    staged.scale[i] = states.scale[(static_cast<long long>(place.slot) * H + place.h) * SCALES + i];
+    staged.largest[i] = 0;
+  }
+  __syncthreads();
+  for (int last = staged.held; last > 0; last -= TOKENS) {
+    const int first = max(0, last - TOKENS), count = last - first;
+    stage_ring(staged, ring, place, first, count);
+    __syncthreads();
+    decay_ring(staged, count);
+    __syncthreads();
+    read_ring(staged, count);
+    __syncthreads();
+  }
+  prepare_read(staged);
+  __syncthreads();
+  float sum[VECTOR] = {}, erased[VECTOR] = {};
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = r * LINES + line;
+    if (row >= K || !inside) continue;
+    float s[VECTOR];
+    unpack(held[r], s);
+#pragma unroll
+    for (int c = 0; c < VECTOR; ++c) {
+      sum[c] = fmaf(s[c], staged.read[row], sum[c]);
+      if (ERASES) erased[c] = fmaf(s[c], staged.erasing[row], erased[c]);
+    }
+  }
+  sum_over_rows(sum, staged.sums);
+  if (ERASES) sum_over_rows(erased, staged.erased);
+  __syncthreads();
+  finish(staged, ring, place, o, given.scale[place.n]);
+  append(staged, ring, place);
+  if (staged.held + 1 < replayed) return;
+  __syncthreads();
+  if (COMPACT) {
+    fold_compact<(PLACES > TOKENS)>(staged, ring, place, held, states, tile, inside);
+  } else if (PLACES <= TOKENS) {
+    fold(staged, held, values, tile, inside);
+  } else {
+    fold_long(staged, ring, place, held, values, tile, inside);
+  }
+}
