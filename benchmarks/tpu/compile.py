@@ -89,7 +89,7 @@ def compile_all(target: str, dump: str, problems: list[Problem]):
         for algorithm, given in [(name, operands) for name in pooled] if is_pool else whole:
             spec = kernel_registry.kernels[f"{algorithm}/pallas/tpu"]
             config = spec.config.heuristic(r)
-            units = pool_block_of(r)[0] if is_pool else Plan.of(r, config.chunk, config.units).units
+            units = pool_block_of(r)[0] if is_pool else Plan.of(r, config.chunk, config.units, spec.is_gradient).units
             calls.append((functools.partial(spec.run, config=config), given, units))
         if is_pool:
             (_, pool, slots), units = operands, pool_block_of(r)[0]

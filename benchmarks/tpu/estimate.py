@@ -25,11 +25,15 @@ def bundles() -> dict[tuple[str, str, str], tuple[int, int]]:
 
 
 def own_bytes(problem: Problem) -> dict[str, int]:
-    """Returns the bytes that each kernel reads and writes, with the states before the chunks in the dtype of q."""
+    """Returns the bytes that each kernel reads and writes.
+
+    The states before the chunks are in the dtype of q, and the inverses of the delta rule in float32.
+    """
     tensor, gates, (forward, _) = problem.tensor, problem.gates, problem.floors
     sequences = (problem.sequences or problem.B) * problem.H * problem.D**2 * 4
     pack = 128 // problem.D
     before = tensor * pack * problem.D // CHUNK
+    before += problem.erases * problem.B * problem.H * problem.T * CHUNK * 4
     shared = tensor // problem.shared
     return dict(
         forward=forward,

@@ -63,25 +63,26 @@ def sum_by(matrix, x, exact: bool):
     return jnp.asarray(sum(dot(matrix, part, NN, jnp.bfloat16) for part in bfloat16_parts(x, exact)))
 
 
-def exact_dot(x, y):
-    """Return x @ y for float32 matrices of any values, to float32: six products of three bfloat16 terms of each.
-
-    The terms of x lie below each other, so that each term of y is loaded into the matrix unit once.
-    """
-    rows, xs, ys = x.shape[0], bfloat16_parts(x, exact=True), bfloat16_parts(y, exact=True)
-    first = dot(jnp.concatenate(xs), ys[0], NN, jnp.bfloat16)
-    second = dot(jnp.concatenate(xs[:2]), ys[1], NN, jnp.bfloat16)
-    small = dot(xs[0], ys[2], NN, jnp.bfloat16) + second[rows:] + first[2 * rows :]
-    return first[:rows] + (first[rows : 2 * rows] + second[:rows] + small)
-
-
 def fine_dot(x, y, dims, dtype):
-    """Multiply float32 matrices with 16 bits of each operand where `dtype` is bfloat16, as `dot` does with float32 else."""
+    """Multiply float32 matrices with 16 bits of each operand where `dtype` is bfloat16, as `dot` does with float32 else.
+
+    The products of the two bfloat16 terms of each are one product of twice the depth and twice the width, for matrix units of 256
+    x 256. The smaller terms are summed apart from the largest.
+    """
     if dtype == jnp.float32:
         return dot(x, y, dims, dtype)
-    xs, ys = bfloat16_parts(x, exact=False), bfloat16_parts(y, exact=False)
-    products = (dot(a, b, dims, dtype) for i, a in enumerate(xs) for j, b in enumerate(ys) if i + j < 2)
-    return jnp.asarray(sum(products))
+    (x0, *x1), (y0, *y1) = bfloat16_parts(x, exact=False), bfloat16_parts(y, exact=False)
+    (x_axis,), (y_axis,) = dims[0]
+    if not y1:
+        xs, ys = [x0, *x1], [y0] * (1 + len(x1))
+        return dot(jnp.concatenate(xs, axis=x_axis), jnp.concatenate(ys, axis=y_axis), dims, dtype)
+    # Of the product's columns, the left half is x0 y0, and the right half x0 y1 + x1 y0.
+    right, width = jnp.concatenate([y0, *y1], axis=1 - y_axis), y.shape[1 - y_axis]
+    if x1:
+        below = jnp.concatenate([jnp.zeros_like(y0), y0], axis=1 - y_axis)
+        right = jnp.concatenate([right, below], axis=y_axis)
+    product = dot(jnp.concatenate([x0, *x1], axis=x_axis), right, dims, dtype)
+    return product[:, :width] + product[:, width:]
 
 
 def row_sums(*arrays):

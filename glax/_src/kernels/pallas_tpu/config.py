@@ -25,8 +25,7 @@ class TPUChunkedConfig(Config):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> Self:
-        """Return fewer units where the kernel erases, for more would not fit beside its matrices [chunk, chunk]."""
-        return cls() if r.erasure is None else cls(units=4)
+        return cls()
 
     def __post_init__(self):
         check_field("chunk", self.chunk, 32, 256, power_of_two=True)
@@ -46,7 +45,7 @@ def supports(r: Recurrence) -> str | None:
     K, V = r.state_shape[2:]
     pack, K_lanes, V_lanes = packing((r.q.shape[2], r.k.shape[2], r.v.shape[2]), K, V)
     erases = r.erasure is not None
-    if unit_bytes(128, pack * K_lanes, pack * V_lanes, r.q.dtype.itemsize, erases) > VMEM_BYTES:
+    if unit_bytes(128, pack * K_lanes, pack * V_lanes, r.q.dtype.itemsize, erases, gradient=True) > VMEM_BYTES:
         return f"blocks of one head with key (K) {K} wide and value (V) {V} wide in {r.q.dtype} do not fit VMEM"
     if r.boundaries is not None and 24 * (r.q.shape[1] // 128 + r.num_sequences + 3) > SMEM_BYTES:
         return f"the steps of T={r.q.shape[1]} rows in {r.num_sequences} sequences do not fit scalar memory"
@@ -99,8 +98,6 @@ class TPUGradientConfig(TPUChunkedConfig):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> Self:
-        """Return fewer units where the blocks of a unit are larger: with per-key gates, and in float32; and two where the kernel
-        erases, whose long programs gain nothing from more."""
-        if r.erasure is not None:
-            return cls(units=2)
-        return cls(units=8 if r.q.dtype == jnp.bfloat16 and r.decay.key is None else 4)
+        """Return fewer units where their blocks are larger: with per-key gates, in float32, and where the kernel erases."""
+        small = r.q.dtype == jnp.bfloat16 and r.decay.key is None and r.erasure is None
+        return cls(units=8 if small else 4)

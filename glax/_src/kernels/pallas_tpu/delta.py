@@ -61,13 +61,13 @@ class HeadDecays:
         """Return the state before the chunk, transposed, in the form that the other methods take. Its adjoint is itself."""
         return S
 
-    def read(self, x, S):
-        """Return (x e^G) S, [C, pack * V]."""
-        product = chunk_math.fine_dot(x, S, chunk_math.NT, self.dtype)
+    def read(self, xs, S):
+        """Return (x e^G) S of each x, [C, pack * V]."""
+        products = stacked_dot(xs, S, chunk_math.NT, self.dtype)
         if self.sums is None:
-            return product
-        decays = [self.sums.from_start(head, product.shape[1]) for head in self.heads]
-        return product * join_heads(self.plan, self.plan.V, decays)
+            return products
+        decays = [self.sums.from_start(head, products[0].shape[1]) for head in self.heads]
+        return [x * join_heads(self.plan, self.plan.V, decays) for x in products]
 
     @functools.cached_property
     def between(self) -> list:
@@ -80,22 +80,19 @@ class HeadDecays:
     def scores(self, q, e, k) -> tuple[list, list]:
         """Return P and L of each head, [C, C]; L also with j = i. P is empty for a q of None."""
 
-        def of(x):
-            for part, between in enumerate(self.between):
-                yield (
-                    chunk_math.fine_dot(select_head(self.plan, x, self.plan.K, part), k, chunk_math.NT, self.dtype)
-                    * between
-                )
+        parts = self.plan.pack
+        rows = [part for x in (q, e) if x is not None for part in select_heads(self.plan, x)]
+        products = stacked_dot(rows, k, chunk_math.NT, self.dtype)
+        scores = [product * self.between[i % parts] for i, product in enumerate(products)]
+        return scores[:-parts], scores[-parts:]
 
-        return [] if q is None else list(of(q)), list(of(e))
-
-    def read_gradient(self, d, S):
-        """Return the gradient of x, (d S^T) e^G, [C, pack * K]. d: the gradient of `read`."""
-        product = chunk_math.fine_dot(d, S, chunk_math.NN, self.dtype)
+    def read_gradient(self, ds, S):
+        """Return the gradient of each x, (d S^T) e^G, [C, pack * K]. ds: the gradients of `read`."""
+        products = stacked_dot(ds, S, chunk_math.NN, self.dtype)
         if self.sums is None:
-            return product
-        decays = [self.sums.from_start(head, product.shape[1]) for head in self.heads]
-        return product * join_heads(self.plan, self.plan.K, decays)
+            return products
+        decays = [self.sums.from_start(head, products[0].shape[1]) for head in self.heads]
+        return [product * join_heads(self.plan, self.plan.K, decays) for product in products]
 
     def read_added(self, x, d):
         """Return the gradient of S, d^T (x e^G), [pack * V, pack * K]. d: the gradient of `read`."""
@@ -106,15 +103,19 @@ class HeadDecays:
             )
         return block_diagonal(self.plan, chunk_math.fine_dot(d, x, chunk_math.NN, self.dtype))
 
-    def scores_gradient(self, d_pairs, x, k):
-        """Return the gradients of x and k. d_pairs: the gradient of the scores of x, [C, C] of each head, 0 where no score is."""
-        dx = dk = jnp.zeros(k.shape, jnp.float32)
+    def scores_gradient(self, d_pairs: list, xs: list, k):
+        """Return the gradients of each x and of k. d_pairs: the gradient of the scores of each x, [C, C] of each head, 0 where no
+        score is."""
+        dxs, dks = [jnp.zeros(k.shape, jnp.float32) for _ in xs], [jnp.zeros(k.shape, jnp.float32) for _ in xs]
         for part, between in enumerate(self.between):
-            d = d_pairs[part] * between
-            x_part, k_part = (select_head(self.plan, y, self.plan.K, part) for y in (x, k))
-            dx += chunk_math.fine_dot(d, k_part, chunk_math.NN, self.dtype)
-            dk += chunk_math.fine_dot(d, x_part, chunk_math.TN, self.dtype)
-        return dx, dk
+            ds = [d[part] * between for d in d_pairs]
+            products = stacked_dot(ds, select_head(self.plan, k, self.plan.K, part), chunk_math.NN, self.dtype)
+            for i, (d, x) in enumerate(zip(ds, xs, strict=True)):
+                dxs[i] += products[i]
+                dks[i] += chunk_math.fine_dot(
+                    d, select_head(self.plan, x, self.plan.K, part), chunk_math.TN, self.dtype
+                )
+        return dxs, dks
 
     def leaving(self, dS):
         """Return the gradient of the state after the chunk in the form that the methods below take."""
@@ -187,48 +188,41 @@ class KeyDecays:
     def entering(self, S):
         return times(S, self.enter)
 
-    def read(self, x, S):
-        return chunk_math.fine_dot(x * self.inward, S, chunk_math.NT, self.dtype)
+    def read(self, xs, S):
+        return stacked_dot([x * self.inward for x in xs], S, chunk_math.NT, self.dtype)
 
     def scores(self, q, e, k) -> tuple[list, list]:
         """As `HeadDecays.scores`."""
-        plan, parts = self.plan, range(self.plan.pack)
+        C, parts = self.plan.chunk, self.plan.pack
 
         def level(up, down, mask, carry):
-            P, L = carry
-            k_down, e_up = k * down, select_heads(plan, e * up)
-            L = [
-                x + masked(chunk_math.fine_dot(e_up[i], k_down, chunk_math.NT, self.dtype), mask)
-                for i, x in enumerate(L)
-            ]
-            if q is not None:
-                q_up = select_heads(plan, q * up)
-                P = [
-                    x + masked(chunk_math.fine_dot(q_up[i], k_down, chunk_math.NT, self.dtype), mask)
-                    for i, x in enumerate(P)
-                ]
-            return P, L
+            rows = [part for x in (q, e) if x is not None for part in select_heads(self.plan, x * up)]
+            products = stacked_dot(rows, k * down, chunk_math.NT, self.dtype)
+            return [x + masked(product, mask) for x, product in zip(carry, products, strict=True)]
 
-        zeros = jnp.zeros((plan.chunk, plan.chunk), jnp.float32)
-        return self.levels(level, ([zeros for _ in parts if q is not None], [zeros for _ in parts]))
+        zeros = jnp.zeros((C, C), jnp.float32)
+        scores = self.levels(level, [zeros for x in (q, e) if x is not None for _ in range(parts)])
+        return scores[:-parts], scores[-parts:]
 
-    def read_gradient(self, d, S):
-        return chunk_math.fine_dot(d, S, chunk_math.NN, self.dtype) * self.inward
+    def read_gradient(self, ds, S):
+        return [x * self.inward for x in stacked_dot(ds, S, chunk_math.NN, self.dtype)]
 
     def read_added(self, x, d):
         return block_diagonal(self.plan, chunk_math.fine_dot(d, x * self.inward, chunk_math.TN, self.dtype))
 
-    def scores_gradient(self, d_pairs, x, k):
+    def scores_gradient(self, d_pairs: list, xs: list, k):
         def level(up, down, mask, carry):
-            dx, dk = carry
-            x_up, k_down = select_heads(self.plan, x * up), select_heads(self.plan, k * down)
-            for part, d in enumerate(d_pairs):
-                d = masked(d, mask)
-                dx += up * chunk_math.fine_dot(d, k_down[part], chunk_math.NN, self.dtype)
-                dk += down * chunk_math.fine_dot(d, x_up[part], chunk_math.TN, self.dtype)
-            return dx, dk
+            dxs, dks = map(list, carry)
+            ups, k_down = [select_heads(self.plan, x * up) for x in xs], select_heads(self.plan, k * down)
+            for part in range(self.plan.pack):
+                ds = [masked(d[part], mask) for d in d_pairs]
+                products = stacked_dot(ds, k_down[part], chunk_math.NN, self.dtype)
+                for i, (d, x_up) in enumerate(zip(ds, ups, strict=True)):
+                    dxs[i] += up * products[i]
+                    dks[i] += down * chunk_math.fine_dot(d, x_up[part], chunk_math.TN, self.dtype)
+            return dxs, dks
 
-        zeros = jnp.zeros(k.shape, jnp.float32)
+        zeros = [jnp.zeros(k.shape, jnp.float32) for _ in xs]
         return self.levels(level, (zeros, zeros))
 
     def leaving(self, dS):
@@ -246,6 +240,12 @@ class KeyDecays:
         return times(times(S, self.keep) + added, self.leave)
 
 
+def stacked_dot(xs, y, dims, dtype) -> list:
+    """Return x @ y for each x [C, width], with y loaded into the matrix unit once."""
+    C, product = xs[0].shape[0], chunk_math.fine_dot(jnp.concatenate(xs), y, dims, dtype)
+    return [product[i * C : (i + 1) * C] for i in range(len(xs))]
+
+
 def times(x, factor):
     return x if factor is None else x * factor
 
@@ -260,20 +260,32 @@ def select_heads(plan: Plan, x) -> list:
 
 
 def run_units(plan: Plan, step: Step, refs: Refs, body):
-    """Run body(unit, decays) for every unit: in the factored form or the exact one, with per-key gates."""
+    """Run body(unit, decays), a generator, for every unit: in the factored form or the exact one, with per-key gates."""
     if refs.key_gates is not None:
 
-        def factored(unit):
-            body(unit, KeyDecays.factored(plan, step, refs, unit))
+        def factored():
+            side_by_side(body(unit, KeyDecays.factored(plan, step, refs, unit)) for unit in range(plan.units))
 
         def exact(unit):
-            body(unit, KeyDecays.exact(plan, step, refs, unit))
+            side_by_side([body(unit, KeyDecays.exact(plan, step, refs, unit))])
 
         return key_gate.run_units(plan, step, refs, factored, exact)
     sums, edges = head_gate.load_gates(plan, step, refs, refs.k.dtype)
-    for unit in range(plan.units):
-        body(unit, HeadDecays(plan, plan.heads_of(unit), sums, edges, refs.k.dtype))
+    side_by_side(
+        body(unit, HeadDecays(plan, plan.heads_of(unit), sums, edges, refs.k.dtype)) for unit in range(plan.units)
+    )
     return None
+
+
+def side_by_side(units):
+    """Trace the generators of all units, each stage of all of them before the next.
+
+    The compiler keeps to the order of the trace, so the products of one unit fill the delays of another only where they stand
+    beside each other.
+    """
+    units = list(units)
+    while units:
+        units = [unit for unit in units if next(unit, units) is None]
 
 
 # ---- what a chunk writes ---------------------------------------------------------------------------------------------
@@ -310,28 +322,26 @@ def column(x, index):
     return jnp.where(lane == index, x, 0).sum(1, keepdims=True)
 
 
-class Written(NamedTuple):
-    """Hold what the tokens of a unit write, and what it is made of."""
-
-    inverse: list  # of each head: (I + L)^-1 [C, C]
-    left: jnp.ndarray  # [C, pack * V]: w * v - (e e^G) S, without beta
-    U: jnp.ndarray  # [C, pack * V]
+def unsolved(plan: Plan, erased: Erased, v, read) -> tuple:
+    """Return X = w * v - (e e^G) S, [C, pack * V], without beta and with it. read: (e e^G) S."""
+    left = times(v.astype(jnp.float32), erased.write) - read
+    return left, left if erased.beta is None else left * join_heads(plan, plan.V, erased.beta)
 
 
-def written(plan: Plan, decays: HeadDecays | KeyDecays, erased: Erased, scores: list, v, S) -> Written:
-    """Return U of a unit. scores: L of each head without beta; its diagonal is not read. S: `decays.entering`."""
-    strict = chunk_math.causal_mask(plan.chunk, plan.reverse, inclusive=False)
-    left = times(v.astype(jnp.float32), erased.write) - decays.read(erased.rows, S)
-    X, L = left, [masked(x, strict) for x in scores]
-    if erased.beta is not None:
-        X = left * join_heads(plan, plan.V, erased.beta)
-        L = [beta * x for beta, x in zip(erased.beta, L, strict=True)]
-    inverse = [unit_inverse(x, plan.reverse) for x in L]
-    U = sum(
-        chunk_math.fine_dot(T, select_head(plan, X, plan.V, part), chunk_math.NN, decays.dtype)
-        for part, T in enumerate(inverse)
-    )
-    return Written(inverse, left, jnp.asarray(U))
+def inverses(plan: Plan, erased: Erased, scores: list):
+    """Return (I + L)^-1 of each head of a unit. scores: L of each head without beta; its diagonal is not read."""
+    strict, found = chunk_math.causal_mask(plan.chunk, plan.reverse, inclusive=False), []
+    for part, x in enumerate(scores):
+        L = masked(x, strict)
+        L = L if erased.beta is None else erased.beta[part] * L
+        found.append((yield from unit_inverse(L, plan.reverse)))
+    return found
+
+
+def apply_heads(plan: Plan, pairs: list, x, dims, dtype):
+    """Return the product of each head's pairs [C, C] with its lanes of x [C, pack * V]."""
+    products = (chunk_math.fine_dot(a, select_head(plan, x, plan.V, part), dims, dtype) for part, a in enumerate(pairs))
+    return jnp.asarray(sum(products))
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
@@ -348,20 +358,27 @@ def forward(plan: Plan, step: Step, scale, refs: ForwardRefs):
         # [V, K]
         S = decays.entering(refs.state[unit])
         # [C, C] of each head
+        yield
         P, L = decays.scores(q, erased.rows, k)
+        yield
         # [C, V]
-        U = written(plan, decays, erased, L, v, S).U
-        o = decays.read(q, S)
-        for part, pairs in enumerate(P):
-            o += chunk_math.fine_dot(pairs, select_head(plan, U, plan.V, part), chunk_math.NN, decays.dtype)
+        o, read = decays.read([q, erased.rows], S)
+        yield
+        _, X = unsolved(plan, erased, v, read)
+        inverse = yield from inverses(plan, erased, L)
+        U = apply_heads(plan, inverse, X, chunk_math.NN, decays.dtype)
+        yield
+        o += apply_heads(plan, P, U, chunk_math.NN, decays.dtype)
         store_unit(plan, step, refs.output, unit, o * scale)
+        yield
         refs.state[unit] = decays.carry(S, k, U)
+        yield
 
     run_units(plan, step, refs, unit_outputs)
 
 
 def save_states(plan: Plan, step: Step, refs: StateRefs):
-    """Advance the state by one chunk without computing outputs."""
+    """Save the inverses of a chunk, and advance the state by it without computing outputs."""
     betas = load_betas(plan, step, refs)
 
     def unit_state(unit, decays):
@@ -370,8 +387,19 @@ def save_states(plan: Plan, step: Step, refs: StateRefs):
         v = load_unit(plan, step, refs.v, plan.heads[2], plan.V, unit)
         erased = load_erased(plan, step, refs, unit, k, betas)
         S = decays.entering(refs.state[unit])
+        yield
         _, L = decays.scores(None, erased.rows, k)
-        refs.state[unit] = decays.carry(S, k, written(plan, decays, erased, L, v, S).U)
+        yield
+        (read,) = decays.read([erased.rows], S)
+        yield
+        _, X = unsolved(plan, erased, v, read)
+        inverse = yield from inverses(plan, erased, L)
+        for part, T in enumerate(inverse):
+            refs.inverses[unit * plan.pack + part] = T
+        U = apply_heads(plan, inverse, X, chunk_math.NN, decays.dtype)
+        yield
+        refs.state[unit] = decays.carry(S, k, U)
+        yield
 
     run_units(plan, step, refs, unit_state)
 
@@ -397,24 +425,35 @@ class Backward:
         erased = load_erased(plan, self.step, refs, unit, k, self.betas)
         S, dS = decays.entering(S), decays.leaving(dS)
         P, L = decays.scores(q, erased.rows, k)
-        inverse, left, U = written(plan, decays, erased, L, v, S)
+        (read,) = decays.read([erased.rows], S)
+        yield
+        left, X = unsolved(plan, erased, v, read)
+        inverse = [refs.inverses[unit * plan.pack + part] for part in range(plan.pack)]
+        U = apply_heads(plan, inverse, X, chunk_math.NN, dtype)
+        yield
         # [C, V]   [C, K]
         dU, dk = decays.write_gradient(k, U, dS)
-        dU += self.apply(P, do, dtype) * scale
-        dX = self.apply(inverse, dU, dtype)
+        dU += apply_heads(plan, P, do, chunk_math.TN, dtype) * scale
+        yield
+        dX = apply_heads(plan, inverse, dU, chunk_math.TN, dtype)
+        yield
         d_erased = dX if erased.beta is None else dX * join_heads(plan, plan.V, erased.beta)
         # [C, C] of each head
-        dP, d_read = self.pairs(do, U, dtype), [-x for x in self.pairs(dX, U, dtype)]
+        dP, d_read = self.pairs([do, -dX], U, dtype)
         dL = d_read if erased.beta is None else [beta * x for beta, x in zip(erased.beta, d_read, strict=True)]
+        yield
         # [C, K]
-        (dq, dk_read), (de, dk_erased) = decays.scores_gradient(dP, q, k), decays.scores_gradient(dL, erased.rows, k)
-        dq += decays.read_gradient(do, S)
-        de -= decays.read_gradient(d_erased, S)
+        (dq, de), (dk_read, dk_erased) = decays.scores_gradient([dP, dL], [q, erased.rows], k)
+        dq_read, de_read = decays.read_gradient([do, d_erased], S)
+        dq, de = dq + dq_read, de - de_read
         dk += dk_read * scale + dk_erased
+        yield
         # [V, K]: the gradient of the entering state
         d_entering = decays.decayed(dS) + decays.read_added(q, do) * scale - decays.read_added(erased.rows, d_erased)
         refs.d_state[unit] = decays.entering(d_entering)
+        yield
         self.emit_gates(unit, q * dq * scale - k * dk + erased.rows * de, (S * d_entering).sum(0, keepdims=True))
+        yield
         # The pair of each token with itself passes no gate.
         own = [select_head(plan, do * U, plan.V, part).sum(1, keepdims=True) for part in range(plan.pack)]
         d_own = join_heads(plan, plan.K, own)
@@ -433,18 +472,13 @@ class Backward:
         store_gradient(plan, self.step, refs.dk, Hk, unit, dk)
         store_gradient(plan, self.step, refs.dv, Hv, unit, dv)
 
-    def apply(self, pairs, x, dtype):
-        """Return the transposed pairs of each head times its lanes of x [C, pack * V]."""
-        parts = (select_head(self.plan, x, self.plan.V, part) for part in range(self.plan.pack))
-        return jnp.asarray(
-            sum(chunk_math.fine_dot(a, part, chunk_math.TN, dtype) for a, part in zip(pairs, parts, strict=True))
-        )
-
-    def pairs(self, x, y, dtype) -> list:
-        """Return x y^T of each head for j before i, else 0: [C, C]."""
-        strict = chunk_math.causal_mask(self.plan.chunk, self.plan.reverse, inclusive=False)
-        parts = (select_head(self.plan, x, self.plan.V, part) for part in range(self.plan.pack))
-        return [masked(chunk_math.fine_dot(part, y, chunk_math.NT, dtype), strict) for part in parts]
+    def pairs(self, xs, y, dtype) -> list:
+        """Return x y^T of each x and head for j before i, else 0: [C, C]."""
+        plan, parts = self.plan, self.plan.pack
+        strict = chunk_math.causal_mask(plan.chunk, plan.reverse, inclusive=False)
+        rows = [select_head(plan, x, plan.V, part).astype(jnp.float32) for x in xs for part in range(parts)]
+        products = [masked(x, strict) for x in stacked_dot(rows, y, chunk_math.NT, dtype)]
+        return [products[i * parts : (i + 1) * parts] for i in range(len(xs))]
 
     def add_betas(self, unit, products, pairs):
         """Keep the gradient of a unit's betas, the sums of each row over products [C, pack * V] and pairs [C, C]."""

@@ -55,7 +55,7 @@ def forward(plan: Plan, step: Step, scale, refs: ForwardRefs):
 
 def chunked(r: Recurrence, *, config: TPUChunkedConfig) -> Outputs:
     """Compute the recurrence in chunks. It reads q, k, v and gates once, and writes the output once."""
-    plan = Plan.of(r, config.chunk, config.units)
+    plan = Plan.of(r, config.chunk, config.units, gradient=False)
     K, V = r.state_shape[2:]
     inputs = row_inputs(plan, r) | gate_inputs(plan, r) | erasure_inputs(plan, r)
     if r.initial_state is not None:

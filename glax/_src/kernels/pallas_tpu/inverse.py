@@ -9,6 +9,9 @@ neighbours:
 
 Only the later half of each pair's rows changes, so only those rows are multiplied. No power of L is formed: where keys repeat,
 powers grow far beyond the inverse, and their series cancels. Every product takes three bfloat16 terms of each float32 operand.
+
+Each product waits for the one before it. Therefore the functions are generators, which yield where a result is awaited:
+`delta.side_by_side` traces the same stage of all units of a program before the next stage.
 """
 
 import jax.numpy as jnp
@@ -24,20 +27,68 @@ BLOCK = 8  # the sublanes of a tile
 def unit_inverse(L, reverse: bool):
     """Compute (I + L)^-1 [C, C] for a strictly lower triangular L or, if `reverse`, for a strictly upper triangular one."""
     C, size = L.shape[0], BLOCK
-    X = inverted_blocks(L, reverse)
-    row, column = (lax.broadcasted_iota(jnp.int32, (C, C), axis) for axis in (0, 1))
+    X = yield from inverted_blocks(L, reverse)
+    row, column = (lax.broadcasted_iota(jnp.int32, (C // 2, C), axis) for axis in (0, 1))
     while size < C:
-        # whether i and j are in neighbouring blocks of one pair
-        neighbours = (row ^ column) & -size == size
-        pairs = X.reshape(C // (2 * size), 2, size, C)
-        first, second = (pairs[:, 1], pairs[:, 0]) if reverse else (pairs[:, 0], pairs[:, 1])
-        later = second.reshape(C // 2, C)
-        M = jnp.where(neighbours, L, 0)
-        later = later - chunk_math.exact_dot(chunk_math.exact_dot(later, M), X)
-        second = later.reshape(second.shape)
-        X = jnp.stack([second, first] if reverse else [first, second], axis=1).reshape(C, C)
+        first, later = split_pairs(X, size, reverse)
+        # whether j is in the first block of the pair whose later block has row i
+        in_first = (column & size == 0) != reverse
+        neighbours = in_first & ((row & -size) * 2 == (column & (-2 * size)))
+        M = jnp.where(neighbours, split_pairs(L, size, reverse)[1], 0)
+        product = block_dot(later, M, size, reverse, x_is_first=False)
+        yield
+        later = later - block_dot(product, first, size, reverse, x_is_first=True)
+        X = join_pairs(first, later, size, reverse)
+        yield
         size *= 2
     return X
+
+
+def split_pairs(X, size: int, reverse: bool):
+    """Return the rows of the first blocks of all pairs, and those of the later ones, [C / 2, C]."""
+    C = X.shape[0]
+    pairs = X.reshape(C // (2 * size), 2, size, C)
+    first, later = (pairs[:, i].reshape(C // 2, C) for i in ((1, 0) if reverse else (0, 1)))
+    return first, later
+
+
+def join_pairs(first, later, size: int, reverse: bool):
+    """Return the rows of all pairs, [C, C]: the inverse of `split_pairs`."""
+    C, dtype = first.shape[1], first.dtype
+    if dtype == jnp.bfloat16 and size < 16:  # rows of less than a tile
+        first, later = first.astype(jnp.float32), later.astype(jnp.float32)
+    first, later = (x.reshape(C // (2 * size), size, C) for x in (first, later))
+    return jnp.stack([later, first] if reverse else [first, later], axis=1).reshape(C, C).astype(dtype)
+
+
+def block_dot(x, y, size: int, reverse: bool, x_is_first: bool):
+    """Return x @ y for one block of every pair, to float32: six products of three bfloat16 terms of each, as one product.
+
+    x [C / 2, C] has one block in each row of blocks, in the lanes of the first or of the later block of a pair. The lanes of the
+    pair's other block are 0, and take a second term of x. y [C / 2, C] has the rows that those lanes multiply, in either order.
+
+                            x0 y0 + x1 y1      x0 y1 + x1 y0 + x2 y0 + x0 y2
+    """
+    C = y.shape[1]
+    shift = size if x_is_first != reverse else C - size
+    x0, x1, x2 = chunk_math.bfloat16_parts(x, exact=True)
+    y0, y1, y2 = chunk_math.bfloat16_parts(y, exact=True)
+
+    def rows(own, others):
+        """Return the rows that multiply the lanes of x itself, and those that multiply the second term."""
+        first, later = (own, others) if x_is_first else (others, own)
+        return join_pairs(first, later, size, reverse)
+
+    left = jnp.concatenate([x0 + roll_lanes(x1, shift), x2 + roll_lanes(x0, shift)], axis=1)
+    above = jnp.concatenate([rows(y0, y1), rows(y1, y0)], axis=1)
+    below = jnp.concatenate([jnp.zeros((C, C), jnp.bfloat16), rows(y0, y2)], axis=1)
+    product = chunk_math.dot(left, jnp.concatenate([above, below]), chunk_math.NN, jnp.bfloat16)
+    return product[:, :C] + product[:, C:]
+
+
+def roll_lanes(x, shift: int):
+    """Return bfloat16 x with its lanes moved by shift. A TPU moves lanes of 32 bits, here two rows in one."""
+    return pltpu.bitcast(pltpu.roll(pltpu.bitcast(x, jnp.int32), shift, 1), jnp.bfloat16)
 
 
 def inverted_blocks(L, reverse: bool):
@@ -62,4 +113,5 @@ def inverted_blocks(L, reverse: bool):
         for shift in (1, 2, 4):
             column = column + pltpu.roll(column, shift, 1)
         X = X - column * X[m : m + 1]
+        yield
     return jnp.where(on_diagonal, X[None, :, :C], 0).reshape(C, C)

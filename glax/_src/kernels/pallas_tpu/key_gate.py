@@ -64,13 +64,12 @@ def in_range(plan: Plan, step: Step, refs: Refs):
 
 
 def run_units(plan: Plan, step: Step, refs: Refs, factored, exact):
-    """Run factored(unit) for all units in parallel if all are in range, else exact(unit) for one unit after another."""
+    """Run factored(), which computes all units, if all are in range, else exact(unit) for one unit after another."""
     is_in_range = in_range(plan, step, refs)
 
     @pl.when(is_in_range)
     def _():
-        for unit in range(plan.units):
-            factored(unit)
+        factored()
 
     @pl.when(jnp.logical_not(is_in_range))
     def _():
@@ -179,6 +178,10 @@ class Forward:
             o += chunk_math.dot(pairs[part], v_part, chunk_math.NN, self.dtype)
         store_unit(self.plan, self.step, self.refs.output, unit, o * self.scale)
 
+    def factored_units(self):
+        for unit in range(self.plan.units):
+            self.factored(unit)
+
     def factored(self, unit):
         plan, refs, dtype = self.plan, self.refs, self.dtype
         # [C, K]   [C, K]   [C, V]
@@ -217,7 +220,7 @@ class Forward:
 def forward(plan: Plan, step: Step, scale, refs: ForwardRefs):
     """Compute o and S' of `glax._src.kernels.pallas_tpu.forward` with per-key gates."""
     stages = Forward(plan, step, scale, refs)
-    run_units(plan, step, refs, stages.factored, stages.exact)
+    run_units(plan, step, refs, stages.factored_units, stages.exact)
 
 
 def save_states(plan: Plan, step: Step, refs: StateRefs):
@@ -316,6 +319,10 @@ class Backward:
         store_gradient(plan, step, refs.dk, Hk, unit, d.dk + dk_diagonal * scale)
         store_gradient(plan, step, refs.dv, Hv, unit, d.dv)
 
+    def factored_units(self):
+        for unit in range(self.plan.units):
+            self.factored(unit)
+
     def factored(self, unit):
         plan, refs, scale, dtype = self.plan, self.refs, self.scale, self.dtype
         q, k, v, do, S, dS = x = load_gradient_operands(plan, self.step, refs, unit)
@@ -398,4 +405,4 @@ def backward(plan: Plan, step: Step, scale, refs: BackwardRefs):
     causal = chunk_math.causal_mask(plan.chunk, plan.reverse, inclusive=True)
     strictly_causal = chunk_math.causal_mask(plan.chunk, plan.reverse, inclusive=False)
     stages = Backward(plan, step, scale, refs, causal, strictly_causal)
-    run_units(plan, step, refs, stages.factored, stages.exact)
+    run_units(plan, step, refs, stages.factored_units, stages.exact)

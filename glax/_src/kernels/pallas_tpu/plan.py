@@ -52,11 +52,12 @@ class Plan:
     adjoint: bool = False
 
     @classmethod
-    def of(cls, r: Recurrence, chunk: int, units: int) -> "Plan":
+    def of(cls, r: Recurrence, chunk: int, units: int, gradient: bool) -> "Plan":
         B, T, Hq, K = r.q.shape
         heads, H, V = (Hq, r.k.shape[2], r.v.shape[2]), r.num_heads, r.v.shape[3]
         pack, K, V = packing(heads, K, V)
-        bytes_of_unit = unit_bytes(chunk, pack * K, pack * V, r.q.dtype.itemsize, r.erasure is not None)
+        erases, itemsize = r.erasure is not None, r.q.dtype.itemsize
+        bytes_of_unit = unit_bytes(chunk, pack * K, pack * V, itemsize, erases, gradient)
         units = min(units, H // pack, max(1, VMEM_BYTES // bytes_of_unit))
         fits = (n for n in range(units, 0, -1) if H // pack % n == 0 and splits_no_group(n * pack, H, heads))
         packed = r.boundaries is not None

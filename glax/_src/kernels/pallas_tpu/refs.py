@@ -39,6 +39,7 @@ class StateRefs(NamedTuple):
     beta: Ref = None  # [R, C]
     erase: Ref = None  # [C, H * K]
     write: Ref = None  # [C, H * V]
+    inverses: Ref = None  # [units * pack, C, C]: of the delta rule, (I + L)^-1 of each head
 
 
 class BackwardRefs(NamedTuple):
@@ -61,6 +62,7 @@ class BackwardRefs(NamedTuple):
     beta: Ref = None  # [R, C]
     erase: Ref = None  # [C, H * K]
     write: Ref = None  # [C, H * V]
+    inverses: Ref = None  # [units * pack, C, C]: of the delta rule, (I + L)^-1 of each head
     d_initial: Ref = None  # [heads, K, V]
     d_gates: Ref = None  # [R, C]
     d_key_gates: Ref = None  # [C, H * K]

@@ -6,14 +6,18 @@ POOL_BYTES = 12 * 2**20  # for the blocks of a step on a pool of states, whose i
 SMEM_BYTES = 2**19  # for the table of steps, of 1 MiB
 
 
-def unit_bytes(chunk: int, K: int, V: int, itemsize: int, erases: bool) -> int:
-    """Return the VMEM bytes of a unit of the gradient, which is the larger kernel.
+def unit_bytes(chunk: int, K: int, V: int, itemsize: int, erases: bool, gradient: bool) -> int:
+    """Return the VMEM bytes of a unit.
 
-    It has nine blocks of rows and three of states, each with two buffers, and the state itself. With an erasure it has eight more
-    blocks of rows: erase, write and their gradients, and four that stand for intermediate values.
+    The gradient has nine blocks of rows and three of states, each with two buffers, and the state itself. With an erasure it has
+    eight more blocks of rows: erase, write and their gradients, and four that stand for inverses and intermediate values. The
+    forward is counted as the gradient where nothing is erased; else it has eleven blocks of rows, four of them for intermediate
+    values, and two of states.
     """
-    keys, values = (10, 7) if erases else (6, 3)
-    return 2 * chunk * (keys * K + values * V) * itemsize + 7 * K * V * 4
+    keys, values, states = 6, 3, 7
+    if erases:
+        keys, values, states = (10, 7, 7) if gradient else (6, 5, 5)
+    return 2 * chunk * (keys * K + values * V) * itemsize + states * K * V * 4
 
 
 def packing(heads: tuple[int, int, int], K: int, V: int) -> tuple[int, int, int]:

@@ -11,6 +11,9 @@ With dS = dL/dS after a chunk, [C, C] pairs A and their cotangents dA, decays D_
 The last line starts again from both states at each chunk's edge, so its rounding error does not grow with T. It needs the state
 before every chunk. These states are stored in the dtype of q, k and v, in which products read them. For bfloat16 at K = V = 128
 they take as many bytes as one more tensor, written once and read once. A separate scan for dq would read three tensors again.
+
+With the delta rule it saves the inverses of the chunks, too, in float32: at V = 128 as many bytes as two more tensors in
+bfloat16. They are temporary memory of the gradient, and nothing that a caller keeps from its forward.
 """
 
 import dataclasses
@@ -84,16 +87,25 @@ def backward(plan: Plan, step: Step, scale, refs: BackwardRefs):
             refs.d_constant[...] = refs.constant_terms[...]
 
 
-def states_before(plan: Plan, r: Recurrence) -> jnp.ndarray:
-    """Compute the state before every step, [B, groups, steps, units, pack * V, pack * K]."""
+def saved_inputs(plan: Plan, r: Recurrence) -> dict:
+    """Compute (array, block) of what `backward` reads of the forward scan, by the names of its references.
+
+    states_before: the state before every step, [B, groups, steps, units, pack * V, pack * K]. inverses: of the delta rule, the
+    inverse of every chunk and head in float32, [B, groups, steps, units * pack, C, C].
+    """
     rows = row_inputs(plan, r)
     inputs = dict(k=rows["k"], v=rows["v"]) | gate_inputs(plan, r) | erasure_inputs(plan, r)
     if r.initial_state is not None:
         inputs["initial_state"] = state_input(plan, r.initial_state)
-    outputs = dict(states_before=((*plan.grid, *plan.state), r.q.dtype, plan.step_block(*plan.state)))
+    saved = dict(states_before=(plan.state, r.q.dtype))
+    if r.erasure is not None:
+        saved["inverses"] = (plan.program_heads, plan.chunk, plan.chunk), jnp.float32
+    outputs = {name: ((*plan.grid, *shape), dtype, plan.step_block(*shape)) for name, (shape, dtype) in saved.items()}
     scratch = dict(state=(plan.state, jnp.float32))
     cost = estimate_cost(plan, r, 1, inputs, outputs)
-    return launch(plan, r, save_states, StateRefs, inputs, outputs, scratch, cost)["states_before"]
+    arrays = launch(plan, r, save_states, StateRefs, inputs, outputs, scratch, cost)
+    adjoint = dataclasses.replace(plan, adjoint=True)
+    return {name: (arrays[name], adjoint.step_block(*shape)) for name, (shape, _) in saved.items()}
 
 
 class RowGradient(NamedTuple):
@@ -180,15 +192,14 @@ def sequence_output(plan: Plan, shape: tuple[int, ...]) -> tuple:
 
 def chunked_vjp(r: Recurrence, d_output, d_final, *, config: TPUGradientConfig) -> Recurrence:
     """Compute the gradient of every input of r."""
-    plan = Plan.of(r, config.chunk, config.units)
+    plan = Plan.of(r, config.chunk, config.units, gradient=True)
     K, V = r.state_shape[2:]
-    saved = states_before(plan, r)
+    saved = saved_inputs(plan, r)
     plan = dataclasses.replace(plan, adjoint=True)
     inputs = row_inputs(plan, r) | gate_inputs(plan, r) | erasure_inputs(plan, r)
-    inputs |= dict(
+    inputs |= saved | dict(
         d_output=(plan.to_lanes(d_output, plan.V), plan.token_block(plan.H, plan.V)),
         d_final=state_input(plan, d_final),
-        states_before=(saved, plan.step_block(*plan.state)),
     )
     outputs, scratch = gradient_outputs(plan, r)
     cost = estimate_cost(plan, r, 9, inputs, outputs)
