@@ -272,8 +272,9 @@ def compare(found: dict[Call, dict]):
         if call.library == "glax":
             peers = {name: found.get(dataclasses.replace(call, library=name)) for name in LIBRARIES[1:]}
             times = {name: peer["ms"] for name, peer in peers.items() if peer is not None}
-            share, words = verdict(x["ms"], min(times.values()), list(factors.values()))
-            print(f"| {call} | {x['ms']:.2f} | {times} | {share:.2f} | {words} |")
+            if times and factors:  # --only may leave them out
+                share, words = verdict(x["ms"], min(times.values()), list(factors.values()))
+                print(f"| {call} | {x['ms']:.2f} | {times} | {share:.2f} | {words} |")
 
 
 def main():
