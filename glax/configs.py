@@ -18,6 +18,7 @@ NAMES = {
     "GradientConfig": "chunked.vjp/triton/gpu",
     "TokenConfig": "recurrent/triton/gpu",
     "CudaConfig": "recurrent/cuda/gpu",
+    "ReplayConfig": "recurrent.replay/cuda/gpu",
     "HopperConfig": "chunked/pallas/gpu",
     "TPUChunkedConfig": "chunked/pallas/tpu",
     "TPUGradientConfig": "chunked.vjp/pallas/tpu",

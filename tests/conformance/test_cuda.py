@@ -12,7 +12,7 @@ import pytest
 from glax._src.core.bind import bind
 from glax._src.core.registry import kernel_registry
 from glax._src.kernels.cuda import replay, scan, step_priority
-from glax._src.kernels.cuda.config import CudaConfig
+from glax._src.kernels.cuda.config import CudaConfig, ReplayConfig
 from glax.testing.reference import reference
 from tests.cases import Case, all_cases, recurrence
 from tests.close import assert_close
@@ -180,7 +180,7 @@ def test_replayed_states_are_read_and_advanced_in_the_pool(form, erasure):
 def test_a_step_of_ringed_states(form, erasure, changes):
     """Steps of a `StatePool` by one kernel, between drafts and their commits by others, against the token loop."""
     changes = dict(replay=5, threads=32, T=16) | changes
-    config = CudaConfig(threads=changes.pop("threads"), columns=8)
+    config = ReplayConfig(threads=changes.pop("threads"), columns=8)
     ring = {name: changes.pop(name) for name in ("replay", "drafts") if name in changes}
 
     def run(r, pool, slots):
@@ -196,7 +196,7 @@ def test_a_step_of_ringed_states(form, erasure, changes):
     ("key", "int8", {}), ("head+beta", "int8", dict(replay=20)), ("key", "float8_e4m3fn", {}),
 ])  # fmt: skip
 def test_a_step_of_ringed_states_of_8_bits(name, dtype, changes):
-    config = CudaConfig(threads=64, columns=32)
+    config = ReplayConfig(threads=64, columns=32)
 
     def run(r, pool, slots):
         return replay.recurrent_replay(r, pool, slots, config)

@@ -12,7 +12,7 @@ import pytest
 from glax import serving
 from glax._src.core.bind import bind
 from glax._src.core.ring import RingedStates
-from glax._src.kernels.cuda import CudaConfig, replay, scan
+from glax._src.kernels.cuda import CudaConfig, ReplayConfig, replay, scan
 from glax._src.kernels.cuda.images import image_of, options, program_text
 from glax._src.kernels.cuda.nvrtc import CompileError, Compiler, load_compiler
 
@@ -95,7 +95,7 @@ def program(call: str) -> tuple[str, dict[str, int]]:
     layout = dict(zip(("replay", "drafts", "token_dtype"), where, strict=True))
     pool = jax.eval_shape(lambda: serving.StatePool(B, (groups, groups, H), (K, V), state, form=form, **layout))
     ringed = RingedStates(pool.states, pool.ring, pool.length, pool.drafted, layout["replay"])
-    return "replay", replay.plan(r, ringed, CudaConfig.heuristic(r.replace(initial_state=states)))[0]
+    return "replay", replay.plan(r, ringed, ReplayConfig.heuristic(r.replace(initial_state=states)))[0]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

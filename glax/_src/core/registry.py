@@ -51,7 +51,9 @@ class Role(enum.StrEnum):
     VJP = enum.auto()
     STEP = enum.auto()  # outputs and states, which lie in a pool and are updated there
     VERIFY = enum.auto()  # outputs alone, with the states in a pool that stays as it is
-    REPLAY = enum.auto()  # outputs of one token, with states and replay rings, which lie in a pool and are updated there
+    REPLAY = (
+        enum.auto()
+    )  # outputs of one token, with states and replay rings, which lie in a pool and are updated there
 
 
 def refused_form(form: str, forms: Iterable[str], what: str = "decays") -> str:
@@ -116,7 +118,8 @@ class KernelSpec:
     run:      (recurrence, config=) -> Outputs; for "<algorithm>.vjp" (recurrence, d_output, d_final, config=) -> Recurrence;
               for "<algorithm>.step" (recurrence of few tokens, pool, slots, config=) -> (output, pool), slot -1 for none;
               for "<algorithm>.verify" the same operands -> output;
-              for "<algorithm>.replay" (recurrence of one token, RingedStates, slots, config=) -> (output, RingedStates)
+              for "<algorithm>.replay" (recurrence of one token, RingedStates, slots or None, config=)
+              -> (output, RingedStates)
     forward_with_residuals: (recurrence, config=) -> (Outputs, Residuals), if the gradient kernel of the same algorithm and
               platform takes `residuals` instead of recomputing them; else None
     route:    (recurrence, *cotangents, config=) -> (how the kernel runs them in a line, or "", {the faster form of the kernel

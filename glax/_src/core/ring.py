@@ -52,7 +52,8 @@ class Ring:
 class RingedStates:
     """Hold the states of P slots, the tokens since each was written, and how many these are.
 
-    length: of the tokens in each ring. drafted: of the drafts behind them. replay: the tokens from one write of a state to the next.
+    length: of the tokens in each ring. drafted: of the drafts behind them. replay: the tokens from one write of a state to the
+    next.
     """
 
     states: Float[Array, "P H K V"]

@@ -510,7 +510,7 @@ def in_one_pass(spec: KernelSpec, by_parts: Callable) -> Callable:
     """
 
     def run(r: Recurrence, pool: StatePool, slots):
-        rows = jnp.arange(len(pool.length), dtype=jnp.int32) if slots is None else to_int32(slots)
+        rows = None if slots is None else to_int32(slots)
         ringed = RingedStates(pool.states, pool.ring, pool.length, pool.drafted, pool.layout.replay)
         r = with_stored(r, pool)  # kernels choose their configs by the dtype
         output, new = executor(spec, r, ringed, rows, **why_not_others(spec, Choice(), r))

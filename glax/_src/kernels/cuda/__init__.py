@@ -12,11 +12,11 @@ from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.core.registry import Backend, Platform, kernel_registry
 from glax._src.kernels.common.gpu import capability
 from glax._src.kernels.common.refusals import XLA, empty, older_gpu, other_dtype, too_wide
-from glax._src.kernels.cuda.config import WIDEST, CudaConfig
+from glax._src.kernels.cuda.config import WIDEST, CudaConfig, ReplayConfig
 from glax._src.kernels.cuda.library import load_library
 from glax._src.kernels.cuda.nvrtc import Compiler, load_compiler
 
-__all__ = ["CudaConfig"]
+__all__ = ["CudaConfig", "ReplayConfig"]
 
 LARGE = 2**25  # bytes of states
 # The most that were measured beside XLA: benchmarks/results/nvidia_h100/2026-11-27-platforms-float32.json.
@@ -120,8 +120,8 @@ def replay_refusal(r: Recurrence) -> str | None:
     return replay.refusal(r)
 
 
-@register("recurrent.replay", supports=replay_refusal)
-def recurrent_replay(r: Recurrence, pool, slots, *, config: CudaConfig):
+@register("recurrent.replay", supports=replay_refusal, config=ReplayConfig)
+def recurrent_replay(r: Recurrence, pool, slots, *, config: ReplayConfig):
     """Advance each sequence by one token. Its state in the pool and its replay ring are read once, and the state is written where
     the ring is then full."""
     from glax._src.kernels.cuda import replay

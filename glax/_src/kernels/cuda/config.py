@@ -15,6 +15,7 @@ HELD_BY_STEP = (
     64  # most numbers of the state in a thread that decodes one token: two blocks of 256 then share a multiprocessor
 )
 HELD_BY_TOKENS = 32  # the same where a thread scans several tokens
+HELD_BY_REPLAY = 32  # the same in a step of a `StatePool`: four blocks of 256 then share a multiprocessor
 WHOLE = HELD_BY_STEP * 512  # most numbers of a state in 8 bits, which a block has whole
 WIDEST_WHOLE = 256  # columns of it
 
@@ -25,7 +26,7 @@ def is_compact(states: Array | None) -> bool:
 
 
 def layout_of(V: int, columns: int, state_bytes: int) -> tuple[int, int]:
-    """Return (lanes, vector): the threads that share a row of the state, and the columns that each reads in one access, at most 8.
+    """Return (lanes, vector): the threads that share a row of the state, and the columns, at most 8, that each reads in one access.
 
     The product of both is the number of columns in a block: `columns`, or fewer where V has fewer, and where 32 threads cannot
     read as many in one access each. state_bytes: the bytes of an element of a stored state.
@@ -50,16 +51,13 @@ class CudaConfig(Config):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> "CudaConfig":
-        """Return 256 threads and at most 128 columns, and for states in 8 bits all columns where they are not too many.
+        """Return 256 threads and at most 128 columns.
 
         The columns are halved while a thread would hold more than HELD_BY_STEP or HELD_BY_TOKENS numbers of the state, and while
         there are fewer than two blocks for each multiprocessor.
         """
         K, V = r.q.shape[3], r.v.shape[3]
-        whole = 1 << (V - 1).bit_length()
-        if is_compact(r.initial_state) and whole <= WIDEST_WHOLE and K * whole <= WHOLE:
-            return cls(max(128, 1 << (K * whole // HELD_BY_STEP - 1).bit_length()), whole)
-        columns = min(128, whole)
+        columns = min(128, 1 << (V - 1).bit_length())
         threads = 256
         held = HELD_BY_STEP if r.q.shape[1] == 1 else HELD_BY_TOKENS
         while columns > 16 and K * columns > held * threads:
@@ -78,3 +76,24 @@ class CudaConfig(Config):
         # Configs whose columns are rounded to the same ones, for states of 4 and of 2 bytes, are one program.
         programs = {(c.threads, *(layout_of(V, c.columns, size) for size in (4, 2))): c for c in reversed(found)}
         return [c for c in dict.fromkeys(found) if c in programs.values()]
+
+
+class ReplayConfig(CudaConfig):
+    """Configure the step of a `StatePool`: threads and columns as in `CudaConfig`. States in 8 bits need columns of at least V."""
+
+    @classmethod
+    def heuristic(cls, r: Recurrence) -> "ReplayConfig":
+        """Return 256 threads, each with at most HELD_BY_REPLAY numbers of the state, of which a block has at least 16 columns.
+
+        The columns are also halved while there are fewer than two blocks for each multiprocessor. Of a state in 8 bits a block has
+        all columns, as long as they are WIDEST_WHOLE at most.
+        """
+        K, V = r.q.shape[3], r.v.shape[3]
+        threads, columns = 256, 1 << (V - 1).bit_length()
+        if is_compact(r.initial_state) and columns <= WIDEST_WHOLE and K * columns <= WHOLE:
+            return cls(max(128, 1 << (K * columns // HELD_BY_STEP - 1).bit_length()), columns)
+        while columns > 16 and K * columns > HELD_BY_REPLAY * threads:
+            columns //= 2
+        while columns > 16 and r.num_sequences * r.num_heads * -(-V // columns) < 2 * multiprocessors():
+            columns //= 2
+        return cls(threads, min(columns, 256))

@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from glax._src.core.decay import Decay
@@ -11,17 +10,20 @@ from glax._src.core.recurrence import Recurrence
 from glax._src.core.ring import Ring, RingedStates
 from glax._src.kernels.common.foreign import NONE
 from glax._src.kernels.cuda import scan
-from glax._src.kernels.cuda.config import WHOLE, WIDEST_WHOLE, CudaConfig, is_compact
-from glax._src.kernels.cuda.scan import ABSENT, SHARED_BYTES, States, dtype_of, tokens_of
+from glax._src.kernels.cuda.config import WHOLE, WIDEST_WHOLE, ReplayConfig, is_compact
+from glax._src.kernels.cuda.scan import ABSENT, SHARED_BYTES, STORED_COMPACT, States, dtype_of, tokens_of
 
 MOST_STAGED = 16  # tokens of a ring
 MOST_BLOCKS = 32_767  # of a sequence: the upper half of a slot's length counts those that have read it
+MOST_NUMBERS = 2**31 - 1  # of the keys or values of the tokens, and of a slot's ring, whose offsets have 32 bits
 
 
-def recurrent_replay(r: Recurrence, pool: RingedStates, slots: Array, config: CudaConfig) -> tuple[Array, RingedStates]:
+def recurrent_replay(
+    r: Recurrence, pool: RingedStates, slots: Array | None, config: ReplayConfig
+) -> tuple[Array, RingedStates]:
     """Advance B sequences by one token; return the outputs [B, H, V] and the pool.
 
-    A slot outside of the pool is no sequence. The pool is updated in place if the caller donates it.
+    A slot outside of the pool is no sequence. Without slots, sequence b is in row b. The pool is updated in place if the caller donates it.
     """
     before = arrays_of(pool)
     operands = [*tokens_of(r), slots, *before]
@@ -38,8 +40,8 @@ def recurrent_replay(r: Recurrence, pool: RingedStates, slots: Array, config: Cu
 
 def arrays_of(pool: RingedStates) -> list[Array | None]:
     """Return the arrays of a pool in the order of the kernel's arguments."""
-    ring, states = pool.ring, pool.states
-    stored = [states, None, None] if isinstance(states, Array) else jax.tree.leaves(states)  # values, rests and scale
+    ring, stored = pool.ring, jax.tree.leaves(pool.states)
+    stored += [None] * (3 - len(stored))  # of states in 8 bits there are values, rests and scale
     gates = ring.decay.head, ring.decay.key, ring.decay.value
     return [*stored, ring.key, ring.value, *gates, ring.along, ring.erased, pool.length, pool.drafted]
 
@@ -52,35 +54,50 @@ def with_arrays(pool: RingedStates, arrays: list[Array | None]) -> RingedStates:
     return dataclasses.replace(pool, states=states, ring=ring, length=length, drafted=drafted)
 
 
-def plan(r: Recurrence, pool: RingedStates, config: CudaConfig) -> tuple[dict[str, int], int]:
+def plan(r: Recurrence, pool: RingedStates, config: ReplayConfig) -> tuple[dict[str, int], int]:
     """Return the constants of device/replay.cu, and the number of blocks."""
-    flags = dict(STATE=dtype_of(arrays_of(pool)[0]), STATES=int(States.POOL_UPDATED), SINGLE=1)
+    stored = arrays_of(pool)[0]
+    flags = dict(STATE=dtype_of(stored), STATES=int(States.POOL_UPDATED), SINGLE=1)
     constants, blocks = scan.plan(r, config, flags)
+    if is_compact(stored) and constants["LANES"] * constants["VECTOR"] < constants["V"]:
+        raise ValueError(f"columns must be at least V={constants['V']} for states in 8 bits, got {config.columns}")
     ring = pool.ring
     own = dict(PLACES=ring.key.shape[1], RING_KEY=dtype_of(ring.key), RING_VALUE=dtype_of(ring.value))
-    return constants | own | dict(TOKENS=staged_tokens(constants, ring.key.shape[1])), blocks
+    own["TOKENS"] = staged_tokens(constants, own["PLACES"])
+    return constants | own | dict(RESIDENT=resident_threads(constants | own)), blocks
+
+
+def resident_threads(constants: dict[str, int]) -> int:
+    """Return how many threads are to share a multiprocessor. A thread has 65,536 registers divided by them, and spills with fewer
+    than it needs."""
+    erases = constants["BETA"] != ABSENT or constants["ERASE"] != ABSENT
+    if constants["STATE"] in STORED_COMPACT.values():
+        return 256 if constants["PLACES"] > constants["TOKENS"] else 512 if erases else 768
+    return 1024 if constants["KEY"] != ABSENT and constants["VALUE"] == ABSENT and not erases else 768
 
 
 def staged_tokens(constants: dict[str, int], places: int) -> int:
-    """Return how many tokens of a ring fit in shared memory: a power of two, at most MOST_STAGED."""
+    """Return how many tokens of a ring are staged at a time: as many as fit in shared memory, at most MOST_STAGED."""
     K, columns, warps = constants["K"], constants["LANES"] * constants["VECTOR"], -(-constants["THREADS"] // 32)
     present = {name: constants[name] != ABSENT for name in ("KEY", "VALUE", "BETA", "ERASE", "ALONG")}
     erases, along = present["BETA"] or present["ERASE"], present["ALONG"]
     whole = K * (7 + 2 * erases + along) + columns * (8 + warps * (1 + erases)) + 8
     each = (1 + along) * (K + columns + 2) + K * present["KEY"] + columns * present["VALUE"] + 1
-    tokens = MOST_STAGED
-    while tokens > 1 and (4 * (whole + each * tokens) > SHARED_BYTES or tokens >= 2 * places):
+    tokens = MOST_STAGED if places <= MOST_STAGED else MOST_STAGED // 4  # of several rounds, each takes fewer registers
+    while tokens > 1 and 4 * (whole + each * tokens) > SHARED_BYTES:
         tokens //= 2
-    return tokens
+    return min(tokens, places)
 
 
 def refusal(r: Recurrence) -> str | None:
     """Return why `recurrent_replay` does not support tokens r of states of r's initial states' dtype, or None."""
     if r.q.shape[1] != 1:
         return f"takes one token of each sequence, got T={r.q.shape[1]}"
-    (N, H, K, V), config = r.state_shape, CudaConfig.heuristic(r)
+    (_, H, K, V), config = r.state_shape, ReplayConfig.heuristic(r)
     if is_compact(r.initial_state) and config.columns < V:
         return f"takes states in 8 bits of at most {WHOLE} numbers and {WIDEST_WHOLE} columns, got {K} x {V}"
     if (blocks := H * -(-V // config.columns)) > MOST_BLOCKS:
         return f"takes at most {MOST_BLOCKS} blocks of threads for a sequence, got {blocks}"
+    if (numbers := r.num_sequences * H * max(K, V)) > MOST_NUMBERS:
+        return f"takes tokens of at most {MOST_NUMBERS} numbers, got {numbers}"
     return None

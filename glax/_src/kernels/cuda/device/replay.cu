@@ -8,19 +8,21 @@
 //
 // Every exponent is a sum of the log decays that it spans, summed from the newest token on, so the form is exact for all gates.
 //
-// Roles: a block has one sequence, one head and COLUMNS columns of the state. Every thread first loads its part of S_0, which is
-// used last. While the loads are on their way, all threads stage up to TOKENS tokens of the ring at a time, decay their keys and
-// values to the new token, and each warp takes the products of some keys with q and e. Then S_0 is read once for q and e together.
+// Roles: a block has one sequence, one head and COLUMNS columns of the state. Every thread first issues all its loads, into
+// registers: parts of the new token, of up to TOKENS tokens of the ring, and of S_0. A load that is issued behind those of S_0
+// waits as long as these. The tokens go to shared memory, where their keys and values are decayed to the new token. Each warp then
+// takes the products of some keys with q and e, and all threads read S_0 for q and e together.
 //
 // Memory: states stream past the caches. The ring is read once by each block of a head, and its new place is written by one.
 //
-// Who waits for whom: a block's stages wait for each other by __syncthreads. Blocks of a sequence do not wait. Each adds ARRIVED to
-// the length of its slot when it reads it; the last to arrive knows that all have read, and stores the new length.
+// Who waits for whom: a block's stages wait for each other by __syncthreads. Blocks of a sequence do not wait. Each reads the length
+// of its slot and then adds ARRIVED to it; the last to arrive knows that all have read, and stores the new length.
 //
 // States in 8 bits have a scale for each SCALED rows: S_0 = scale (value + rest / FACTOR). Outputs read no rests, which are what
 // values lost by rounding, and so are never read where the state is not written. A block then has all columns, of which a scale is.
 //
-// Constants that stand before this file: those of scan.cu, of which TOKENS counts those of the ring; PLACES of a ring, at least 1;
+// Constants that stand before this file: those of scan.cu, of which TOKENS counts those of the ring; PLACES of a ring, at least 1; RESIDENT, the
+// threads that share a multiprocessor, by which a thread's registers are bounded;
 // RING_KEY and RING_VALUE, the dtypes of k_i and u_i in the ring, whose other arrays are in float32.
 
 constexpr int TERMS = ALONG >= 0 ? 2 : 1;
@@ -28,7 +30,6 @@ constexpr int ARRIVED = 1 << 16;
 constexpr bool COMPACT = STATE == INT8 || STATE == FLOAT8;
 constexpr int SCALED = K % 32 == 0 ? 32 : K % 16 == 0 ? 16 : K % 8 == 0 ? 8 : K % 4 == 0 ? 4 : K % 2 == 0 ? 2 : 1;  // gcd(K, 32)
 constexpr int SCALES = COMPACT ? K / SCALED : 1;
-constexpr int RESIDENT = !COMPACT ? 512 : PLACES <= TOKENS ? 768 : 256;
 constexpr float LARGEST = STATE == INT8 ? 127.0f : 448.0f;
 constexpr float FACTOR = STATE == INT8 ? 254.0f : 28.0f;
 constexpr float SMALLEST = 1.17549435e-38f;  // of a scale
@@ -44,10 +45,24 @@ struct States {
   float* scale;
 };
 
+// The places of one slot. Offsets within them have 32 bits.
 struct Ring {
   void *key, *value;
   float *head, *row, *column, *along, *erased;
 };
+
+template <int DTYPE>
+__device__ inline void* moved(void* x, long long count) {
+  return static_cast<typename Memory<DTYPE>::word*>(x) + count;
+}
+
+__device__ inline Ring at_slot(const Ring& ring, int slot) {
+  constexpr int values = ERASES ? H : HV;
+  const long long begin = static_cast<long long>(slot) * PLACES;
+  return {moved<RING_KEY>(ring.key, begin * HK * K), moved<RING_VALUE>(ring.value, begin * values * V),
+          ring.head + begin * H, ring.row + begin * H * K, ring.column + begin * H * V,
+          ring.along + begin * H * K, ring.erased + begin * H * V};
+}
 
 struct Staged {
   // The new token, and what it reads S_0 with.
@@ -65,13 +80,40 @@ struct Staged {
   float read_ring[COLUMNS], erased_ring[COLUMNS];
   float sums[WARPS][COLUMNS], erased[WARPS][ERASES ? COLUMNS : 1];
   float by_own[2];  // q k, and q b
+  float output_scale;
   float scale[SCALES];
   unsigned int largest[SCALES];  // the bits of the largest |S_t|
-  int held;
 };
 
 struct Place {
   int n, h, column, slot;  // the sequence, the head, the block's first column, and the row of the pool
+  int held;                // the tokens in its ring
+};
+
+__device__ constexpr int shares(int numbers) { return (numbers + THREADS - 1) / THREADS; }
+
+// Calls body(i) for a thread's share of i = 0 to COUNT - 1.
+template <int COUNT, typename Body>
+__device__ inline void each(Body body) {
+#pragma unroll
+  for (int share = 0; share < shares(COUNT); ++share) {
+    const int i = share * THREADS + threadIdx.x;
+    if (COUNT % THREADS == 0 || i < COUNT) body(i);
+  }
+}
+
+// A thread's parts of the new token.
+struct TokenLoads {
+  float q[shares(K)], k[shares(K)], e[shares(K)], along[ALONG >= 0 ? shares(K) : 1], gate[shares(K)];
+  float v[shares(COLUMNS)], gain[shares(COLUMNS)], column_gate[shares(COLUMNS)], output_scale;
+  float scale[shares(SCALES)];  // of a state in 8 bits
+};
+
+// A thread's parts of tokens of the ring.
+struct RingLoads {
+  float keys[TERMS][shares(TOKENS * K)], gates[BY_ROW ? shares(TOKENS * K) : 1];
+  float values[TERMS][shares(TOKENS * COLUMNS)], column_gates[VALUE >= 0 ? shares(TOKENS * COLUMNS) : 1];
+  float head;
 };
 
 __device__ inline float sum_of_warp(float x) {
@@ -80,77 +122,120 @@ __device__ inline float sum_of_warp(float x) {
   return x;
 }
 
-// The new token.
-__device__ inline void stage_token(Staged& staged, const Tokens& given, const Place& place) {
+__device__ inline void load_token(TokenLoads& loads, const Tokens& given, const Place& place) {
   constexpr int hq = H / HQ, hk = H / HK, hv = H / HV;
-  const long long at = static_cast<long long>(place.n) * H + place.h;
+  const int at = place.n * H + place.h;
   const float head = BY_HEAD ? gate<HEAD>(given.head, at) + (CONSTANT >= 0 ? given.constant[at] : 0.0f) : 0.0f;
-  for (int row = threadIdx.x; row < K; row += THREADS) {
-    const float k = load<DTYPE>(given.k, (static_cast<long long>(place.n) * HK + place.h / hk) * K + row);
-    staged.q[row] = load<DTYPE>(given.q, (static_cast<long long>(place.n) * HQ + place.h / hq) * K + row);
-    staged.k[row] = k;
-    if (BETA >= 0) staged.e[row] = gate<BETA>(given.beta, at) * k;
-    if (ERASE >= 0) staged.e[row] = gate<ERASE>(given.erase, at * K + row);
-    if (ALONG >= 0) staged.along[row] = gate<ALONG>(given.beta, at * K + row);
-    staged.gate[row] = BY_ROW ? gate<KEY>(given.key, at * K + row) : head;
-    staged.row_sum[row] = BEFORE ? 0.0f : staged.gate[row];
+  const float beta = BETA >= 0 ? gate<BETA>(given.beta, at) : 1.0f;
+  loads.output_scale = given.scale[place.n];
+#pragma unroll
+  for (int i = 0; i < shares(K); ++i) {
+    const int row = i * THREADS + threadIdx.x;
+    if (row >= K) continue;
+    loads.q[i] = load<DTYPE>(given.q, (place.n * HQ + place.h / hq) * K + row);
+    loads.k[i] = load<DTYPE>(given.k, (place.n * HK + place.h / hk) * K + row);
+    loads.e[i] = ERASE >= 0 ? gate<ERASE>(given.erase, at * K + row) : beta;
+    if (ALONG >= 0) loads.along[i] = gate<ALONG>(given.beta, at * K + row);
+    loads.gate[i] = BY_ROW ? gate<KEY>(given.key, at * K + row) : head;
   }
-  for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {
-    const int column = place.column + i;
-    const bool inside = column < V;
-    float v = inside ? load<DTYPE>(given.v, (static_cast<long long>(place.n) * HV + place.h / hv) * V + column) : 0.0f;
-    if (BETA >= 0) v *= gate<BETA>(given.beta, at);
-    if (WRITE >= 0 && inside) v *= gate<WRITE>(given.write, at * V + column);
-    staged.v[i] = v;
-    staged.column_gate[i] = VALUE >= 0 && inside ? gate<VALUE>(given.value, at * V + column) : 0.0f;
-    staged.column_sum[i] = BEFORE ? 0.0f : staged.column_gate[i];
-    staged.read_ring[i] = staged.erased_ring[i] = 0.0f;
+#pragma unroll
+  for (int i = 0; i < shares(COLUMNS); ++i) {
+    const int column = place.column + i * THREADS + threadIdx.x;
+    const bool inside = column < V && i * THREADS + threadIdx.x < COLUMNS;
+    loads.v[i] = inside ? load<DTYPE>(given.v, (place.n * HV + place.h / hv) * V + column) : 0.0f;
+    loads.gain[i] = WRITE >= 0 && inside ? gate<WRITE>(given.write, at * V + column) : beta;
+    loads.column_gate[i] = VALUE >= 0 && inside ? gate<VALUE>(given.value, at * V + column) : 0.0f;
+  }
+}
+
+__device__ inline void store_token(Staged& staged, const TokenLoads& loads) {
+  if (threadIdx.x == 0) staged.output_scale = loads.output_scale;
+#pragma unroll
+  for (int i = 0; i < shares(K); ++i) {
+    const int row = i * THREADS + threadIdx.x;
+    if (row >= K) continue;
+    staged.q[row] = loads.q[i];
+    staged.k[row] = loads.k[i];
+    if (ERASES) staged.e[row] = ERASE >= 0 ? loads.e[i] : loads.e[i] * loads.k[i];
+    if (ALONG >= 0) staged.along[row] = loads.along[i];
+    staged.gate[row] = loads.gate[i];
+    staged.row_sum[row] = BEFORE ? 0.0f : loads.gate[i];
+  }
+#pragma unroll
+  for (int i = 0; i < shares(COLUMNS); ++i) {
+    const int column = i * THREADS + threadIdx.x;
+    if (column >= COLUMNS) continue;
+    staged.v[column] = ERASES ? loads.v[i] * loads.gain[i] : loads.v[i];
+    staged.column_gate[column] = loads.column_gate[i];
+    staged.column_sum[column] = BEFORE ? 0.0f : loads.column_gate[i];
+    staged.read_ring[column] = staged.erased_ring[column] = 0.0f;
   }
 }
 
 // The ring's tokens `first` to `first + count`.
-__device__ inline void stage_ring(Staged& staged, const Ring& ring, const Place& place, int first, int count) {
+__device__ inline void load_ring(RingLoads& loads, const Ring& ring, const Place& place, int first, int count) {
   constexpr int hk = H / HK, hv = ERASES ? 1 : H / HV, values = H / hv;
-  const long long begin = static_cast<long long>(place.slot) * PLACES + first;
-  for (int i = threadIdx.x; i < count * K; i += THREADS) {
-    const int token = i / K, row = i % K;
-    const long long own = ((begin + token) * H + place.h) * K + row;
-    staged.keys[0][token][row] = load<RING_KEY>(ring.key, ((begin + token) * HK + place.h / hk) * K + row);
-    if (TERMS == 2) staged.keys[TERMS - 1][token][row] = ring.along[own];
-    if (BY_ROW) staged.gates[token][row] = ring.row[own];
+#pragma unroll
+  for (int i = 0; i < shares(TOKENS * K); ++i) {
+    const int token = (i * THREADS + threadIdx.x) / K, row = (i * THREADS + threadIdx.x) % K;
+    if (token >= count) continue;
+    const int own = ((first + token) * H + place.h) * K + row;
+    loads.keys[0][i] = load<RING_KEY>(ring.key, ((first + token) * HK + place.h / hk) * K + row);
+    if (TERMS == 2) loads.keys[TERMS - 1][i] = ring.along[own];
+    if (BY_ROW) loads.gates[i] = ring.row[own];
   }
-  for (int i = threadIdx.x; i < count * COLUMNS; i += THREADS) {
-    const int token = i / COLUMNS, column = i % COLUMNS;
+#pragma unroll
+  for (int i = 0; i < shares(TOKENS * COLUMNS); ++i) {
+    const int token = (i * THREADS + threadIdx.x) / COLUMNS, column = (i * THREADS + threadIdx.x) % COLUMNS;
+    if (token >= count) continue;
     const bool inside = place.column + column < V;
-    const long long own = ((begin + token) * H + place.h) * V + place.column + column;
-    const long long shared = ((begin + token) * values + place.h / hv) * V + place.column + column;
-    staged.values[0][token][column] = inside ? load<RING_VALUE>(ring.value, shared) : 0.0f;
-    if (TERMS == 2) staged.values[TERMS - 1][token][column] = inside ? ring.erased[own] : 0.0f;
-    if (VALUE >= 0) staged.column_gates[token][column] = inside ? ring.column[own] : 0.0f;
+    const int own = ((first + token) * H + place.h) * V + place.column + column;
+    const int shared = ((first + token) * values + place.h / hv) * V + place.column + column;
+    loads.values[0][i] = inside ? load<RING_VALUE>(ring.value, shared) : 0.0f;
+    if (TERMS == 2) loads.values[TERMS - 1][i] = inside ? ring.erased[own] : 0.0f;
+    if (VALUE >= 0) loads.column_gates[i] = inside ? ring.column[own] : 0.0f;
   }
-  if (BY_HEAD) {
-    for (int token = threadIdx.x; token < count; token += THREADS) {
-      staged.heads[token] = ring.head[(begin + token) * H + place.h];
-    }
+  if (BY_HEAD && threadIdx.x < count) loads.head = ring.head[(first + static_cast<int>(threadIdx.x)) * H + place.h];
+}
+
+__device__ inline void store_ring(Staged& staged, const RingLoads& loads, int count) {
+#pragma unroll
+  for (int i = 0; i < shares(TOKENS * K); ++i) {
+    const int token = (i * THREADS + threadIdx.x) / K, row = (i * THREADS + threadIdx.x) % K;
+    if (token >= count) continue;
+#pragma unroll
+    for (int term = 0; term < TERMS; ++term) staged.keys[term][token][row] = loads.keys[term][i];
+    if (BY_ROW) staged.gates[token][row] = loads.gates[i];
   }
+#pragma unroll
+  for (int i = 0; i < shares(TOKENS * COLUMNS); ++i) {
+    const int token = (i * THREADS + threadIdx.x) / COLUMNS, column = (i * THREADS + threadIdx.x) % COLUMNS;
+    if (token >= count) continue;
+#pragma unroll
+    for (int term = 0; term < TERMS; ++term) staged.values[term][token][column] = loads.values[term][i];
+    if (VALUE >= 0) staged.column_gates[token][column] = loads.column_gates[i];
+  }
+  if (BY_HEAD && threadIdx.x < count) staged.heads[threadIdx.x] = loads.head;
 }
 
 // Keys and values times their decays up to where the new token reads.
 __device__ inline void decay_ring(Staged& staged, int count) {
   if (BY_ROW || BY_HEAD) {
-    for (int row = threadIdx.x; row < K; row += THREADS) {
+    each<K>([&](int row) {
       float sum = staged.row_sum[row];
-      for (int token = count - 1; token >= 0; --token) {
+#pragma unroll
+      for (int token = TOKENS - 1; token >= 0; --token) {
+        if (token >= count) continue;
         const float decay = expf(sum);
 #pragma unroll
         for (int term = 0; term < TERMS; ++term) staged.keys[term][token][row] *= decay;
         sum += BY_ROW ? staged.gates[token][row] : staged.heads[token];
       }
       staged.row_sum[row] = sum;
-    }
+    });
   }
   if (VALUE >= 0) {
-    for (int column = threadIdx.x; column < COLUMNS; column += THREADS) {
+    each<COLUMNS>([&](int column) {
       float sum = staged.column_sum[column];
       for (int token = count - 1; token >= 0; --token) {
         const float decay = expf(sum);
@@ -159,7 +244,7 @@ __device__ inline void decay_ring(Staged& staged, int count) {
         sum += staged.column_gates[token][column];
       }
       staged.column_sum[column] = sum;
-    }
+    });
   }
 }
 
@@ -168,29 +253,41 @@ __device__ inline float query_of(const Staged& staged, int row) {
   return BEFORE && (BY_ROW || BY_HEAD) ? staged.q[row] * expf(staged.gate[row]) : staged.q[row];
 }
 
-// What q and e read of the ring's tokens.
-__device__ inline void read_ring(Staged& staged, int count) {
-  for (int token = threadIdx.x / 32; token < count; token += WARPS) {
+// What q and e read of the keys of the ring's tokens, and, with `own`, what q reads of the new token's k and b.
+__device__ inline void read_keys(Staged& staged, int count, bool own) {
+  for (int token = threadIdx.x / 32; token < count + own; token += WARPS) {
 #pragma unroll
     for (int term = 0; term < TERMS; ++term) {
       float by_q = 0.0f, by_e = 0.0f;
       for (int row = threadIdx.x % 32; row < K; row += 32) {
-        const float key = staged.keys[term][token][row];
-        by_q = fmaf(query_of(staged, row), key, by_q);
-        if (ERASES) by_e = fmaf(staged.e[row], key, by_e);
+        if (token == count) {
+          by_q = fmaf(staged.q[row], term == 0 ? staged.k[row] : staged.along[ALONG >= 0 ? row : 0], by_q);
+        } else {
+          const float key = staged.keys[term][token][row];
+          by_q = fmaf(query_of(staged, row), key, by_q);
+          if (ERASES) by_e = fmaf(staged.e[row], key, by_e);
+        }
       }
       by_q = sum_of_warp(by_q);
       if (ERASES) by_e = sum_of_warp(by_e);
-      if (threadIdx.x % 32 == 0) {
+      if (threadIdx.x % 32 != 0) continue;
+      if (token == count) {
+        staged.by_own[term] = by_q;
+      } else {
         staged.by_q[term][token] = by_q;
         staged.by_e[term][token] = by_e;
       }
     }
   }
-  __syncthreads();
-  for (int column = threadIdx.x; column < COLUMNS; column += THREADS) {
+}
+
+// The same times their values, added to what was read of later tokens.
+__device__ inline void read_values(Staged& staged, int count) {
+  each<COLUMNS>([&](int column) {
     float q = staged.read_ring[column], e = staged.erased_ring[column];
-    for (int token = 0; token < count; ++token) {
+#pragma unroll
+    for (int token = 0; token < TOKENS; ++token) {
+      if (token >= count) continue;
 #pragma unroll
       for (int term = 0; term < TERMS; ++term) {
         const float value = staged.values[term][token][column];
@@ -200,38 +297,35 @@ __device__ inline void read_ring(Staged& staged, int count) {
     }
     staged.read_ring[column] = q;
     staged.erased_ring[column] = e;
-  }
+  });
 }
 
-// The new token's own products q k and q b; what q and e read S_0 with; the decay of S_0.
+// What q and e read S_0 with. A thread has the rows that it has in decay_ring.
 __device__ inline void prepare_read(Staged& staged) {
-  for (int row = threadIdx.x; row < K; row += THREADS) {
+  each<K>([&](int row) {
     float decay = BY_ROW || BY_HEAD ? expf(staged.row_sum[row]) : 1.0f;
     if (COMPACT) decay *= staged.scale[row / SCALED];
     staged.read[row] = query_of(staged, row) * decay;
     if (ERASES) staged.erasing[row] = staged.e[row] * decay;
-    staged.rows[row] = factor_of(staged.row_sum[row] + (BEFORE ? staged.gate[row] : 0.0f));
-  }
-  if (VALUE >= 0) {
-    for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {
-      staged.columns[i] = factor_of(staged.column_sum[i] + (BEFORE ? staged.column_gate[i] : 0.0f));
-    }
-  }
-  for (int term = threadIdx.x / 32; term < TERMS; term += WARPS) {
-    float sum = 0.0f;
-    for (int row = threadIdx.x % 32; row < K; row += 32) {
-      sum = fmaf(staged.q[row], term == 0 ? staged.k[row] : staged.along[ALONG >= 0 ? row : 0], sum);
-    }
-    sum = sum_of_warp(sum);
-    if (threadIdx.x % 32 == 0) staged.by_own[term] = sum;
-  }
+  });
 }
 
-// u_t and y_t, the output, and the new token's values in the ring.
-__device__ inline void finish(Staged& staged, const Ring& ring, const Place& place, void* o, float scale) {
-  const bool appends = staged.held < PLACES;
-  const long long at = static_cast<long long>(place.slot) * PLACES + staged.held;
-  for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {
+// The decay of S_0 as a whole, for a thread's rows and columns as above.
+__device__ inline void prepare_fold(Staged& staged) {
+  each<K>([&](int row) {
+    if (BY_ROW || BY_HEAD) staged.rows[row] = factor_of(staged.row_sum[row] + (BEFORE ? staged.gate[row] : 0.0f));
+  });
+  each<COLUMNS>([&](int i) {
+    if (VALUE >= 0) staged.columns[i] = factor_of(staged.column_sum[i] + (BEFORE ? staged.column_gate[i] : 0.0f));
+  });
+}
+
+// u_t and y_t, the output, and the new token's values in the ring, of which `count` tokens are staged.
+__device__ inline void finish(Staged& staged, const Ring& ring, const Place& place, void* o, int count) {
+  read_values(staged, count);
+  const bool appends = place.held < PLACES;
+  const int at = place.held;
+  each<COLUMNS>([&](int i) {
     const int column = place.column + i;
     const float decay = VALUE >= 0 ? expf(staged.column_sum[i]) : 1.0f;
     float q = 0.0f, e = 0.0f;
@@ -249,9 +343,9 @@ __device__ inline void finish(Staged& staged, const Ring& ring, const Place& pla
     if (ALONG >= 0) q = fmaf(staged.by_own[1], y, q);
     staged.v[i] = u;
     staged.y[i] = y;
-    if (column >= V) continue;
-    store<DTYPE>(o, (static_cast<long long>(place.n) * H + place.h) * V + column, q * scale);
-    if (!appends) continue;
+    if (column >= V) return;
+    store<DTYPE>(o, (place.n * H + place.h) * V + column, q * staged.output_scale);
+    if (!appends) return;
     if (ERASES) {
       store<RING_VALUE>(ring.value, (at * H + place.h) * V + column, u);
     } else if (place.h % (H / HV) == 0) {
@@ -259,25 +353,25 @@ __device__ inline void finish(Staged& staged, const Ring& ring, const Place& pla
     }
     if (ALONG >= 0) ring.erased[(at * H + place.h) * V + column] = y;
     if (VALUE >= 0) ring.column[(at * H + place.h) * V + column] = staged.column_gate[i];
-  }
+  });
 }
 
 // The new token's keys and decays in the ring: one block of a head writes them.
 __device__ inline void append(const Staged& staged, const Ring& ring, const Place& place) {
-  if (staged.held >= PLACES || place.column != 0) return;
-  const long long at = static_cast<long long>(place.slot) * PLACES + staged.held;
-  for (int row = threadIdx.x; row < K; row += THREADS) {
-    const long long own = (at * H + place.h) * K + row;
+  if (place.held >= PLACES || place.column != 0) return;
+  const int at = place.held;
+  each<K>([&](int row) {
+    const int own = (at * H + place.h) * K + row;
     if (place.h % (H / HK) == 0) store<RING_KEY>(ring.key, (at * HK + place.h / (H / HK)) * K + row, staged.k[row]);
     if (BY_ROW) ring.row[own] = staged.gate[row];
     if (ALONG >= 0) ring.along[own] = staged.along[row];
-  }
+  });
   if (BY_HEAD && threadIdx.x == 0) ring.head[at * H + place.h] = staged.gate[0];
 }
 
 using Held = Pack<STATE, VECTOR>;
+constexpr int RESTS = COMPACT ? ROWS : 1;
 
-using Held = Pack<STATE, VECTOR>;
 
 // One row of S_0, decayed, and the new token's part.
 __device__ inline void behind_token(float (&s)[VECTOR], const Staged& staged, int row) {
@@ -316,7 +410,8 @@ __device__ inline void behind_ring(float (&s)[VECTOR], const Staged& staged, int
 }
 
 // S_t in the place of S_0, where the whole ring is staged.
-__device__ inline void fold(const Staged& staged, const Held (&held)[ROWS], void* states, long long tile, bool inside) {
+__device__ inline void fold(const Staged& staged, const Place& place, const Held (&held)[ROWS], void* states, long long tile,
+                            bool inside) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int row = r * LINES + static_cast<int>(threadIdx.x) / LANES;
@@ -324,7 +419,7 @@ __device__ inline void fold(const Staged& staged, const Held (&held)[ROWS], void
     float s[VECTOR];
     unpack(held[r], s);
     behind_token(s, staged, row);
-    behind_ring(s, staged, row, staged.held);
+    behind_ring(s, staged, row, place.held);
     store_streaming<STATE>(states, tile + static_cast<long long>(row) * V, s);
   }
 }
@@ -336,16 +431,18 @@ __device__ inline void fold_held(float (&S)[ROWS][VECTOR], Staged& staged, const
   for (int r = 0; r < ROWS; ++r) {
     if (r * LINES + line < K && inside) behind_token(S[r], staged, r * LINES + line);
   }
-  const bool again = staged.held > TOKENS;
+  const bool again = place.held > TOKENS;
   if (again) {
-    for (int row = threadIdx.x; row < K; row += THREADS) staged.row_sum[row] = BEFORE ? 0.0f : staged.gate[row];
-    for (int i = threadIdx.x; i < COLUMNS; i += THREADS) staged.column_sum[i] = BEFORE ? 0.0f : staged.column_gate[i];
+    each<K>([&](int row) { staged.row_sum[row] = BEFORE ? 0.0f : staged.gate[row]; });
+    each<COLUMNS>([&](int i) { staged.column_sum[i] = BEFORE ? 0.0f : staged.column_gate[i]; });
   }
-  for (int last = staged.held; last > 0; last -= TOKENS) {
+  for (int last = place.held; last > 0; last -= TOKENS) {
     const int first = max(0, last - TOKENS), count = last - first;
     if (again) {
       __syncthreads();
-      stage_ring(staged, ring, place, first, count);
+      RingLoads loads;
+      load_ring(loads, ring, place, first, count);
+      store_ring(staged, loads, count);
       __syncthreads();
       decay_ring(staged, count);
       __syncthreads();
@@ -382,19 +479,19 @@ __device__ inline float scale_of(unsigned int largest) {
 // state is formed twice, which takes fewer registers than to hold it.
 template <bool HOLDS>
 __device__ inline void fold_compact(Staged& staged, const Ring& ring, const Place& place, const Held (&held)[ROWS],
-                                    const States& states, long long tile, bool inside) {
+                                    const Held (&held_rests)[RESTS], const States& states, long long tile, bool inside) {
   const int line = threadIdx.x / LANES;
   float S[HOLDS ? ROWS : 1][VECTOR] = {};
   const auto stored = [&](float (&s)[VECTOR], int r) {
     const int row = r * LINES + line;
     float rests[VECTOR];
-    load_streaming<STATE>(states.rests, tile + static_cast<long long>(row) * V, rests);
+    unpack(held_rests[COMPACT ? r : 0], rests);
     unpack(held[r], s);
 #pragma unroll
-    for (int c = 0; c < VECTOR; ++c) s[c] = (s[c] + rests[c] / FACTOR) * staged.scale[row / SCALED];
+    for (int c = 0; c < VECTOR; ++c) s[c] = fmaf(rests[c], 1.0f / FACTOR, s[c]) * staged.scale[row / SCALED];
     if (HOLDS) return;
     behind_token(s, staged, row);
-    behind_ring(s, staged, row, staged.held);
+    behind_ring(s, staged, row, place.held);
   };
   if constexpr (HOLDS) {
 #pragma unroll
@@ -405,12 +502,18 @@ __device__ inline void fold_compact(Staged& staged, const Ring& ring, const Plac
   }
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    if (r * LINES + line >= K || !inside) continue;
-    if (!HOLDS) stored(S[0], r);
+    const bool held_here = r * LINES + line < K && inside;
+    if (!HOLDS && held_here) stored(S[0], r);
     unsigned int largest = 0;
 #pragma unroll
-    for (int c = 0; c < VECTOR; ++c) largest = max(largest, __float_as_uint(S[HOLDS ? r : 0][c]) & 0x7fffffffu);
-    atomicMax(&staged.largest[(r * LINES + line) / SCALED], largest);  // the bits of numbers are ordered as they, and NaN last
+    for (int c = 0; c < VECTOR && held_here; ++c) largest = max(largest, __float_as_uint(S[HOLDS ? r : 0][c]) & 0x7fffffffu);
+    // The bits of numbers are ordered as they, and NaN last.
+#pragma unroll
+    for (int across = 1; across < min(LANES, 32); across *= 2) {
+      const float other = __shfl_xor_sync(0xffffffffu, __uint_as_float(largest), across);
+      largest = max(largest, __float_as_uint(other));
+    }
+    if (held_here && threadIdx.x % LANES == 0) atomicMax(&staged.largest[(r * LINES + line) / SCALED], largest);
   }
   __syncthreads();
 #pragma unroll
@@ -418,20 +521,20 @@ __device__ inline void fold_compact(Staged& staged, const Ring& ring, const Plac
     const int row = r * LINES + line;
     if (row >= K || !inside) continue;
     if (!HOLDS) stored(S[0], r);
-    const float scale = scale_of(staged.largest[row / SCALED]);
+    const float scale = scale_of(staged.largest[row / SCALED]), inverse = 1.0f / scale;
     float values[VECTOR], rests[VECTOR];
 #pragma unroll
     for (int c = 0; c < VECTOR; ++c) {
-      const float x = scale == scale ? S[HOLDS ? r : 0][c] / scale : 0.0f;
+      const float x = scale == scale ? S[HOLDS ? r : 0][c] * inverse : 0.0f;
       values[c] = to_float<STATE>(to_bits<STATE>(x));
       rests[c] = (x - values[c]) * FACTOR;
     }
     store_streaming<STATE>(states.values, tile + static_cast<long long>(row) * V, values);
     store_streaming<STATE>(states.rests, tile + static_cast<long long>(row) * V, rests);
   }
-  for (int i = threadIdx.x; i < SCALES; i += THREADS) {
+  each<SCALES>([&](int i) {
     states.scale[(static_cast<long long>(place.slot) * H + place.h) * SCALES + i] = scale_of(staged.largest[i]);
-  }
+  });
 }
 
 // The results lie where the operands of the same names do.
@@ -445,52 +548,67 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS < RESIDENT ? RESID
   __shared__ Staged staged;
   const States states = {values, rests, scales};
   const Tokens given = {q, k, v, head, key, value, beta, erase, write, constant, scale};
-  const Ring ring = {ring_key, ring_value, ring_head, ring_row, ring_column, ring_along, ring_erased};
   const int lane = threadIdx.x % LANES, line = threadIdx.x / LANES;
   Place place;
   place.column = blockIdx.x % BLOCKS * COLUMNS;
   place.h = blockIdx.x / BLOCKS % H;
   place.n = blockIdx.x / (BLOCKS * H);
-  place.slot = slots[place.n];
+  place.slot = slots == nullptr ? place.n : slots[place.n];
   const bool inside = place.column + lane * VECTOR < V;
   if (place.slot < 0 || place.slot >= P) {  // no sequence
-    for (int i = threadIdx.x; i < COLUMNS && place.column + i < V; i += THREADS) {
-      store<DTYPE>(o, (static_cast<long long>(place.n) * H + place.h) * V + place.column + i, 0.0f);
-    }
+    each<COLUMNS>([&](int i) {
+      if (place.column + i < V) store<DTYPE>(o, (place.n * H + place.h) * V + place.column + i, 0.0f);
+    });
     return;
   }
+  const Ring rings = {ring_key, ring_value, ring_head, ring_row, ring_column, ring_along, ring_erased};
+  const Ring ring = at_slot(rings, place.slot);
   const long long tile = (static_cast<long long>(place.slot) * H + place.h) * K * V + place.column + lane * VECTOR;
+  place.held = min(length[place.slot] % ARRIVED, PLACES);
+  int first = max(0, place.held - TOKENS), count = place.held - first;
+  TokenLoads token;
+  RingLoads loads;
   Held held[ROWS];
+  load_token(token, given, place);
+  load_ring(loads, ring, place, first, count);
+  const long long scaled = (static_cast<long long>(place.slot) * H + place.h) * SCALES;
+#pragma unroll
+  for (int i = 0; i < shares(SCALES); ++i) {
+    if (COMPACT && i * THREADS + threadIdx.x < SCALES) token.scale[i] = states.scale[scaled + i * THREADS + threadIdx.x];
+  }
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int row = r * LINES + line;
     if (row < K && inside) load_pack(held[r], states.values, tile + static_cast<long long>(row) * V);
   }
-  if (threadIdx.x == 0) {
-    const int found = atomicAdd(&length[place.slot], ARRIVED), before = min(found % ARRIVED, PLACES);
-    staged.held = before;
-    if (found / ARRIVED == H * BLOCKS - 1) {
-      length[place.slot] = before + 1 >= replayed ? 0 : before + 1;
-      drafted[place.slot] = 0;
-    }
-  }
-  stage_token(staged, given, place);
-  for (int i = threadIdx.x; COMPACT && i < SCALES; i += THREADS) {
-    staged.scale[i] = states.scale[(static_cast<long long>(place.slot) * H + place.h) * SCALES + i];
-    staged.largest[i] = 0;
+  store_token(staged, token);
+  store_ring(staged, loads, count);
+#pragma unroll
+  for (int i = 0; i < shares(SCALES); ++i) {
+    const int at = i * THREADS + threadIdx.x;
+    if (!COMPACT || at >= SCALES) continue;
+    staged.scale[at] = token.scale[i];
+    staged.largest[at] = 0;
   }
   __syncthreads();
-  for (int last = staged.held; last > 0; last -= TOKENS) {
-    const int first = max(0, last - TOKENS), count = last - first;
-    stage_ring(staged, ring, place, first, count);
-    __syncthreads();
+  const int arrived = threadIdx.x == 0 ? atomicAdd(&length[place.slot], ARRIVED) / ARRIVED : 0;
+  while (PLACES > TOKENS && first > 0) {
     decay_ring(staged, count);
     __syncthreads();
-    read_ring(staged, count);
+    read_keys(staged, count, false);
+    __syncthreads();
+    read_values(staged, count);
+    __syncthreads();
+    count = min(TOKENS, first);
+    first -= count;
+    load_ring(loads, ring, place, first, count);
+    store_ring(staged, loads, count);
     __syncthreads();
   }
+  decay_ring(staged, count);
   prepare_read(staged);
   __syncthreads();
+  read_keys(staged, count, true);
   float sum[VECTOR] = {}, erased[VECTOR] = {};
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
@@ -504,17 +622,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS < RESIDENT ? RESID
       if (ERASES) erased[c] = fmaf(s[c], staged.erasing[row], erased[c]);
     }
   }
+  const bool full = place.held + 1 >= replayed;
+  Held held_rests[RESTS];
+  if (COMPACT && full) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const int row = r * LINES + line;
+      if (row < K && inside) load_pack(held_rests[COMPACT ? r : 0], rests, tile + static_cast<long long>(row) * V);
+    }
+  }
   sum_over_rows(sum, staged.sums);
   if (ERASES) sum_over_rows(erased, staged.erased);
   __syncthreads();
-  finish(staged, ring, place, o, given.scale[place.n]);
+  finish(staged, ring, place, o, count);
   append(staged, ring, place);
-  if (staged.held + 1 < replayed) return;
+  if (threadIdx.x == 0 && arrived == H * BLOCKS - 1) {
+    length[place.slot] = full ? 0 : place.held + 1;
+    drafted[place.slot] = 0;
+  }
+  if (!full) return;
+  prepare_fold(staged);
   __syncthreads();
   if (COMPACT) {
-    fold_compact<(PLACES > TOKENS)>(staged, ring, place, held, states, tile, inside);
+    fold_compact<(PLACES > TOKENS)>(staged, ring, place, held, held_rests, states, tile, inside);
   } else if (PLACES <= TOKENS) {
-    fold(staged, held, values, tile, inside);
+    fold(staged, place, held, values, tile, inside);
   } else {
     fold_long(staged, ring, place, held, values, tile, inside);
   }
