@@ -190,8 +190,13 @@ def main():
     selected = [line for line in old if (words := line.split())[0] in args.targets and " ".join(words[1:-6]) in names]
     if not args.check:
         unchanged = [line for line in old if not line.startswith("#") and line not in selected]
-        order = list(TARGETS)
-        lines = sorted([*unchanged, *map(str, rows)], key=lambda line: order.index(line.split()[0]))
+        targets, every = list(TARGETS), [str(x) for x in (*PROBLEMS, *POOLS)]
+
+        def place(line: str) -> tuple[int, int]:
+            target, *problem = line.split()[:-6]
+            return targets.index(target), every.index(" ".join(problem))
+
+        lines = sorted([*unchanged, *map(str, rows)], key=place)
         TABLE.write_text("\n".join([*header(), *lines]) + "\n")
     elif (table := [*old[:2], *selected]) != new:
         print(*difflib.unified_diff(table, new, "table.txt", "compiled", lineterm="", n=0), sep="\n")
