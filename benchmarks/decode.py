@@ -11,7 +11,7 @@ python benchmarks/decode.py --prefix                   # the demo's model by ste
 A program advances the layers of one model by several tokens or drafts, each layer in a pool of its own that is donated.
 The calls of a peer for one token are captured in one CUDA graph. Times are those of one layer's step, verification or commit.
 `copy_share`: the bytes of its states over the time, as a share of the rate of a copy. A step and a commit read and write a state
-once, a verification reads it once. With --replay they count as many, so that a share may be above that of a copy; each slot is at
+once, a verification reads it once. With --replay they count as many, so that a share may be above 1; each slot is at
 a place of its own of its ring.
 """
 

@@ -251,7 +251,8 @@ def packing(results: list[Result]) -> str:
 
 def decoding(results: list[Result]) -> str:
     rows = []
-    chosen = [x for x in results if x.get("copy_share")]
+    # Steps that write a state every few tokens move fewer bytes than are counted.
+    chosen = [x for x in results if x.get("copy_share") and not (x.get("mode") or "").startswith("replay")]
     for (gate, device), group in sorted(grouped(chosen, lambda x: (x.get("gate"), x.device)).items(), key=str):
         shares = [x.get("copy_share") for x in group]
         rows.append((gate, device, len(group), *(f"{100 * f(shares):.0f}%" for f in (statistics.median, min))))
@@ -260,7 +261,7 @@ def decoding(results: list[Result]) -> str:
 
 def training(results: list[Result]) -> str:
     rows = []
-    chosen = [x for x in results if x.get("tokens_per_second")]
+    chosen = [x for x in results if x.get("tokens_per_second") and not x.get("requests")]  # those serve
 
     def title(x):
         return (x.get("model") or x.about["method"].split(", batch")[0], x.get("implementation"), x.device)

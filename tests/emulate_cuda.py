@@ -63,16 +63,16 @@ def emulated(folder: pathlib.Path):
         def run(*arrays):
             arrays = [np.array(x) for x in arrays]
             # Every result starts as NaN, or for one in place as its operand.
-            outputs = [np.full(x.shape, np.nan, x.dtype) if i not in in_place else None for i, x in enumerate(results)]
-            for operand, output in (aliases or {}).items():
-                outputs[output] = arrays[operand]
+            outputs = [
+                arrays[placed[i]] if i in placed else np.full(x.shape, np.nan, x.dtype) for i, x in enumerate(results)
+            ]
             pointers = [None if none else x.ctypes.data for none, x in zip(absent, arrays, strict=True)]
             pointers += [x.ctypes.data for x in outputs]
             given = (ctypes.c_void_p * len(pointers))(*pointers)
             library.run(blocks, threads, given, (ctypes.c_int * len(numbers))(*numbers))
             return outputs
 
-        in_place = (aliases or {}).values()
+        placed = {output: operand for operand, output in (aliases or {}).items()}
         return jax.pure_callback(run, results, *operands)
 
     return launch_kernel

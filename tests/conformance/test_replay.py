@@ -206,8 +206,10 @@ def kernels_on_a_pool(**kernels):
     programs.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         for role, run in kernels.items():
-            own = dict(erases=True, erases_before_decay=True, erases_along=True, priority=lambda r: 99)
-            spec = KernelSpec(f"recurrent.{role}", Platform.XLA, Backend.ANY, counted(role, run), **own)
+            spec = KernelSpec(
+                f"recurrent.{role}", Platform.XLA, Backend.ANY, counted(role, run), priority=lambda r: 99, erases=True,
+                erases_before_decay=True, erases_along=True,
+            )  # fmt: skip
             patch.setitem(kernel_registry.kernels, spec.name, spec)
         yield calls
     jax.clear_caches()

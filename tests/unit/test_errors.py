@@ -13,7 +13,7 @@ import glax
 import glax.parallel
 from glax._src.core.registry import Config
 from glax._src.kernels.cpu.recurrent import NativeConfig
-from glax._src.kernels.cuda.config import CudaConfig
+from glax._src.kernels.cuda.config import CudaConfig, ReplayConfig
 from glax._src.kernels.pallas_gpu.config import HopperConfig
 from glax._src.kernels.pallas_tpu.config import TPUChunkedConfig, TPUGradientConfig, TPUPoolConfig
 from glax._src.kernels.triton import config as triton
@@ -143,6 +143,7 @@ CONFIGS = {
     triton.TokenConfig: dict(columns=(1, 512), warps=(1, 32)),
     HopperConfig: dict(parts=(1, 32), columns=(64, 128)),
     CudaConfig: dict(threads=(32, 1024), columns=(1, 256)),
+    ReplayConfig: dict(threads=(32, 1024), columns=(1, 256)),
 }
 
 

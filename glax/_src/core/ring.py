@@ -1,6 +1,7 @@
 """Hold the tokens since the states of a pool were written, in replay rings: the operands of a replay kernel."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,11 +53,12 @@ class Ring:
 class RingedStates:
     """Hold the states of P slots, the tokens since each was written, and how many these are.
 
+    states: an array, or for states in 8 bits a tree of their arrays.
     length: of the tokens in each ring. drafted: of the drafts behind them. replay: the tokens from one write of a state to the
     next.
     """
 
-    states: Float[Array, "P H K V"]
+    states: Any
     ring: Ring
     length: Int[Array, "P"]
     drafted: Int[Array, "P"]

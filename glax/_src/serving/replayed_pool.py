@@ -513,7 +513,8 @@ def in_one_pass(spec: KernelSpec, by_parts: Callable) -> Callable:
         rows = None if slots is None else to_int32(slots)
         ringed = RingedStates(pool.states, pool.ring, pool.length, pool.drafted, pool.layout.replay)
         r = with_stored(r, pool)  # kernels choose their configs by the dtype
-        output, new = executor(spec, r, ringed, rows, **why_not_others(spec, Choice(), r))
+        others: Any = why_not_others(spec, Choice(), r)
+        output, new = executor(spec, r, ringed, rows, **others)
         return output, pool.replace(states=new.states, ring=new.ring, length=new.length, drafted=new.drafted)
 
     def again(platform: Platform | None, results, *operands):

@@ -26,7 +26,7 @@ def is_compact(states: Array | None) -> bool:
 
 
 def layout_of(V: int, columns: int, state_bytes: int) -> tuple[int, int]:
-    """Return (lanes, vector): the threads that share a row of the state, and the columns, at most 8, that each reads in one access.
+    """Return (lanes, vector): the threads that share a row of the state, and the columns that each reads at a time, 8 at most.
 
     The product of both is the number of columns in a block: `columns`, or fewer where V has fewer, and where 32 threads cannot
     read as many in one access each. state_bytes: the bytes of an element of a stored state.
@@ -79,14 +79,14 @@ class CudaConfig(Config):
 
 
 class ReplayConfig(CudaConfig):
-    """Configure the step of a `StatePool`: threads and columns as in `CudaConfig`. States in 8 bits need columns of at least V."""
+    """Configure the step of a `StatePool`, as `CudaConfig` does other kernels. States in 8 bits need columns of at least V."""
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> "ReplayConfig":
         """Return 256 threads, each with at most HELD_BY_REPLAY numbers of the state, of which a block has at least 16 columns.
 
-        The columns are also halved while there are fewer than two blocks for each multiprocessor. Of a state in 8 bits a block has
-        all columns, as long as they are WIDEST_WHOLE at most.
+        The columns are also halved while there are fewer than two blocks for each multiprocessor. Of a state in 8 bits a block
+        has all columns, as long as they are WIDEST_WHOLE at most.
         """
         K, V = r.q.shape[3], r.v.shape[3]
         threads, columns = 256, 1 << (V - 1).bit_length()

@@ -1,6 +1,7 @@
 """Launch the kernel of device/replay.cu: one token, from a stored state and the tokens since it was written."""
 
 import dataclasses
+from typing import Any
 
 import jax
 from jax import Array
@@ -23,7 +24,8 @@ def recurrent_replay(
 ) -> tuple[Array, RingedStates]:
     """Advance B sequences by one token; return the outputs [B, H, V] and the pool.
 
-    A slot outside of the pool is no sequence. Without slots, sequence b is in row b. The pool is updated in place if the caller donates it.
+    A slot outside of the pool is no sequence. Without slots, sequence b is in row b. The pool is updated in place if the caller
+    donates it.
     """
     before = arrays_of(pool)
     operands = [*tokens_of(r), slots, *before]
@@ -46,7 +48,7 @@ def arrays_of(pool: RingedStates) -> list[Array | None]:
     return [*stored, ring.key, ring.value, *gates, ring.along, ring.erased, pool.length, pool.drafted]
 
 
-def with_arrays(pool: RingedStates, arrays: list[Array | None]) -> RingedStates:
+def with_arrays(pool: RingedStates, arrays: list[Any]) -> RingedStates:
     """Return the pool with other arrays, in that order."""
     *stored, key, value, head, row, column, along, erased, length, drafted = arrays
     states = jax.tree.unflatten(jax.tree.structure(pool.states), [x for x in stored if x is not None])
@@ -72,7 +74,9 @@ def resident_threads(constants: dict[str, int]) -> int:
     than it needs."""
     erases = constants["BETA"] != ABSENT or constants["ERASE"] != ABSENT
     if constants["STATE"] in STORED_COMPACT.values():
-        return 256 if constants["PLACES"] > constants["TOKENS"] else 512 if erases else 768
+        if constants["PLACES"] > constants["TOKENS"]:
+            return 256
+        return 512 if erases else 768
     return 1024 if constants["KEY"] != ABSENT and constants["VALUE"] == ABSENT and not erases else 768
 
 
