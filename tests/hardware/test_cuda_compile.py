@@ -12,7 +12,7 @@ import pytest
 from glax import serving
 from glax._src.core.bind import bind
 from glax._src.core.ring import RingedStates
-from glax._src.kernels.cuda import CudaConfig, ReplayConfig, replay, scan
+from glax._src.kernels.cuda import CudaConfig, ReplayConfig, config, replay, scan
 from glax._src.kernels.cuda.images import image_of, options, program_text
 from glax._src.kernels.cuda.nvrtc import CompileError, Compiler, load_compiler
 
@@ -99,7 +99,10 @@ def program(call: str) -> tuple[str, dict[str, int]]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_nothing_is_spilled(architecture):
+def test_nothing_is_spilled(architecture, monkeypatch):
+    major, minor = architecture.removeprefix("sm_")[:-1], architecture[-1]
+    for module in (config, replay):
+        monkeypatch.setattr(module, "capability", lambda: (int(major), int(minor)))
     for call in CALLS | REPLAYED:
         kernel, constants = program(call)
         source = program_text(kernel, tuple(constants.items()))

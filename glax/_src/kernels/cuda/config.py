@@ -8,7 +8,7 @@ from jax import Array
 
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import Config, check_field
-from glax._src.kernels.common.gpu import multiprocessors
+from glax._src.kernels.common.gpu import capability, multiprocessors
 
 WIDEST = 512  # the largest K and V
 HELD_BY_STEP = (
@@ -91,7 +91,9 @@ class ReplayConfig(CudaConfig):
         K, V = r.q.shape[3], r.v.shape[3]
         threads, columns = 256, 1 << (V - 1).bit_length()
         if is_compact(r.initial_state) and columns <= WIDEST_WHOLE and K * columns <= WHOLE:
-            return cls(max(128, 1 << (K * columns // HELD_BY_STEP - 1).bit_length()), columns)
+            # On newer architectures the delta rule has no registers for more.
+            held = HELD_BY_REPLAY if r.erasure is not None and capability() >= (10, 0) else HELD_BY_STEP
+            return cls(max(128, 1 << (K * columns // held - 1).bit_length()), columns)
         while columns > 16 and K * columns > HELD_BY_REPLAY * threads:
             columns //= 2
         while columns > 16 and r.num_sequences * r.num_heads * -(-V // columns) < 2 * multiprocessors():

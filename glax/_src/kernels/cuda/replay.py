@@ -10,6 +10,7 @@ from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.ring import Ring, RingedStates
 from glax._src.kernels.common.foreign import NONE
+from glax._src.kernels.common.gpu import capability
 from glax._src.kernels.cuda import scan
 from glax._src.kernels.cuda.config import WHOLE, WIDEST_WHOLE, ReplayConfig, is_compact
 from glax._src.kernels.cuda.scan import ABSENT, SHARED_BYTES, STORED_COMPACT, States, dtype_of, tokens_of
@@ -76,7 +77,8 @@ def resident_threads(constants: dict[str, int]) -> int:
     if constants["STATE"] in STORED_COMPACT.values():
         if constants["PLACES"] > constants["TOKENS"]:
             return 256
-        return 512 if erases else 768
+        # On newer architectures the same program needs more registers.
+        return 512 if erases or capability() >= (10, 0) else 768
     return 1024 if constants["KEY"] != ABSENT and constants["VALUE"] == ABSENT and not erases else 768
 
 

@@ -19,11 +19,11 @@
 // of its slot and then adds ARRIVED to it; the last to arrive knows that all have read, and stores the new length.
 //
 // States in 8 bits have a scale for each SCALED rows: S_0 = scale (value + rest / FACTOR). Outputs read no rests, which are what
-// values lost by rounding, and so are never read where the state is not written. A block then has all columns, of which a scale is.
+// values lost by rounding, so they are read where the state is written alone. A block then has all columns, of which a scale is.
 //
-// Constants that stand before this file: those of scan.cu, of which TOKENS counts those of the ring; PLACES of a ring, at least 1; RESIDENT, the
-// threads that share a multiprocessor, by which a thread's registers are bounded;
-// RING_KEY and RING_VALUE, the dtypes of k_i and u_i in the ring, whose other arrays are in float32.
+// Constants that stand before this file: those of scan.cu, of which TOKENS counts tokens of the ring that are staged together; PLACES
+// of a ring, at least 1; RING_KEY and RING_VALUE, the dtypes of k_i and u_i in the ring, whose other arrays are in float32; RESIDENT,
+// the threads that share a multiprocessor, by which a thread's registers are bounded.
 
 constexpr int TERMS = ALONG >= 0 ? 2 : 1;
 constexpr int ARRIVED = 1 << 16;
@@ -372,6 +372,14 @@ __device__ inline void append(const Staged& staged, const Ring& ring, const Plac
 using Held = Pack<STATE, VECTOR>;
 constexpr int RESTS = COMPACT ? ROWS : 1;
 
+// A thread's part of the rests of a state.
+__device__ inline void load_rests(Held (&held)[RESTS], const void* stored, long long tile, bool inside) {
+#pragma unroll
+  for (int r = 0; r < RESTS; ++r) {
+    const int row = r * LINES + static_cast<int>(threadIdx.x) / LANES;
+    if (row < K && inside) load_pack(held[r], stored, tile + static_cast<long long>(row) * V);
+  }
+}
 
 // One row of S_0, decayed, and the new token's part.
 __device__ inline void behind_token(float (&s)[VECTOR], const Staged& staged, int row) {
@@ -542,11 +550,10 @@ __device__ inline void fold_compact(Staged& staged, const Ring& ring, const Plac
 extern "C" __global__ void __launch_bounds__(THREADS, THREADS < RESIDENT ? RESIDENT / THREADS : 1) replay(
     const void* q, const void* k, const void* v, const void* head, const void* key, const void* value,
     const float* constant, const float* scale, const void* beta, const void* erase, const void* write,
-    const int* slots, void* values, void* rests, float* scales, void* ring_key, void* ring_value, float* ring_head, float* ring_row, float* ring_column,
-    float* ring_along, float* ring_erased, int* length, int* drafted,
+    const int* slots, void* values, void* rests, float* scales, void* ring_key, void* ring_value, float* ring_head,
+    float* ring_row, float* ring_column, float* ring_along, float* ring_erased, int* length, int* drafted,
     void* o, void*, void*, void*, void*, void*, void*, void*, void*, void*, void*, void*, void*, int P, int replayed) {
   __shared__ Staged staged;
-  const States states = {values, rests, scales};
   const Tokens given = {q, k, v, head, key, value, beta, erase, write, constant, scale};
   const int lane = threadIdx.x % LANES, line = threadIdx.x / LANES;
   Place place;
@@ -574,12 +581,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS < RESIDENT ? RESID
   const long long scaled = (static_cast<long long>(place.slot) * H + place.h) * SCALES;
 #pragma unroll
   for (int i = 0; i < shares(SCALES); ++i) {
-    if (COMPACT && i * THREADS + threadIdx.x < SCALES) token.scale[i] = states.scale[scaled + i * THREADS + threadIdx.x];
+    if (COMPACT && i * THREADS + threadIdx.x < SCALES) token.scale[i] = scales[scaled + i * THREADS + threadIdx.x];
   }
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int row = r * LINES + line;
-    if (row < K && inside) load_pack(held[r], states.values, tile + static_cast<long long>(row) * V);
+    if (row < K && inside) load_pack(held[r], values, tile + static_cast<long long>(row) * V);
   }
   store_token(staged, token);
   store_ring(staged, loads, count);
@@ -624,13 +631,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS < RESIDENT ? RESID
   }
   const bool full = place.held + 1 >= replayed;
   Held held_rests[RESTS];
-  if (COMPACT && full) {
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      const int row = r * LINES + line;
-      if (row < K && inside) load_pack(held_rests[COMPACT ? r : 0], rests, tile + static_cast<long long>(row) * V);
-    }
-  }
+  if (COMPACT && full) load_rests(held_rests, rests, tile, inside);
   sum_over_rows(sum, staged.sums);
   if (ERASES) sum_over_rows(erased, staged.erased);
   __syncthreads();
@@ -644,7 +645,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS < RESIDENT ? RESID
   prepare_fold(staged);
   __syncthreads();
   if (COMPACT) {
-    fold_compact<(PLACES > TOKENS)>(staged, ring, place, held, held_rests, states, tile, inside);
+    fold_compact<(PLACES > TOKENS)>(staged, ring, place, held, held_rests, {values, rests, scales}, tile, inside);
   } else if (PLACES <= TOKENS) {
     fold(staged, place, held, values, tile, inside);
   } else {
