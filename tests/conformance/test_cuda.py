@@ -187,7 +187,7 @@ def test_a_step_of_ringed_states(form, erasure, changes):
         return replay.recurrent_replay(r, pool, slots, config)
 
     with kernels_on_a_pool(replay=run) as calls:
-        for draw in (Draw(), Draw("-inf on 5%", "to 2"), Draw("+0.05")):
+        for draw in (Draw(), Draw("-inf on 5%", "to 2"), Draw("+0.05"))[: 3 if form == "key" else 2]:
             assert_served(case_of(form, erasure, **changes), draw, **ring)
     assert calls["replay"]
 
