@@ -11,14 +11,14 @@ python benchmarks/decode.py --prefix                   # the demo's model by ste
 A program advances the layers of one model by several tokens or drafts, each layer in a pool of its own that is donated.
 The calls of a peer for one token are captured in one CUDA graph. Times are those of one layer's step, verification or commit.
 `copy_share`: the bytes of its states over the time, as a share of the rate of a copy. A step and a commit read and write a state
-once, a verification reads it once. With --replay they count as many, so that a share may be above 1; each slot is at
-a place of its own of its ring.
+once, a verification reads it once. The bytes of a step with --replay are counted as those of a plain step, so its share may be
+above 1; its slots are at different places of their rings. It runs by the kernel that is chosen, whatever --platform says.
 """
 
 import argparse
 import dataclasses
-import functools
 import importlib.util
+import itertools
 import json
 import os
 import sys
@@ -154,9 +154,9 @@ class Steps:
 class Replays(Steps):
     """`layers` steps of glax in one program, with pools that write a state every `replay` tokens."""
 
-    def __init__(self, shape: Decode, platform: str | None, replay: int, state: str):
+    def __init__(self, shape: Decode, replay: int, state: str):
         self.replay, self.state = replay, state
-        super().__init__(shape, platform)
+        super().__init__(shape, platform=None)
 
     def pool(self, rows: int):
         form = {"gk": "key", "g": "head", "g_gamma": "constant"}[self.shape.gate] + "+beta" * self.shape.delta
@@ -249,17 +249,16 @@ def measured(shape: Decode, args, gbytes: float) -> list[dict]:
     """Return a line of results for each platform and peer, in microseconds a layer's step."""
     ways, passes = [], {}
     modes = dict(verify=Verifications, commit=Commits) if shape.draft else dict(decode=Steps)
-    for replay in args.replay:
-        for state in dict.fromkeys((shape.state, *args.states)):
-            own = functools.partial(Replays, replay=replay, state=state)
-            modes[f"replay {replay}, {state}"] = own
     for platform in args.platform:
         for mode, make in modes.items():
             try:
                 ways.append(Way(platform, make(shape, None if platform == "auto" else platform), calls=shape.tokens))
-                passes[len(ways) - 1] = mode, getattr(make, "func", make).passes
+                passes[len(ways) - 1] = mode, make.passes
             except glax.UnsupportedError as refused:
                 print(f"{shape.name}: {platform}: {refused}", file=sys.stderr)
+    for replay, state in itertools.product(args.replay, dict.fromkeys((shape.state, *args.states))):
+        ways.append(Way("as chosen", Replays(shape, replay, state), calls=shape.tokens))
+        passes[len(ways) - 1] = f"replay {replay}, {state}", Replays.passes
     if not args.alone and importlib.util.find_spec("fla") and shape.P is None and not shape.draft:
         import torch
 
@@ -349,6 +348,10 @@ def main():
     args = parser.parse_args()
     if args.draft and args.profile:
         parser.error("--profile is for steps: leave out --draft")
+    if args.draft and args.replay:
+        parser.error("--replay is for steps: leave out --draft")
+    if args.states and not args.replay:
+        parser.error("--states is of --replay: add it")
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, glax {glax.__version__}", flush=True)
     if args.gathered:
         leave_out_pools()

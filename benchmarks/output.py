@@ -3,6 +3,7 @@
 import datetime
 import json
 import platform
+import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -74,7 +75,14 @@ def show(lines: list[dict], modes: Iterable[str]):
         print(reason)
 
 
+def without(arguments: list[str], *options: str) -> list[str]:
+    """Return the arguments without these options and the value behind each."""
+    dropped = {i + more for i, x in enumerate(arguments) if x in options for more in (0, 1)}
+    return [x for i, x in enumerate(arguments) if i not in dropped]
+
+
 def write(path: Path, lines: list[dict]):
+    """Write the lines with the date, the device, the versions, and the command but for its file of results."""
     device = jax.devices()[0]
     versions = dict(glax=glax.__version__) | {
         name: found for name in LIBRARIES if (found := version_of(name)) is not None
@@ -83,6 +91,6 @@ def write(path: Path, lines: list[dict]):
         date=datetime.date.today().isoformat(),
         device=platform.machine() if device.platform == "cpu" else device.device_kind,
         versions=versions,
-        method=f"python {' '.join(sys.argv)}",
+        method=shlex.join(["python", *without(sys.argv, "--json")]),
     )
     path.write_text(json.dumps(about | dict(results=lines), indent=1) + "\n")

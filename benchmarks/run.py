@@ -51,7 +51,7 @@ from meters import (
     repeats,
     temporary_bytes,
 )
-from output import show, table, write
+from output import show, table, without, write
 from peers import PLATFORMS, SUBJECTS, by_glax, kernels_here
 from peers import named as subject_named
 from suites import SUITES, Suite, subjects_of
@@ -391,12 +391,6 @@ def main() -> int:
     for line in (wrong := [line for line in lines if line.get("right") is False]):
         print(f"WRONG: {line['problem']} {line['gate']} {line['mode']} {line['implementation']}: {line['error']:.1e}")
     return int(bool(wrong))
-
-
-def without(arguments: list[str], *options: str) -> list[str]:
-    """Return the arguments without these options and the value behind each."""
-    dropped = {i + more for i, x in enumerate(arguments) if x in options for more in (0, 1)}
-    return [x for i, x in enumerate(arguments) if i not in dropped]
 
 
 if __name__ == "__main__":

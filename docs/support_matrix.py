@@ -79,11 +79,17 @@ def kernels(platform, backend) -> list[KernelSpec]:
 
 
 def directions(specs: list[KernelSpec], gates: tuple[str, ...]) -> str:
-    """Which of forward, gradient, step and verification the kernels of a platform compute with these gates, in any dtype."""
+    """Which of forward, gradient, step, verification and replay a platform's kernels compute with these gates, in any dtype."""
     found = []
-    for name, role in (("forward", Role.FORWARD), ("gradient", Role.VJP), ("step", Role.STEP), ("verify", Role.VERIFY)):
+    for name, role in (
+        ("forward", Role.FORWARD),
+        ("gradient", Role.VJP),
+        ("step", Role.STEP),
+        ("verify", Role.VERIFY),
+        ("replay", Role.REPLAY),
+    ):
         chosen = [s for s in specs if s.role is role]
-        pooled = role in (Role.STEP, Role.VERIFY)
+        pooled = role in (Role.STEP, Role.VERIFY, Role.REPLAY)
         calls = [example(gates, dtype, 1 if pooled else T, state=pooled) for dtype in DTYPES[:2]]
         if any(runs(spec, r) for spec, r in itertools.product(chosen, calls)):
             found.append(name)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from glax import serving
 from glax._src.core.bind import bind
 from glax._src.core.registry import kernel_registry
 from glax._src.kernels.cuda import replay, scan, step_priority
@@ -183,10 +184,7 @@ def test_a_step_of_ringed_states(form, erasure, changes):
     config = ReplayConfig(threads=changes.pop("threads"), columns=8)
     ring = {name: changes.pop(name) for name in ("replay", "drafts") if name in changes}
 
-    def run(r, pool, slots):
-        return replay.recurrent_replay(r, pool, slots, config)
-
-    with kernels_on_a_pool(replay=run) as calls:
+    with kernels_on_a_pool(replay=functools.partial(replay.recurrent_replay, config=config)) as calls:
         for draw in (Draw(), Draw("-inf on 5%", "to 2"), Draw("+0.05"))[: 3 if form == "key" else 2]:
             assert_served(case_of(form, erasure, **changes), draw, **ring)
     assert calls["replay"]
@@ -198,12 +196,47 @@ def test_a_step_of_ringed_states(form, erasure, changes):
 def test_a_step_of_ringed_states_of_8_bits(name, dtype, changes):
     config = ReplayConfig(threads=64, columns=32)
 
-    def run(r, pool, slots):
-        return replay.recurrent_replay(r, pool, slots, config)
-
-    with kernels_on_a_pool(replay=run) as calls:
+    with kernels_on_a_pool(replay=functools.partial(replay.recurrent_replay, config=config)) as calls:
         assert_no_drift(name, dtype, T=60, **changes)
     assert calls["replay"]
+
+
+def test_a_step_by_the_kernel_is_mapped_and_differentiated_by_parts():
+    x, slots = jnp.asarray(np.random.default_rng(0).normal(size=(3, 2, 1, 8)), jnp.float32), jnp.array([2, -1])
+    pool = serving.StatePool(3, 1, 8, replay=2, form="none+beta")
+    states = jax.random.normal(jax.random.key(0), (2, *pool.states.shape))
+
+    def output(states):
+        found, _ = pool.replace(states=states).step(*x, beta=jnp.full((2, 1), 0.5), slots=slots)
+        return found
+
+    def all_of():
+        return output(states[0]), jax.vmap(output)(states), jax.grad(lambda s: (output(s) ** 2).sum())(states[0])
+
+    want = all_of()
+    run = functools.partial(replay.recurrent_replay, config=ReplayConfig(threads=32, columns=8))
+    with kernels_on_a_pool(replay=run) as calls:
+        got = all_of()
+    assert calls["replay"]
+    for name, a, b in zip(("output", "mapped", "gradient"), got, want, strict=True):
+        assert_close(name, a, np.asarray(b), 1e-5)
+
+
+@pytest.mark.parametrize("dtype, K, V, erasure, able", [
+    ("int8", 128, 128, ("beta",), True),
+    ("int8", 128, 64, (), True),
+    ("int8", 32, 33, (), False),  # a thread reads one column at a time, and 32 threads not all
+    ("int8", 32, 66, (), False),
+    ("int8", 256, 256, (), False),
+    ("int8", 128, 256, ("erase", "along"), False),  # no token fits in shared memory
+    ("float8_e4m3fn", 128, 256, (), True),
+    ("float32", 512, 512, ("erase", "along"), True),
+])  # fmt: skip
+def test_a_step_of_ringed_states_is_refused_where_it_does_not_fit(dtype, K, V, erasure, able):
+    case = DeltaCase("fits", ("gk",), erasure[:1], B=1, T=1, heads=(1, 1, 1), K=K, V=V, along="along" in erasure)
+    r = case.recurrence(Draw())
+    why = replay.refusal(r.replace(initial_state=jnp.zeros(r.state_shape, dtype)))
+    assert (why is None) == able, why
 
 
 def test_every_shape_of_block_covers_the_state():

@@ -51,33 +51,13 @@ REPLAYED = {
     "replay 16x128x128 key and value": (64, 1, 16, 16, 128, 128, ("gk", "gv"), "float32", (8, 0, "float32")),
     "replay of the delta rule 32x128x128": (64, 1, 16, 32, 128, 128, ("g", "beta"), "float32", (8, 0, "bfloat16")),
     "replay of the delta rule, bfloat16": (64, 1, 16, 32, 128, 128, ("gk", "beta"), "bfloat16", (16, 0, "bfloat16")),
-    "replay of the delta rule 4x256x256": (
-        64,
-        1,
-        4,
-        4,
-        256,
-        256,
-        ("gk", "erase", "write"),
-        "float32",
-        (8, 0, "float32"),
-    ),
+    "replay, erase and write 4x256x256": (64, 1, 4, 4, 256, 256, ("gk", "erase", "write"), "float32", (8, 0, "float32")),
     "replay 16x128x128 int8": (256, 1, 16, 16, 128, 128, ("gk",), "int8", (8, 0, "bfloat16")),
     "replay of the delta rule, int8": (64, 1, 16, 32, 128, 128, ("gk", "beta"), "int8", (8, 0, "bfloat16")),
     "replay 16x128x256 float8": (64, 1, 16, 16, 128, 256, ("gk",), "float8_e4m3fn", (8, 0, "bfloat16")),
     "replay 40 tokens of 16x128x128": (64, 1, 16, 16, 128, 128, ("gk", "beta"), "float32", (40, 0, "bfloat16")),
-    "replay 16x128x128 with erase_along": (
-        64,
-        1,
-        16,
-        16,
-        128,
-        128,
-        ("gk", "erase", "erase_along"),
-        "float32",
-        (8, 0, "float32"),
-    ),
-}
+    "replay, erase_along 8x128x128": (64, 1, 8, 8, 128, 128, ("gk", "erase", "erase_along"), "float32", (8, 0, "float32")),
+}  # fmt: skip
 
 
 def program(call: str) -> tuple[str, dict[str, int]]:

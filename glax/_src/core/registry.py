@@ -190,7 +190,7 @@ class KernelSpec:
 
     @property
     def is_pooled(self) -> bool:
-        """Return whether the kernel takes a pool of states and slots."""
+        """Return whether the kernel takes a pool of states, or RingedStates, and slots, which are None for a replay of all."""
         return self.role in (Role.STEP, Role.VERIFY, Role.REPLAY)
 
     def refusal(self, r: Recurrence, config: Config | None = None) -> str | None:

@@ -1,6 +1,7 @@
 """Hold the tokens since the states of a pool were written, in replay rings: the operands of a replay kernel."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -48,14 +49,18 @@ class Ring:
         return [(spread_heads(k, heads), spread_heads(v, heads)) for k, v in found]
 
 
+MOST_PLACES = 2**15  # of a ring
+MOST_NUMBERS = 2**31 - 1  # of an array of one slot's ring
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RingedStates:
-    """Hold the states of P slots, the tokens since each was written, and how many these are.
+    """Hold the states of P slots and their rings: what a replay kernel reads and updates.
 
-    states: an array, or for states in 8 bits a tree of their arrays.
-    length: of the tokens in each ring. drafted: of the drafts behind them. replay: the tokens from one write of a state to the
-    next.
+    states: [P, H, K, V], or for states in 8 bits a tree of such arrays and of their scales.
+    length: the number of tokens in each ring. drafted: the number of drafts behind them.
+    replay: the number of tokens from one write of a state to the next.
     """
 
     states: Any
@@ -63,3 +68,9 @@ class RingedStates:
     length: Int[Array, "P"]
     drafted: Int[Array, "P"]
     replay: int = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def is_countable(self) -> bool:
+        """Return whether a kernel can count the places of a ring in 16 bits, and the numbers of a slot's ring in 32."""
+        rings = [x.shape[1:] for x in jax.tree.leaves(self.ring)]
+        return all(shape[0] <= MOST_PLACES and math.prod(shape) <= MOST_NUMBERS for shape in rings)

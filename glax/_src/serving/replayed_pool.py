@@ -1,7 +1,6 @@
 """Define `StatePool`, a state pool that writes a state once in several tokens."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, TypedDict, Unpack
 
 import jax
@@ -25,8 +24,9 @@ from glax._src.core.bind import (
 )
 from glax._src.core.decay import USUAL_FORMS, Decay, promoted
 from glax._src.core.recurrence import Recurrence, to_int32
-from glax._src.core.registry import KernelSpec, Platform, Role
+from glax._src.core.registry import KernelSpec, Role
 from glax._src.core.ring import Ring, RingedStates
+from glax._src.serving.by_kernel import by_kernel
 from glax._src.serving.decode_step import recurrent_step
 from glax._src.serving.on_shards import gathered
 from glax._src.serving.prefill import prefill_into
@@ -296,6 +296,10 @@ class StatePool:
         vars(pool).update(vars(self) | changes)
         return pool
 
+    def ringed(self) -> RingedStates:
+        """Return the pool as kernels take it."""
+        return RingedStates(self.states, self.ring, self.length, self.drafted, self.layout.replay)
+
     def __repr__(self):
         (Hk, Hv, H), (K, V) = self.layout.heads, self.layout.widths
         own = f"replay={self.layout.replay}, drafts={self.layout.drafts}, form={self.layout.form!r}"
@@ -448,23 +452,18 @@ def bind_and_step(options: ScanOptions, pool: StatePool, tokens: dict, slots, bo
     if bonus is not None:
         check_no_erasure(r)
         check_bonus(bonus, r.num_heads, r.q.shape[3])
-    pool.usable_slots(slots, r.q.shape[0])  # for its errors
     if pool.ring.key.shape[1] == 0 and not isinstance(pool.states, CompactStates):  # a plain pool
         given = dict(slots=slots, bonus=bonus, rounding_key=rounding_key)
         output, states = recurrent_step(**tokens, state=pool.states, **given, **options.flags)
         return output, pool.replace(states=states)
-
-    def by_parts(r: Recurrence, pool: StatePool, slots):
-        return step_by_parts(r, pool, slots, bonus, rounding_key)
-
     kernel = None if bonus is not None else replay_kernel(r, pool, rounding_key)
-    if kernel is None:
-        return by_parts(r, pool, slots)
-    return in_one_pass(kernel, by_parts)(r, pool, slots)
+    if kernel is not None:
+        return step_by_kernel(kernel, r, pool, slots)
+    return step_by_parts(r, pool, slots, bonus, rounding_key)
 
 
 def step_by_parts(
-    r: Recurrence, pool: StatePool, slots, bonus, rounding_key
+    r: Recurrence, pool: StatePool, slots, bonus=None, rounding_key=None
 ) -> tuple[Float[Array, "B H V"], StatePool]:
     """Compute a step by reads of states and rings, their sums by XLA, and writes."""
     rows, used = pool.usable_slots(slots, r.q.shape[0])
@@ -486,12 +485,13 @@ def step_by_parts(
 def replay_kernel(r: Recurrence, pool: StatePool, rounding_key) -> KernelSpec | None:
     """Return the kernel that reads and writes the states and rings of a step in the pool, or None.
 
-    It rounds states to nearest. On explicit axes the arrays of a ring are sharded in several ways, which no call of it joins.
+    It rounds states to nearest, and sums in float32. On explicit axes the arrays of a ring are sharded in several ways, which no
+    call of it joins.
     """
     is_drawn = rounding_key is not None and str(pool.states.dtype) in DROPPED
     if is_drawn or pool.layout.sums != jnp.float32 or is_spread_by_type((r, pool.states)):
         return None
-    if 0 in (*pool.states.shape, *pool.ring.key.shape, *r.q.shape):
+    if 0 in (*pool.states.shape, *pool.ring.key.shape, *r.q.shape) or not pool.ringed().is_countable:
         return None
     return pooled_kernel(Choice(), with_stored(r, pool), Role.REPLAY)
 
@@ -502,42 +502,18 @@ def with_stored(r: Recurrence, pool: StatePool) -> Recurrence:
     return r.replace(initial_state=states.values if isinstance(states, CompactStates) else states)
 
 
-def in_one_pass(spec: KernelSpec, by_parts: Callable) -> Callable:
-    """Return a function (r, pool, slots) -> the results of by_parts, computed by the kernel `spec`.
+def step_by_kernel(spec: KernelSpec, r: Recurrence, pool: StatePool, slots) -> tuple[Float[Array, "B H V"], StatePool]:
+    """Compute a step by the kernel `spec`, and by parts where that cannot run."""
 
-    by_parts runs under vmap and where the program is lowered for a backend without such a kernel, and the gradient is taken
-    through it.
-    """
-
-    def run(r: Recurrence, pool: StatePool, slots):
-        rows = None if slots is None else to_int32(slots)
-        ringed = RingedStates(pool.states, pool.ring, pool.length, pool.drafted, pool.layout.replay)
+    def kernel(r: Recurrence, pool: StatePool, slots):
+        ringed = pool.ringed()
         r = with_stored(r, pool)  # kernels choose their configs by the dtype
         others: Any = why_not_others(spec, Choice(), r)
-        output, new = executor(spec, r, ringed, rows, **others)
+        output, new = executor(spec, r, ringed, slots, **others)
         return output, pool.replace(states=new.states, ring=new.ring, length=new.length, drafted=new.drafted)
 
-    def again(platform: Platform | None, results, *operands):
-        return by_parts(*operands)
-
-    def placed(*operands):
-        from glax._src.solve.lowering import Kernel  # loads modules of JAX that are not a part of `import jax`
-
-        return Kernel(run, again, opaque=True).placed_whole(*operands)
-
-    def by_example(size: int, batched, *operands):
-        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, tuple(batched))
-        results = jax.vmap(by_parts, axes, axis_size=size)(*operands)
-        return results, jax.tree.map(lambda _: True, results)
-
-    def pull(operands, cotangents):
-        return jax.vjp(by_parts, *operands)[1](cotangents)
-
-    batched = jax.custom_batching.custom_vmap(placed)
-    batched.def_vmap(by_example)
-    solve = jax.custom_vjp(batched)
-    solve.defvjp(lambda *operands: (batched(*operands), operands), pull)
-    return solve
+    pool.usable_slots(slots, r.q.shape[0])  # for its errors
+    return by_kernel(kernel, step_by_parts, Backend.GPU)(r, pool, None if slots is None else to_int32(slots))
 
 
 @compiled(static_argnums=(0,))

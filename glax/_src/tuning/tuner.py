@@ -15,6 +15,7 @@ from glax._src.core.backend import x64_is_enabled
 from glax._src.core.known_miscompiles import known_miscompile
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import Platform, kernel_registry
+from glax._src.core.ring import RingedStates
 from glax._src.tuning.cache import Measurement
 from glax._src.tuning.invocation import Invocation
 from glax._src.tuning.op import example_of
@@ -103,7 +104,10 @@ def example(inv: Invocation) -> tuple:
     filled = inv.kernel.example(inv) if hasattr(inv.kernel, "example") else example_of((inv.args, inv.kwargs))
     if getattr(inv.kernel, "is_pooled", False):  # sequences that share a slot would race
         (r, pool, slots), rest = filled
-        filled = ((r, pool, jnp.arange(slots.shape[0], dtype=slots.dtype)), rest)
+        if isinstance(pool, RingedStates):
+            none = jnp.zeros_like(pool.length)
+            pool = dataclasses.replace(pool, length=none, drafted=none)
+        filled = ((r, pool, None if slots is None else jnp.arange(slots.shape[0], dtype=slots.dtype)), rest)
     return tuple(x for x in jax.tree.leaves(filled) if hasattr(x, "dtype"))
 
 

@@ -7,12 +7,13 @@ built when glax is installed, launches the result.
 
 import functools
 import math
+from collections.abc import Iterable
 
 from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.core.registry import Backend, Platform, kernel_registry
 from glax._src.kernels.common.gpu import capability
 from glax._src.kernels.common.refusals import XLA, empty, older_gpu, other_dtype, too_wide
-from glax._src.kernels.cuda.config import WIDEST, CudaConfig, ReplayConfig
+from glax._src.kernels.cuda.config import COMPACT, STORED, WIDEST, CudaConfig, ReplayConfig
 from glax._src.kernels.cuda.library import load_library
 from glax._src.kernels.cuda.nvrtc import Compiler, load_compiler
 
@@ -22,7 +23,6 @@ LARGE = 2**25  # bytes of states
 # The most that were measured beside XLA: benchmarks/results/nvidia_h100/2026-11-27-platforms-float32.json.
 MOST_HEADS = 256
 SHORT = 64  # tokens; from this number on the chunked kernels are faster
-STORED = ("float32", "bfloat16", "float16")
 
 
 def installation() -> str | None:
@@ -43,7 +43,7 @@ def refusal(r: Recurrence) -> str | None:
     return other_dtype(r, STORED) or empty(r) or too_wide(r, WIDEST, WIDEST) or installation()
 
 
-def pooled_refusal(r: Recurrence, stored: tuple[str, ...] = STORED) -> str | None:
+def pooled_refusal(r: Recurrence, stored: Iterable[str] = STORED) -> str | None:
     """Return why the kernels on a pool of states do not support r, or None. stored: the dtypes of states."""
     if r.boundaries is not None:
         return "takes the same number of tokens of each sequence, got cu_seqlens: `recurrent` takes packed sequences"
@@ -113,7 +113,9 @@ def recurrent_verify(r: Recurrence, pool, slots, *, config: CudaConfig):
 
 def replay_refusal(r: Recurrence) -> str | None:
     """Return why `recurrent_replay` does not support r, or None."""
-    if (why := pooled_refusal(r, (*STORED, "int8", "float8_e4m3fn"))) is not None:
+    if r.q.shape[1] != 1:
+        return f"takes one token of each sequence, got T={r.q.shape[1]}"
+    if (why := pooled_refusal(r, STORED | COMPACT)) is not None:
         return why
     from glax._src.kernels.cuda import replay
 
@@ -122,8 +124,8 @@ def replay_refusal(r: Recurrence) -> str | None:
 
 @register("recurrent.replay", supports=replay_refusal, config=ReplayConfig)
 def recurrent_replay(r: Recurrence, pool, slots, *, config: ReplayConfig):
-    """Advance each sequence by one token. Its state in the pool and its replay ring are read once, and the state is written where
-    the ring is then full."""
+    """Advance each sequence by one token. Its state in the pool and its replay ring are read once, and the state is written at
+    every `replay`-th token."""
     from glax._src.kernels.cuda import replay
 
     return replay.recurrent_replay(r, pool, slots, config)

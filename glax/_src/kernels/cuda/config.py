@@ -15,14 +15,21 @@ HELD_BY_STEP = (
     64  # most numbers of the state in a thread that decodes one token: two blocks of 256 then share a multiprocessor
 )
 HELD_BY_TOKENS = 32  # the same where a thread scans several tokens
-HELD_BY_REPLAY = 32  # the same in a step of a `StatePool`: four blocks of 256 then share a multiprocessor
-WHOLE = HELD_BY_STEP * 512  # most numbers of a state in 8 bits, which a block has whole
-WIDEST_WHOLE = 256  # columns of it
+HELD_BY_REPLAY = 32  # the same in a step of a `StatePool`, where three or four blocks of 256 do
+MOST_COMPACT = (
+    HELD_BY_STEP * 512
+)  # most numbers of a state in 8 bits, which one block has, its columns rounded up to a power of two
+WIDEST_COMPACT = 256  # columns of it
+
+# `Stored` in device/values.cuh.
+STORED = {"float32": 0, "bfloat16": 1, "float16": 2}
+COMPACT = {"int8": 3, "float8_e4m3fn": 4}
+STORED_BYTES = (4, 2, 2, 1, 1)
 
 
 def is_compact(states: Array | None) -> bool:
     """Return whether states are stored in 8 bits."""
-    return states is not None and states.dtype.itemsize == 1
+    return states is not None and str(states.dtype) in COMPACT
 
 
 def layout_of(V: int, columns: int, state_bytes: int) -> tuple[int, int]:
@@ -83,14 +90,14 @@ class ReplayConfig(CudaConfig):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> "ReplayConfig":
-        """Return 256 threads, each with at most HELD_BY_REPLAY numbers of the state, of which a block has at least 16 columns.
+        """Return 256 threads, each with at most HELD_BY_REPLAY numbers of the state where a block then has 16 columns or more.
 
         The columns are also halved while there are fewer than two blocks for each multiprocessor. Of a state in 8 bits a block
-        has all columns, as long as they are WIDEST_WHOLE at most.
+        has all columns, as long as they are WIDEST_COMPACT at most.
         """
         K, V = r.q.shape[3], r.v.shape[3]
         threads, columns = 256, 1 << (V - 1).bit_length()
-        if is_compact(r.initial_state) and columns <= WIDEST_WHOLE and K * columns <= WHOLE:
+        if is_compact(r.initial_state) and columns <= WIDEST_COMPACT and K * columns <= MOST_COMPACT:
             # On newer architectures the delta rule has no registers for more.
             held = HELD_BY_REPLAY if r.erasure is not None and capability() >= (10, 0) else HELD_BY_STEP
             return cls(max(128, 1 << (K * columns // held - 1).bit_length()), columns)
@@ -99,3 +106,8 @@ class ReplayConfig(CudaConfig):
         while columns > 16 and r.num_sequences * r.num_heads * -(-V // columns) < 2 * multiprocessors():
             columns //= 2
         return cls(threads, min(columns, 256))
+
+    @classmethod
+    def candidates(cls, r: Recurrence) -> "list[ReplayConfig]":
+        """Return the heuristic's config alone: a measurement would have to fill the rings of a pool."""
+        return [cls.heuristic(r)]

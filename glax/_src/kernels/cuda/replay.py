@@ -1,6 +1,7 @@
 """Launch the kernel of device/replay.cu: one token, from a stored state and the tokens since it was written."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -12,12 +13,12 @@ from glax._src.core.ring import Ring, RingedStates
 from glax._src.kernels.common.foreign import NONE
 from glax._src.kernels.common.gpu import capability
 from glax._src.kernels.cuda import scan
-from glax._src.kernels.cuda.config import WHOLE, WIDEST_WHOLE, ReplayConfig, is_compact
-from glax._src.kernels.cuda.scan import ABSENT, SHARED_BYTES, STORED_COMPACT, States, dtype_of, tokens_of
+from glax._src.kernels.cuda.config import COMPACT, STORED_BYTES, ReplayConfig
+from glax._src.kernels.cuda.scan import ABSENT, SHARED_BYTES, dtype_of, tokens_of
 
 MOST_STAGED = 16  # tokens of a ring
 MOST_BLOCKS = 32_767  # of a sequence: the upper half of a slot's length counts those that have read it
-MOST_NUMBERS = 2**31 - 1  # of the keys or values of the tokens, and of a slot's ring, whose offsets have 32 bits
+MOST_NUMBERS = 2**31 - 1  # of the tokens' keys or values, whose offsets have 32 bits
 
 
 def recurrent_replay(
@@ -58,52 +59,72 @@ def with_arrays(pool: RingedStates, arrays: list[Any]) -> RingedStates:
 
 
 def plan(r: Recurrence, pool: RingedStates, config: ReplayConfig) -> tuple[dict[str, int], int]:
-    """Return the constants of device/replay.cu, and the number of blocks."""
-    stored = arrays_of(pool)[0]
-    flags = dict(STATE=dtype_of(stored), STATES=int(States.POOL_UPDATED), SINGLE=1)
-    constants, blocks = scan.plan(r, config, flags)
-    if is_compact(stored) and constants["LANES"] * constants["VECTOR"] < constants["V"]:
-        raise ValueError(f"columns must be at least V={constants['V']} for states in 8 bits, got {config.columns}")
-    ring = pool.ring
+    """Return the constants of device/replay.cu, and the number of blocks. Raises ValueError for a config that does not fit."""
+    stored, ring = arrays_of(pool)[0], pool.ring
+    constants, blocks = constants_of(r, config, stored)
+    if (why := unfit(constants)) is not None:
+        raise ValueError(f"{config} does not fit K={constants['K']} and V={constants['V']}: {why}")
     own = dict(PLACES=ring.key.shape[1], RING_KEY=dtype_of(ring.key), RING_VALUE=dtype_of(ring.value))
     own["TOKENS"] = staged_tokens(constants, own["PLACES"])
     return constants | own | dict(RESIDENT=resident_threads(constants | own)), blocks
+
+
+def constants_of(r: Recurrence, config: ReplayConfig, stored: Array | None) -> tuple[dict[str, int], int]:
+    """Return the constants of the tokens and the states, and the number of blocks. stored: states, None for float32 ones."""
+    state = 0 if stored is None else dtype_of(stored)
+    constants, blocks = scan.constants_of(r, config, STORED_BYTES[state])
+    return constants | dict(STATE=state), blocks
+
+
+def unfit(constants: dict[str, int]) -> str | None:
+    """Return why a block of threads cannot have its part of a state, or None."""
+    columns, V = constants["LANES"] * constants["VECTOR"], constants["V"]
+    if constants["STATE"] in COMPACT.values() and columns < V:
+        return f"a block must have all columns of a state in 8 bits, and has {columns}"
+    if staged_tokens(constants, 1) == 0:
+        return f"a block has {SHARED_BYTES} bytes of shared memory, which hold no token of a ring"
+    return None
 
 
 def resident_threads(constants: dict[str, int]) -> int:
     """Return how many threads are to share a multiprocessor. A thread has 65,536 registers divided by them, and spills with fewer
     than it needs."""
     erases = constants["BETA"] != ABSENT or constants["ERASE"] != ABSENT
-    if constants["STATE"] in STORED_COMPACT.values():
+    if constants["STATE"] in COMPACT.values():
         if constants["PLACES"] > constants["TOKENS"]:
             return 256
         # On newer architectures the same program needs more registers.
         return 512 if erases or capability() >= (10, 0) else 768
+    if constants["K"] > 256:
+        return 512
     return 1024 if constants["KEY"] != ABSENT and constants["VALUE"] == ABSENT and not erases else 768
 
 
 def staged_tokens(constants: dict[str, int], places: int) -> int:
-    """Return how many tokens of a ring are staged at a time: as many as fit in shared memory, at most MOST_STAGED."""
+    """Return how many tokens of a ring are staged at a time: as many as fit in shared memory, at most MOST_STAGED; 0 if none."""
     K, columns, warps = constants["K"], constants["LANES"] * constants["VECTOR"], -(-constants["THREADS"] // 32)
     present = {name: constants[name] != ABSENT for name in ("KEY", "VALUE", "BETA", "ERASE", "ALONG")}
     erases, along = present["BETA"] or present["ERASE"], present["ALONG"]
-    whole = K * (7 + 2 * erases + along) + columns * (8 + warps * (1 + erases)) + 8
+    # Numbers of 4 bytes in `Staged` of device/replay.cu.
+    whole = K * (7 + 2 * erases + along) + columns * (8 + warps * (1 + erases)) + warps + 8
+    if constants["STATE"] in COMPACT.values():
+        whole += 2 * (K // math.gcd(K, 32))
     each = (1 + along) * (K + columns + 2) + K * present["KEY"] + columns * present["VALUE"] + 1
     tokens = MOST_STAGED if places <= MOST_STAGED else MOST_STAGED // 4  # of several rounds, each takes fewer registers
-    while tokens > 1 and 4 * (whole + each * tokens) > SHARED_BYTES:
+    while tokens and 4 * (whole + each * tokens) > SHARED_BYTES:
         tokens //= 2
     return min(tokens, places)
 
 
 def refusal(r: Recurrence) -> str | None:
-    """Return why `recurrent_replay` does not support tokens r of states of r's initial states' dtype, or None."""
-    if r.q.shape[1] != 1:
-        return f"takes one token of each sequence, got T={r.q.shape[1]}"
-    (_, H, K, V), config = r.state_shape, ReplayConfig.heuristic(r)
-    if is_compact(r.initial_state) and config.columns < V:
-        return f"takes states in 8 bits of at most {WHOLE} numbers and {WIDEST_WHOLE} columns, got {K} x {V}"
-    if (blocks := H * -(-V // config.columns)) > MOST_BLOCKS:
-        return f"takes at most {MOST_BLOCKS} blocks of threads for a sequence, got {blocks}"
-    if (numbers := r.num_sequences * H * max(K, V)) > MOST_NUMBERS:
+    """Return why `recurrent_replay` does not support one token r of states in the dtype of r's initial states, or None."""
+    constants, blocks = constants_of(r, ReplayConfig.heuristic(r), r.initial_state)
+    (N, H, K, V), why = r.state_shape, unfit(constants)
+    if why is not None:
+        stored = "float32" if r.initial_state is None else r.initial_state.dtype
+        return f"takes states that a block of threads holds, got {K} x {V} in {stored}: {why}"
+    if blocks > MOST_BLOCKS * N:
+        return f"takes at most {MOST_BLOCKS} blocks of threads for a sequence, got {blocks // N}"
+    if (numbers := N * H * max(K, V)) > MOST_NUMBERS:
         return f"takes tokens of at most {MOST_NUMBERS} numbers, got {numbers}"
     return None

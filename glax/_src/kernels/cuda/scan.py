@@ -12,13 +12,10 @@ from glax._src.core.erasure import arrays_of
 from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.kernels.common.foreign import NONE, call
 from glax._src.kernels.common.gpu import capability
-from glax._src.kernels.cuda.config import CudaConfig, layout_of
+from glax._src.kernels.cuda.config import COMPACT, STORED, STORED_BYTES, CudaConfig, layout_of
 from glax._src.kernels.cuda.images import image_of
 from glax._src.kernels.cuda.library import TARGET
 
-STORED = {"float32": 0, "bfloat16": 1, "float16": 2}  # `Stored` in device/values.cuh
-STORED_COMPACT = {"int8": 3, "float8_e4m3fn": 4}
-STORED_BYTES = (4, 2, 2, 1, 1)
 ABSENT = -1
 SHARED_BYTES = 48_000  # for `Staged`; a block has 49,152 bytes, of which the compiler uses some
 MOST_STAGED = 8  # tokens
@@ -86,7 +83,7 @@ def readable(x: Array | None) -> Array | None:
 
 
 def dtype_of(x: Array | None) -> int:
-    return ABSENT if x is None else (STORED | STORED_COMPACT)[str(x.dtype)]
+    return ABSENT if x is None else (STORED | COMPACT)[str(x.dtype)]
 
 
 def launch(
@@ -119,23 +116,28 @@ def launch_kernel(
 
 def plan(r: Recurrence, config: CudaConfig, flags: dict[str, int]) -> tuple[dict[str, int], int]:
     """Return the constants of device/scan.cu, and the number of blocks."""
-    (N, H, K, V), decay = r.state_shape, r.decay
     apart = flags["STATES"] == States.APART  # final states are then in float32
-    stored_bytes = 4 if apart else STORED_BYTES[flags["STATE"]]
+    constants, blocks = constants_of(r, config, 4 if apart else STORED_BYTES[flags["STATE"]])
+    columns = constants["LANES"] * constants["VECTOR"]
+    own = dict(TOKENS=staged_tokens(r, columns, config.threads))
+    own |= dict(PACKED=int(r.boundaries is not None), REVERSE=int(r.reverse))
+    return constants | own | flags, blocks
+
+
+def constants_of(r: Recurrence, config: CudaConfig, stored_bytes: int) -> tuple[dict[str, int], int]:
+    """Return the constants that every kernel has, and the number of blocks. stored_bytes: of an element of a stored state."""
+    (N, H, K, V), decay = r.state_shape, r.decay
     lanes, vector = layout_of(V, config.columns, stored_bytes)
-    columns = lanes * vector
     beta, erase, write = (dtype_of(readable(x)) for x in arrays_of(r.erasure))
     constants = dict(
         H=H, HQ=r.q.shape[2], HK=r.k.shape[2], HV=r.v.shape[2], K=K, V=V,
         THREADS=config.threads, LANES=lanes, VECTOR=vector,
-        TOKENS=staged_tokens(r, columns, config.threads),
         DTYPE=dtype_of(r.q), CONSTANT=ABSENT if decay.constant is None else 0,
         HEAD=dtype_of(readable(decay.head)), KEY=dtype_of(readable(decay.key)), VALUE=dtype_of(readable(decay.value)),
         BETA=beta, ERASE=erase, WRITE=write, ALONG=ABSENT if r.erasure is None else dtype_of(readable(r.erasure.along)),
         BEFORE=int(r.erasure is not None and r.erasure.before_decay),
-        PACKED=int(r.boundaries is not None), REVERSE=int(r.reverse),
     )  # fmt: skip
-    return constants | flags, -(-V // columns) * H * N
+    return constants, -(-V // (lanes * vector)) * H * N
 
 
 def staged_tokens(r: Recurrence, columns: int, threads: int) -> int:

@@ -241,7 +241,7 @@ class KeyDecays:
 
 
 def stacked_dot(xs, y, dims, dtype) -> list:
-    """Return x @ y for each x [C, width], with y loaded into the matrix unit once."""
+    """Return the product by `dims` of each x [C, width] and y, which is loaded into the matrix unit once."""
     C, product = xs[0].shape[0], chunk_math.fine_dot(jnp.concatenate(xs), y, dims, dtype)
     return [product[i * C : (i + 1) * C] for i in range(len(xs))]
 
@@ -281,7 +281,7 @@ def side_by_side(units):
     """Trace the generators of all units, each stage of all of them before the next.
 
     The compiler keeps to the order of the trace, so the products of one unit fill the delays of another only where they stand
-    beside each other.
+    beside each other. A generator yields None; for one that has ended, `next` returns its default, which is not None.
     """
     units = list(units)
     while units:
@@ -323,13 +323,16 @@ def column(x, index):
 
 
 def unsolved(plan: Plan, erased: Erased, v, read) -> tuple:
-    """Return X = w * v - (e e^G) S, [C, pack * V], without beta and with it. read: (e e^G) S."""
+    """Return w * v - (e e^G) S, [C, pack * V], and X, the same times beta where there is one. read: (e e^G) S."""
     left = times(v.astype(jnp.float32), erased.write) - read
     return left, left if erased.beta is None else left * join_heads(plan, plan.V, erased.beta)
 
 
 def inverses(plan: Plan, erased: Erased, scores: list):
-    """Return (I + L)^-1 of each head of a unit. scores: L of each head without beta; its diagonal is not read."""
+    """Yield between stages, and return the list of (I + L)^-1 of each head of a unit.
+
+    scores: L of each head without beta; its diagonal is not read.
+    """
     strict, found = chunk_math.causal_mask(plan.chunk, plan.reverse, inclusive=False), []
     for part, x in enumerate(scores):
         L = masked(x, strict)

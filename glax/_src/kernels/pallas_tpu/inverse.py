@@ -25,7 +25,10 @@ BLOCK = 8  # the sublanes of a tile
 
 
 def unit_inverse(L, reverse: bool):
-    """Compute (I + L)^-1 [C, C] for a strictly lower triangular L or, if `reverse`, for a strictly upper triangular one."""
+    """Yield between stages, and return (I + L)^-1 [C, C].
+
+    L is strictly lower triangular or, if `reverse`, strictly upper triangular.
+    """
     C, size = L.shape[0], BLOCK
     X = yield from inverted_blocks(L, reverse)
     row, column = (lax.broadcasted_iota(jnp.int32, (C // 2, C), axis) for axis in (0, 1))
@@ -64,8 +67,9 @@ def join_pairs(first, later, size: int, reverse: bool):
 def block_dot(x, y, size: int, reverse: bool, x_is_first: bool):
     """Return x @ y for one block of every pair, to float32: six products of three bfloat16 terms of each, as one product.
 
-    x [C / 2, C] has one block in each row of blocks, in the lanes of the first or of the later block of a pair. The lanes of the
-    pair's other block are 0, and take a second term of x. y [C / 2, C] has the rows that those lanes multiply, in either order.
+    x [C / 2, C] has one block in each row of blocks: in the lanes of its pair's first block with `x_is_first`, else in those of
+    the later one. The lanes of the pair's other block are 0, and take a second term of x. y [C / 2, C] has the rows that x
+    multiplies.
 
                             x0 y0 + x1 y1      x0 y1 + x1 y0 + x2 y0 + x0 y2
     """

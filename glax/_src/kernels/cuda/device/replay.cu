@@ -3,20 +3,23 @@
 //     S_t = e^{G_t} S_0 + sum_{i < t} e^{G_t - G_i} k_i u_i^T + k_t u_t^T,     o_t = scale S_t^T q_t
 //
 // G is the sum of the log decays since S_0 was written. The ring holds k_i, u_i and the decays, and with ALONG the second term
-// b_i y_i^T. The new token's u_t is v_t, or under the delta rule w_t * v_t - S_bar_t^T e_t; see scan.cu. It is appended to the
-// ring. S_t is written in the place of S_0 where the ring then has `replay` tokens, and nothing of the state is written elsewhere.
+// b_i y_i^T. The new token's u_t is v_t, or under the delta rule w_t * v_t - S_bar_t^T e_t; see scan.cu. Where the token is the
+// `replay_length`-th since S_0 was written, S_t is written in the place of S_0, and the ring is empty then. The token is appended to
+// the ring where that has a place for it. Nothing else of the state is written.
 //
 // Every exponent is a sum of the log decays that it spans, summed from the newest token on, so the form is exact for all gates.
 //
-// Roles: a block has one sequence, one head and COLUMNS columns of the state. Every thread first issues all its loads, into
+// Roles: a block has one sequence, one head and COLUMNS columns of the state. Every thread first issues its loads, into
 // registers: parts of the new token, of up to TOKENS tokens of the ring, and of S_0. A load that is issued behind those of S_0
 // waits as long as these. The tokens go to shared memory, where their keys and values are decayed to the new token. Each warp then
 // takes the products of some keys with q and e, and all threads read S_0 for q and e together.
 //
-// Memory: states stream past the caches. The ring is read once by each block of a head, and its new place is written by one.
+// Memory: states stream past the caches. The ring is read once by each block of a head, and once more where it is longer than TOKENS
+// and the state is written. Its new place is written by one block. The rests of states in 8 bits are loaded where they are needed.
 //
 // Who waits for whom: a block's stages wait for each other by __syncthreads. Blocks of a sequence do not wait. Each reads the length
-// of its slot and then adds ARRIVED to it; the last to arrive knows that all have read, and stores the new length.
+// of its slot and then adds ARRIVED to it; the last to arrive knows that all have read, and stores the new length. A slot that two
+// sequences of one call have is undefined, its length too, until the slot is flushed or prefilled.
 //
 // States in 8 bits have a scale for each SCALED rows: S_0 = scale (value + rest / FACTOR). Outputs read no rests, which are what
 // values lost by rounding, so they are read where the state is written alone. A block then has all columns, of which a scale is.
@@ -30,6 +33,7 @@ constexpr int ARRIVED = 1 << 16;
 constexpr bool COMPACT = STATE == INT8 || STATE == FLOAT8;
 constexpr int SCALED = K % 32 == 0 ? 32 : K % 16 == 0 ? 16 : K % 8 == 0 ? 8 : K % 4 == 0 ? 4 : K % 2 == 0 ? 2 : 1;  // gcd(K, 32)
 constexpr int SCALES = COMPACT ? K / SCALED : 1;
+// As BLOCK and COMPACT of serving/stored_states.py.
 constexpr float LARGEST = STATE == INT8 ? 127.0f : 448.0f;
 constexpr float FACTOR = STATE == INT8 ? 254.0f : 28.0f;
 constexpr float SMALLEST = 1.17549435e-38f;  // of a scale
@@ -45,10 +49,10 @@ struct States {
   float* scale;
 };
 
-// The places of one slot. Offsets within them have 32 bits.
+// The rings of a pool, or that of one slot, in which offsets have 32 bits.
 struct Ring {
   void *key, *value;
-  float *head, *row, *column, *along, *erased;
+  float *head, *row, *column, *along, *y;
 };
 
 template <int DTYPE>
@@ -56,18 +60,18 @@ __device__ inline void* moved(void* x, long long count) {
   return static_cast<typename Memory<DTYPE>::word*>(x) + count;
 }
 
-__device__ inline Ring at_slot(const Ring& ring, int slot) {
+__device__ inline Ring at_slot(const Ring& of_pool, int slot) {
   constexpr int values = ERASES ? H : HV;
   const long long begin = static_cast<long long>(slot) * PLACES;
-  return {moved<RING_KEY>(ring.key, begin * HK * K), moved<RING_VALUE>(ring.value, begin * values * V),
-          ring.head + begin * H, ring.row + begin * H * K, ring.column + begin * H * V,
-          ring.along + begin * H * K, ring.erased + begin * H * V};
+  return {moved<RING_KEY>(of_pool.key, begin * HK * K), moved<RING_VALUE>(of_pool.value, begin * values * V),
+          of_pool.head + begin * H, of_pool.row + begin * H * K, of_pool.column + begin * H * V,
+          of_pool.along + begin * H * K, of_pool.y + begin * H * V};
 }
 
 struct Staged {
   // The new token, and what it reads S_0 with.
   float q[K], k[K], e[ERASES ? K : 1], along[ALONG >= 0 ? K : 1];
-  float read[K], erasing[ERASES ? K : 1];
+  float q_decayed[K], e_decayed[ERASES ? K : 1];
   float gate[K], column_gate[COLUMNS];    // its log decays
   float v[COLUMNS], y[COLUMNS];           // u_t, and y_t
   // Tokens of the ring, decayed.
@@ -77,8 +81,8 @@ struct Staged {
   float by_q[TERMS][TOKENS], by_e[TERMS][TOKENS];  // what q and e read of them
   float row_sum[K], column_sum[COLUMNS];           // log decays of the tokens that were staged so far
   Factor rows[K], columns[COLUMNS];                // the decay of S_0 as a whole
-  float read_ring[COLUMNS], erased_ring[COLUMNS];
-  float sums[WARPS][COLUMNS], erased[WARPS][ERASES ? COLUMNS : 1];
+  float q_of_ring[COLUMNS], e_of_ring[COLUMNS];  // what q and e read of the ring's tokens
+  float q_of_state[WARPS][COLUMNS], e_of_state[WARPS][ERASES ? COLUMNS : 1];  // the same of S_0, by each warp's rows
   float by_own[2];  // q k, and q b
   float output_scale;
   float scale[SCALES];
@@ -87,18 +91,18 @@ struct Staged {
 
 struct Place {
   int n, h, column, slot;  // the sequence, the head, the block's first column, and the row of the pool
-  int held;                // the tokens in its ring
+  int length;              // the tokens in its ring
 };
 
 __device__ constexpr int shares(int numbers) { return (numbers + THREADS - 1) / THREADS; }
 
-// Calls body(i) for a thread's share of i = 0 to COUNT - 1.
+// Calls body(i, share) for a thread's shares of i = 0 to COUNT - 1.
 template <int COUNT, typename Body>
 __device__ inline void each(Body body) {
 #pragma unroll
   for (int share = 0; share < shares(COUNT); ++share) {
     const int i = share * THREADS + threadIdx.x;
-    if (COUNT % THREADS == 0 || i < COUNT) body(i);
+    if (COUNT % THREADS == 0 || i < COUNT) body(i, share);
   }
 }
 
@@ -128,100 +132,87 @@ __device__ inline void load_token(TokenLoads& loads, const Tokens& given, const 
   const float head = BY_HEAD ? gate<HEAD>(given.head, at) + (CONSTANT >= 0 ? given.constant[at] : 0.0f) : 0.0f;
   const float beta = BETA >= 0 ? gate<BETA>(given.beta, at) : 1.0f;
   loads.output_scale = given.scale[place.n];
-#pragma unroll
-  for (int i = 0; i < shares(K); ++i) {
-    const int row = i * THREADS + threadIdx.x;
-    if (row >= K) continue;
-    loads.q[i] = load<DTYPE>(given.q, (place.n * HQ + place.h / hq) * K + row);
-    loads.k[i] = load<DTYPE>(given.k, (place.n * HK + place.h / hk) * K + row);
-    loads.e[i] = ERASE >= 0 ? gate<ERASE>(given.erase, at * K + row) : beta;
-    if (ALONG >= 0) loads.along[i] = gate<ALONG>(given.beta, at * K + row);
-    loads.gate[i] = BY_ROW ? gate<KEY>(given.key, at * K + row) : head;
-  }
-#pragma unroll
-  for (int i = 0; i < shares(COLUMNS); ++i) {
-    const int column = place.column + i * THREADS + threadIdx.x;
-    const bool inside = column < V && i * THREADS + threadIdx.x < COLUMNS;
-    loads.v[i] = inside ? load<DTYPE>(given.v, (place.n * HV + place.h / hv) * V + column) : 0.0f;
-    loads.gain[i] = WRITE >= 0 && inside ? gate<WRITE>(given.write, at * V + column) : beta;
-    loads.column_gate[i] = VALUE >= 0 && inside ? gate<VALUE>(given.value, at * V + column) : 0.0f;
-  }
+  each<K>([&](int row, int share) {
+    loads.q[share] = load<DTYPE>(given.q, (place.n * HQ + place.h / hq) * K + row);
+    loads.k[share] = load<DTYPE>(given.k, (place.n * HK + place.h / hk) * K + row);
+    loads.e[share] = ERASE >= 0 ? gate<ERASE>(given.erase, at * K + row) : beta;
+    if (ALONG >= 0) loads.along[share] = gate<ALONG>(given.beta, at * K + row);
+    loads.gate[share] = BY_ROW ? gate<KEY>(given.key, at * K + row) : head;
+  });
+  each<COLUMNS>([&](int i, int share) {
+    const int column = place.column + i;
+    const bool inside = column < V;
+    loads.v[share] = inside ? load<DTYPE>(given.v, (place.n * HV + place.h / hv) * V + column) : 0.0f;
+    loads.gain[share] = WRITE >= 0 && inside ? gate<WRITE>(given.write, at * V + column) : beta;
+    loads.column_gate[share] = VALUE >= 0 && inside ? gate<VALUE>(given.value, at * V + column) : 0.0f;
+  });
 }
 
 __device__ inline void store_token(Staged& staged, const TokenLoads& loads) {
   if (threadIdx.x == 0) staged.output_scale = loads.output_scale;
-#pragma unroll
-  for (int i = 0; i < shares(K); ++i) {
-    const int row = i * THREADS + threadIdx.x;
-    if (row >= K) continue;
-    staged.q[row] = loads.q[i];
-    staged.k[row] = loads.k[i];
-    if (ERASES) staged.e[row] = ERASE >= 0 ? loads.e[i] : loads.e[i] * loads.k[i];
-    if (ALONG >= 0) staged.along[row] = loads.along[i];
-    staged.gate[row] = loads.gate[i];
-    staged.row_sum[row] = BEFORE ? 0.0f : loads.gate[i];
-  }
-#pragma unroll
-  for (int i = 0; i < shares(COLUMNS); ++i) {
-    const int column = i * THREADS + threadIdx.x;
-    if (column >= COLUMNS) continue;
-    staged.v[column] = ERASES ? loads.v[i] * loads.gain[i] : loads.v[i];
-    staged.column_gate[column] = loads.column_gate[i];
-    staged.column_sum[column] = BEFORE ? 0.0f : loads.column_gate[i];
-    staged.read_ring[column] = staged.erased_ring[column] = 0.0f;
-  }
+  each<K>([&](int row, int share) {
+    staged.q[row] = loads.q[share];
+    staged.k[row] = loads.k[share];
+    if (ERASES) staged.e[row] = ERASE >= 0 ? loads.e[share] : loads.e[share] * loads.k[share];
+    if (ALONG >= 0) staged.along[row] = loads.along[share];
+    staged.gate[row] = loads.gate[share];
+    staged.row_sum[row] = BEFORE ? 0.0f : loads.gate[share];
+  });
+  each<COLUMNS>([&](int i, int share) {
+    staged.v[i] = ERASES ? loads.v[share] * loads.gain[share] : loads.v[share];
+    staged.column_gate[i] = loads.column_gate[share];
+    staged.column_sum[i] = BEFORE ? 0.0f : loads.column_gate[share];
+    staged.q_of_ring[i] = staged.e_of_ring[i] = 0.0f;
+  });
+}
+
+// Calls body(token, i, share) for a thread's shares of i = 0 to WIDTH - 1 of `count` tokens, TOKENS at most.
+template <int WIDTH, typename Body>
+__device__ inline void each_of_tokens(int count, Body body) {
+  each<TOKENS * WIDTH>([&](int i, int share) {
+    if (i / WIDTH < count) body(i / WIDTH, i % WIDTH, share);
+  });
 }
 
 // The ring's tokens `first` to `first + count`.
 __device__ inline void load_ring(RingLoads& loads, const Ring& ring, const Place& place, int first, int count) {
   constexpr int hk = H / HK, hv = ERASES ? 1 : H / HV, values = H / hv;
-#pragma unroll
-  for (int i = 0; i < shares(TOKENS * K); ++i) {
-    const int token = (i * THREADS + threadIdx.x) / K, row = (i * THREADS + threadIdx.x) % K;
-    if (token >= count) continue;
+  each_of_tokens<K>(count, [&](int token, int row, int share) {
     const int own = ((first + token) * H + place.h) * K + row;
-    loads.keys[0][i] = load<RING_KEY>(ring.key, ((first + token) * HK + place.h / hk) * K + row);
-    if (TERMS == 2) loads.keys[TERMS - 1][i] = ring.along[own];
-    if (BY_ROW) loads.gates[i] = ring.row[own];
-  }
-#pragma unroll
-  for (int i = 0; i < shares(TOKENS * COLUMNS); ++i) {
-    const int token = (i * THREADS + threadIdx.x) / COLUMNS, column = (i * THREADS + threadIdx.x) % COLUMNS;
-    if (token >= count) continue;
-    const bool inside = place.column + column < V;
-    const int own = ((first + token) * H + place.h) * V + place.column + column;
-    const int shared = ((first + token) * values + place.h / hv) * V + place.column + column;
-    loads.values[0][i] = inside ? load<RING_VALUE>(ring.value, shared) : 0.0f;
-    if (TERMS == 2) loads.values[TERMS - 1][i] = inside ? ring.erased[own] : 0.0f;
-    if (VALUE >= 0) loads.column_gates[i] = inside ? ring.column[own] : 0.0f;
-  }
+    loads.keys[0][share] = load<RING_KEY>(ring.key, ((first + token) * HK + place.h / hk) * K + row);
+    if (TERMS == 2) loads.keys[TERMS - 1][share] = ring.along[own];
+    if (BY_ROW) loads.gates[share] = ring.row[own];
+  });
+  each_of_tokens<COLUMNS>(count, [&](int token, int i, int share) {
+    const int column = place.column + i;
+    const bool inside = column < V;
+    const int own = ((first + token) * H + place.h) * V + column;
+    const int shared = ((first + token) * values + place.h / hv) * V + column;
+    loads.values[0][share] = inside ? load<RING_VALUE>(ring.value, shared) : 0.0f;
+    if (TERMS == 2) loads.values[TERMS - 1][share] = inside ? ring.y[own] : 0.0f;
+    if (VALUE >= 0) loads.column_gates[share] = inside ? ring.column[own] : 0.0f;
+  });
   if (BY_HEAD && threadIdx.x < count) loads.head = ring.head[(first + static_cast<int>(threadIdx.x)) * H + place.h];
 }
 
 __device__ inline void store_ring(Staged& staged, const RingLoads& loads, int count) {
+  each_of_tokens<K>(count, [&](int token, int row, int share) {
 #pragma unroll
-  for (int i = 0; i < shares(TOKENS * K); ++i) {
-    const int token = (i * THREADS + threadIdx.x) / K, row = (i * THREADS + threadIdx.x) % K;
-    if (token >= count) continue;
+    for (int term = 0; term < TERMS; ++term) staged.keys[term][token][row] = loads.keys[term][share];
+    if (BY_ROW) staged.gates[token][row] = loads.gates[share];
+  });
+  each_of_tokens<COLUMNS>(count, [&](int token, int i, int share) {
 #pragma unroll
-    for (int term = 0; term < TERMS; ++term) staged.keys[term][token][row] = loads.keys[term][i];
-    if (BY_ROW) staged.gates[token][row] = loads.gates[i];
-  }
-#pragma unroll
-  for (int i = 0; i < shares(TOKENS * COLUMNS); ++i) {
-    const int token = (i * THREADS + threadIdx.x) / COLUMNS, column = (i * THREADS + threadIdx.x) % COLUMNS;
-    if (token >= count) continue;
-#pragma unroll
-    for (int term = 0; term < TERMS; ++term) staged.values[term][token][column] = loads.values[term][i];
-    if (VALUE >= 0) staged.column_gates[token][column] = loads.column_gates[i];
-  }
+    for (int term = 0; term < TERMS; ++term) staged.values[term][token][i] = loads.values[term][share];
+    if (VALUE >= 0) staged.column_gates[token][i] = loads.column_gates[share];
+  });
   if (BY_HEAD && threadIdx.x < count) staged.heads[threadIdx.x] = loads.head;
 }
 
 // Keys and values times their decays up to where the new token reads.
 __device__ inline void decay_ring(Staged& staged, int count) {
   if (BY_ROW || BY_HEAD) {
-    each<K>([&](int row) {
+    each<K>([&](int row, int) {
       float sum = staged.row_sum[row];
 #pragma unroll
       for (int token = TOKENS - 1; token >= 0; --token) {
@@ -235,7 +226,7 @@ __device__ inline void decay_ring(Staged& staged, int count) {
     });
   }
   if (VALUE >= 0) {
-    each<COLUMNS>([&](int column) {
+    each<COLUMNS>([&](int column, int) {
       float sum = staged.column_sum[column];
       for (int token = count - 1; token >= 0; --token) {
         const float decay = expf(sum);
@@ -281,10 +272,10 @@ __device__ inline void read_keys(Staged& staged, int count, bool own) {
   }
 }
 
-// The same times their values, added to what was read of later tokens.
+// What q and e read of the ring's tokens: by_q and by_e times their values, added to what was read of later tokens.
 __device__ inline void read_values(Staged& staged, int count) {
-  each<COLUMNS>([&](int column) {
-    float q = staged.read_ring[column], e = staged.erased_ring[column];
+  each<COLUMNS>([&](int column, int) {
+    float q = staged.q_of_ring[column], e = staged.e_of_ring[column];
 #pragma unroll
     for (int token = 0; token < TOKENS; ++token) {
       if (token >= count) continue;
@@ -295,27 +286,27 @@ __device__ inline void read_values(Staged& staged, int count) {
         if (ERASES) e = fmaf(staged.by_e[term][token], value, e);
       }
     }
-    staged.read_ring[column] = q;
-    staged.erased_ring[column] = e;
+    staged.q_of_ring[column] = q;
+    staged.e_of_ring[column] = e;
   });
 }
 
 // What q and e read S_0 with. A thread has the rows that it has in decay_ring.
 __device__ inline void prepare_read(Staged& staged) {
-  each<K>([&](int row) {
+  each<K>([&](int row, int) {
     float decay = BY_ROW || BY_HEAD ? expf(staged.row_sum[row]) : 1.0f;
     if (COMPACT) decay *= staged.scale[row / SCALED];
-    staged.read[row] = query_of(staged, row) * decay;
-    if (ERASES) staged.erasing[row] = staged.e[row] * decay;
+    staged.q_decayed[row] = query_of(staged, row) * decay;
+    if (ERASES) staged.e_decayed[row] = staged.e[row] * decay;
   });
 }
 
 // The decay of S_0 as a whole, for a thread's rows and columns as above.
 __device__ inline void prepare_fold(Staged& staged) {
-  each<K>([&](int row) {
+  each<K>([&](int row, int) {
     if (BY_ROW || BY_HEAD) staged.rows[row] = factor_of(staged.row_sum[row] + (BEFORE ? staged.gate[row] : 0.0f));
   });
-  each<COLUMNS>([&](int i) {
+  each<COLUMNS>([&](int i, int) {
     if (VALUE >= 0) staged.columns[i] = factor_of(staged.column_sum[i] + (BEFORE ? staged.column_gate[i] : 0.0f));
   });
 }
@@ -323,19 +314,19 @@ __device__ inline void prepare_fold(Staged& staged) {
 // u_t and y_t, the output, and the new token's values in the ring, of which `count` tokens are staged.
 __device__ inline void finish(Staged& staged, const Ring& ring, const Place& place, void* o, int count) {
   read_values(staged, count);
-  const bool appends = place.held < PLACES;
-  const int at = place.held;
-  each<COLUMNS>([&](int i) {
+  const bool appends = place.length < PLACES;
+  const int at = place.length;
+  each<COLUMNS>([&](int i, int) {
     const int column = place.column + i;
     const float decay = VALUE >= 0 ? expf(staged.column_sum[i]) : 1.0f;
     float q = 0.0f, e = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < WARPS; ++warp) {
-      q += staged.sums[warp][i];
-      if (ERASES) e += staged.erased[warp][i];
+      q += staged.q_of_state[warp][i];
+      if (ERASES) e += staged.e_of_state[warp][i];
     }
-    q = fmaf(q, decay, staged.read_ring[i]);
-    e = fmaf(e, decay, staged.erased_ring[i]);
+    q = fmaf(q, decay, staged.q_of_ring[i]);
+    e = fmaf(e, decay, staged.e_of_ring[i]);
     if (BEFORE && VALUE >= 0) q *= expf(staged.column_gate[i]);
     float u = staged.v[i], y = 0.0f;
     if (ERASES) (ALONG >= 0 ? y : u) -= e;
@@ -351,16 +342,16 @@ __device__ inline void finish(Staged& staged, const Ring& ring, const Place& pla
     } else if (place.h % (H / HV) == 0) {
       store<RING_VALUE>(ring.value, (at * HV + place.h / (H / HV)) * V + column, u);
     }
-    if (ALONG >= 0) ring.erased[(at * H + place.h) * V + column] = y;
+    if (ALONG >= 0) ring.y[(at * H + place.h) * V + column] = y;
     if (VALUE >= 0) ring.column[(at * H + place.h) * V + column] = staged.column_gate[i];
   });
 }
 
 // The new token's keys and decays in the ring: one block of a head writes them.
 __device__ inline void append(const Staged& staged, const Ring& ring, const Place& place) {
-  if (place.held >= PLACES || place.column != 0) return;
-  const int at = place.held;
-  each<K>([&](int row) {
+  if (place.length >= PLACES || place.column != 0) return;
+  const int at = place.length;
+  each<K>([&](int row, int) {
     const int own = (at * H + place.h) * K + row;
     if (place.h % (H / HK) == 0) store<RING_KEY>(ring.key, (at * HK + place.h / (H / HK)) * K + row, staged.k[row]);
     if (BY_ROW) ring.row[own] = staged.gate[row];
@@ -427,24 +418,24 @@ __device__ inline void fold(const Staged& staged, const Place& place, const Held
     float s[VECTOR];
     unpack(held[r], s);
     behind_token(s, staged, row);
-    behind_ring(s, staged, row, place.held);
+    behind_ring(s, staged, row, place.length);
     store_streaming<STATE>(states, tile + static_cast<long long>(row) * V, s);
   }
 }
 
-// The same in registers, in float32, where states have 8 bits or the ring is longer: tokens are then staged again, from the newest.
-__device__ inline void fold_held(float (&S)[ROWS][VECTOR], Staged& staged, const Ring& ring, const Place& place, bool inside) {
+// S_t in registers, in float32, where the ring is longer than what is staged: tokens are then staged again, from the newest.
+__device__ inline void fold_kept(float (&S)[ROWS][VECTOR], Staged& staged, const Ring& ring, const Place& place, bool inside) {
   const int line = threadIdx.x / LANES;
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     if (r * LINES + line < K && inside) behind_token(S[r], staged, r * LINES + line);
   }
-  const bool again = place.held > TOKENS;
+  const bool again = place.length > TOKENS;
   if (again) {
-    each<K>([&](int row) { staged.row_sum[row] = BEFORE ? 0.0f : staged.gate[row]; });
-    each<COLUMNS>([&](int i) { staged.column_sum[i] = BEFORE ? 0.0f : staged.column_gate[i]; });
+    each<K>([&](int row, int) { staged.row_sum[row] = BEFORE ? 0.0f : staged.gate[row]; });
+    each<COLUMNS>([&](int i, int) { staged.column_sum[i] = BEFORE ? 0.0f : staged.column_gate[i]; });
   }
-  for (int last = place.held; last > 0; last -= TOKENS) {
+  for (int last = place.length; last > 0; last -= TOKENS) {
     const int first = max(0, last - TOKENS), count = last - first;
     if (again) {
       __syncthreads();
@@ -462,6 +453,7 @@ __device__ inline void fold_held(float (&S)[ROWS][VECTOR], Staged& staged, const
   }
 }
 
+// S_t in the place of S_0, where the whole ring is not staged.
 __device__ inline void fold_long(Staged& staged, const Ring& ring, const Place& place, const Held (&held)[ROWS], void* states,
                                  long long tile, bool inside) {
   const int line = threadIdx.x / LANES;
@@ -470,7 +462,7 @@ __device__ inline void fold_long(Staged& staged, const Ring& ring, const Place& 
   for (int r = 0; r < ROWS; ++r) {
     if (r * LINES + line < K && inside) unpack(held[r], S[r]);
   }
-  fold_held(S, staged, ring, place, inside);
+  fold_kept(S, staged, ring, place, inside);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const long long row = r * LINES + line;
@@ -485,11 +477,11 @@ __device__ inline float scale_of(unsigned int largest) {
 
 // States in 8 bits, with new scales. All numbers of SCALED rows are NaN if one is not finite. Where the whole ring is staged, the
 // state is formed twice, which takes fewer registers than to hold it.
-template <bool HOLDS>
+template <bool KEEPS>
 __device__ inline void fold_compact(Staged& staged, const Ring& ring, const Place& place, const Held (&held)[ROWS],
                                     const Held (&held_rests)[RESTS], const States& states, long long tile, bool inside) {
   const int line = threadIdx.x / LANES;
-  float S[HOLDS ? ROWS : 1][VECTOR] = {};
+  float S[KEEPS ? ROWS : 1][VECTOR] = {};
   const auto stored = [&](float (&s)[VECTOR], int r) {
     const int row = r * LINES + line;
     float rests[VECTOR];
@@ -497,50 +489,49 @@ __device__ inline void fold_compact(Staged& staged, const Ring& ring, const Plac
     unpack(held[r], s);
 #pragma unroll
     for (int c = 0; c < VECTOR; ++c) s[c] = fmaf(rests[c], 1.0f / FACTOR, s[c]) * staged.scale[row / SCALED];
-    if (HOLDS) return;
+    if (KEEPS) return;
     behind_token(s, staged, row);
-    behind_ring(s, staged, row, place.held);
+    behind_ring(s, staged, row, place.length);
   };
-  if constexpr (HOLDS) {
+  if constexpr (KEEPS) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       if (r * LINES + line < K && inside) stored(S[r], r);
     }
-    fold_held(S, staged, ring, place, inside);
+    fold_kept(S, staged, ring, place, inside);
   }
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    const bool held_here = r * LINES + line < K && inside;
-    if (!HOLDS && held_here) stored(S[0], r);
-    unsigned int largest = 0;
+    const bool is_here = r * LINES + line < K && inside;
+    if (!KEEPS && is_here) stored(S[0], r);
+    unsigned int largest = 0;  // of the bits of |S_t|, which are ordered as the numbers, and NaN last
 #pragma unroll
-    for (int c = 0; c < VECTOR && held_here; ++c) largest = max(largest, __float_as_uint(S[HOLDS ? r : 0][c]) & 0x7fffffffu);
-    // The bits of numbers are ordered as they, and NaN last.
+    for (int c = 0; c < VECTOR && is_here; ++c) largest = max(largest, __float_as_uint(S[KEEPS ? r : 0][c]) & 0x7fffffffu);
 #pragma unroll
-    for (int across = 1; across < min(LANES, 32); across *= 2) {
+    for (int across = 1; across < LANES; across *= 2) {
       const float other = __shfl_xor_sync(0xffffffffu, __uint_as_float(largest), across);
       largest = max(largest, __float_as_uint(other));
     }
-    if (held_here && threadIdx.x % LANES == 0) atomicMax(&staged.largest[(r * LINES + line) / SCALED], largest);
+    if (is_here && threadIdx.x % LANES == 0) atomicMax(&staged.largest[(r * LINES + line) / SCALED], largest);
   }
   __syncthreads();
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int row = r * LINES + line;
     if (row >= K || !inside) continue;
-    if (!HOLDS) stored(S[0], r);
+    if (!KEEPS) stored(S[0], r);
     const float scale = scale_of(staged.largest[row / SCALED]), inverse = 1.0f / scale;
     float values[VECTOR], rests[VECTOR];
 #pragma unroll
     for (int c = 0; c < VECTOR; ++c) {
-      const float x = scale == scale ? S[HOLDS ? r : 0][c] * inverse : 0.0f;
+      const float x = scale == scale ? S[KEEPS ? r : 0][c] * inverse : 0.0f;
       values[c] = to_float<STATE>(to_bits<STATE>(x));
       rests[c] = (x - values[c]) * FACTOR;
     }
     store_streaming<STATE>(states.values, tile + static_cast<long long>(row) * V, values);
     store_streaming<STATE>(states.rests, tile + static_cast<long long>(row) * V, rests);
   }
-  each<SCALES>([&](int i) {
+  each<SCALES>([&](int i, int) {
     states.scale[(static_cast<long long>(place.slot) * H + place.h) * SCALES + i] = scale_of(staged.largest[i]);
   });
 }
@@ -551,8 +542,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS < RESIDENT ? RESID
     const void* q, const void* k, const void* v, const void* head, const void* key, const void* value,
     const float* constant, const float* scale, const void* beta, const void* erase, const void* write,
     const int* slots, void* values, void* rests, float* scales, void* ring_key, void* ring_value, float* ring_head,
-    float* ring_row, float* ring_column, float* ring_along, float* ring_erased, int* length, int* drafted,
-    void* o, void*, void*, void*, void*, void*, void*, void*, void*, void*, void*, void*, void*, int P, int replayed) {
+    float* ring_row, float* ring_column, float* ring_along, float* ring_y, int* length, int* drafted,
+    void* o, void*, void*, void*, void*, void*, void*, void*, void*, void*, void*, void*, void*, int P, int replay_length) {
   __shared__ Staged staged;
   const Tokens given = {q, k, v, head, key, value, beta, erase, write, constant, scale};
   const int lane = threadIdx.x % LANES, line = threadIdx.x / LANES;
@@ -563,26 +554,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS < RESIDENT ? RESID
   place.slot = slots == nullptr ? place.n : slots[place.n];
   const bool inside = place.column + lane * VECTOR < V;
   if (place.slot < 0 || place.slot >= P) {  // no sequence
-    each<COLUMNS>([&](int i) {
+    each<COLUMNS>([&](int i, int) {
       if (place.column + i < V) store<DTYPE>(o, (place.n * H + place.h) * V + place.column + i, 0.0f);
     });
     return;
   }
-  const Ring rings = {ring_key, ring_value, ring_head, ring_row, ring_column, ring_along, ring_erased};
-  const Ring ring = at_slot(rings, place.slot);
+  const Ring of_pool = {ring_key, ring_value, ring_head, ring_row, ring_column, ring_along, ring_y};
+  const Ring ring = at_slot(of_pool, place.slot);
   const long long tile = (static_cast<long long>(place.slot) * H + place.h) * K * V + place.column + lane * VECTOR;
-  place.held = min(length[place.slot] % ARRIVED, PLACES);
-  int first = max(0, place.held - TOKENS), count = place.held - first;
+  place.length = min(length[place.slot] % ARRIVED, PLACES);
+  int first = max(0, place.length - TOKENS), count = place.length - first;
   TokenLoads token;
   RingLoads loads;
   Held held[ROWS];
   load_token(token, given, place);
   load_ring(loads, ring, place, first, count);
   const long long scaled = (static_cast<long long>(place.slot) * H + place.h) * SCALES;
-#pragma unroll
-  for (int i = 0; i < shares(SCALES); ++i) {
-    if (COMPACT && i * THREADS + threadIdx.x < SCALES) token.scale[i] = scales[scaled + i * THREADS + threadIdx.x];
-  }
+  each<SCALES>([&](int i, int share) {
+    if (COMPACT) token.scale[share] = scales[scaled + i];
+  });
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int row = r * LINES + line;
@@ -590,13 +580,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS < RESIDENT ? RESID
   }
   store_token(staged, token);
   store_ring(staged, loads, count);
-#pragma unroll
-  for (int i = 0; i < shares(SCALES); ++i) {
-    const int at = i * THREADS + threadIdx.x;
-    if (!COMPACT || at >= SCALES) continue;
-    staged.scale[at] = token.scale[i];
-    staged.largest[at] = 0;
-  }
+  each<SCALES>([&](int i, int share) {
+    if (!COMPACT) return;
+    staged.scale[i] = token.scale[share];
+    staged.largest[i] = 0;
+  });
   __syncthreads();
   const int arrived = threadIdx.x == 0 ? atomicAdd(&length[place.slot], ARRIVED) / ARRIVED : 0;
   while (PLACES > TOKENS && first > 0) {
@@ -616,7 +604,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS < RESIDENT ? RESID
   prepare_read(staged);
   __syncthreads();
   read_keys(staged, count, true);
-  float sum[VECTOR] = {}, erased[VECTOR] = {};
+  float by_q[VECTOR] = {}, by_e[VECTOR] = {};
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int row = r * LINES + line;
@@ -625,20 +613,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS < RESIDENT ? RESID
     unpack(held[r], s);
 #pragma unroll
     for (int c = 0; c < VECTOR; ++c) {
-      sum[c] = fmaf(s[c], staged.read[row], sum[c]);
-      if (ERASES) erased[c] = fmaf(s[c], staged.erasing[row], erased[c]);
+      by_q[c] = fmaf(s[c], staged.q_decayed[row], by_q[c]);
+      if (ERASES) by_e[c] = fmaf(s[c], staged.e_decayed[row], by_e[c]);
     }
   }
-  const bool full = place.held + 1 >= replayed;
+  const bool full = place.length + 1 >= replay_length;
   Held held_rests[RESTS];
   if (COMPACT && full) load_rests(held_rests, rests, tile, inside);
-  sum_over_rows(sum, staged.sums);
-  if (ERASES) sum_over_rows(erased, staged.erased);
+  sum_over_rows(by_q, staged.q_of_state);
+  if (ERASES) sum_over_rows(by_e, staged.e_of_state);
   __syncthreads();
   finish(staged, ring, place, o, count);
   append(staged, ring, place);
   if (threadIdx.x == 0 && arrived == H * BLOCKS - 1) {
-    length[place.slot] = full ? 0 : place.held + 1;
+    length[place.slot] = full ? 0 : place.length + 1;
     drafted[place.slot] = 0;
   }
   if (!full) return;

@@ -1,4 +1,5 @@
-// Numbers in memory and in registers: 32-bit floats in registers, and in memory one of the STORED dtypes. FLOAT8 is e4m3fn.
+// Numbers in memory and in registers: 32-bit floats in registers, and in memory one of the STORED dtypes. FLOAT8 is e4m3fn, in
+// which states hold no NaN: it would read as 480.
 // Compiled by NVRTC, which has no headers beside it; tests compile it for the host, behind tests/emulate_cuda.h.
 
 enum Stored { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, FLOAT8 = 4 };
