@@ -1,6 +1,5 @@
 """Eight simulated devices, set before JAX starts, for the sharding tests; everything runs on the CPU."""
 
-import collections
 import gc
 import os
 from importlib.metadata import version
@@ -43,22 +42,18 @@ def pytest_addoption(parser: pytest.Parser):
     parser.addoption(
         "--part",
         default="0/1",
-        help="K/N, K from 0: of each test's cases the K-th and every N-th behind it, at least one",
+        help="K/N, K from 0: of all cases, each test's beside each other, the K-th and every N-th behind it",
     )
 
 
 class Part:
-    """Keeps a part of the cases of each test, among those that -m and -k leave."""
+    """Keeps a part of the cases that -m and -k leave. A test with fewer than N cases has one in some of the parts alone."""
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]):
         part, parts = map(int, config.getoption("--part").split("/"))
-        cases = collections.defaultdict(list)
-        for item in items:
-            cases[item.nodeid.partition("[")[0]].append(item)
-        chosen = {id(x) for found in cases.values() for x in found[part % min(parts, len(found)) :: parts]}
-        config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
-        items[:] = [item for item in items if id(item) in chosen]
+        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != part])
+        items[:] = items[part::parts]
 
 
 def pytest_configure(config: pytest.Config):

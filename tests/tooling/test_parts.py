@@ -1,4 +1,4 @@
-"""`--part K/N` of pytest, by which CI runs a part of each test's cases."""
+"""`--part K/N` of pytest, by which CI runs a part of the cases."""
 
 import dataclasses
 
@@ -40,12 +40,10 @@ def chosen(part: int, parts: int) -> list[str]:
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7, 20])
-def test_every_test_has_a_case_in_each_part_and_all_cases_are_in_one(parts):
+def test_all_cases_are_in_one_part_and_a_test_of_many_has_one_in_each(parts):
     found = [chosen(part, parts) for part in range(parts)]
-    assert {name for names in found for name in names} == set(CASES)
-    assert all(
-        {name.partition("[")[0] for name in names} == {"a.py::many", "a.py::one", "b.py::two"} for names in found
-    )
+    assert sorted(name for names in found for name in names) == sorted(CASES)
+    assert all(any("many" in name for name in names) for names in found) == (parts <= 7)
     assert all(names == sorted(names, key=CASES.index) for names in found)
 
 
