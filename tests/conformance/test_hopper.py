@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12):
     pytest.skip(
@@ -27,7 +29,7 @@ from glax._src.solve.autodiff import solve
 from glax._src.solve.dispatch import Choice
 from glax._src.solve.pieces import solve_with_states
 from glax.testing.reference import reference, reference_gradient
-from tests import case, strengths
+from tests import case, mosaic_interpreter, strengths
 from tests.close import assert_gradients_close, assert_outputs_close
 from tests.delta_cases import Draw
 from tests.hopper import (
@@ -198,3 +200,34 @@ def test_a_case_is_reproduced_in_the_interpreter(capsys):
     said = capsys.readouterr().out
     assert case.main([name, "--platform", "xla", "--dump", "output"]) == 0
     assert "the interpreter of Pallas Mosaic GPU" in said and "scores of chunk 0" in said
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_race_is_an_error(waits, monkeypatch):
+    """One warpgroup writes what another reads, which waits for it or does not."""
+    mosaic_interpreter.install(monkeypatch)
+
+    def body(out, memory, written):
+        group = jax.lax.axis_index("group")
+
+        @pl.when(group == 0)
+        def _():
+            memory[...] = jnp.ones(128)
+            plgpu.barrier_arrive(written)
+
+        @pl.when(group == 1)
+        def _():
+            if waits:
+                plgpu.barrier_wait(written)
+            out[...] = memory[...]
+
+    scratch = [plgpu.SMEM((128,), jnp.float32), plgpu.Barrier()]
+    out_type = jax.ShapeDtypeStruct((128,), jnp.float32)
+    kernel = plgpu.kernel(body, out_type=out_type, scratch_types=scratch, num_threads=2, thread_name="group")
+    with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
+        if waits:
+            assert (kernel() == 1).all()
+        else:
+            with pytest.raises(jax.errors.JaxRuntimeError, match="race"):
+                kernel()
