@@ -25,8 +25,9 @@ class Ticket:
     """Hold a request from its submission to its end, and cancel it.
 
     receive: its consumer. ends: the tokens that end its answer. deadline: the time at which it ends, by time.monotonic(). seed:
-    of its draws. slot: its slot, -1 while it waits. length: the tokens that its states have read. cached_tokens: those of them
-    that a stored prefix had. written: the tokens of its answer. prefix: the stored blocks with which it begins.
+    of its draws. slot: its slot, -1 while it waits. length: the tokens that its states have read, by programs that were called.
+    cached_tokens: those of them that a stored prefix had. written: the tokens of its answer. prefix: the stored blocks with which
+    it begins. saved: the tokens up to whose last block states are saved, of which `prefix` may not have the last blocks yet.
 
     >>> scheduler, events = glax.server.Scheduler(model, capacity=2, max_length=64), []
     >>> scheduler.submit(glax.server.Request([1, 2, 3], max_tokens=5), events.append).cancel()
@@ -45,6 +46,7 @@ class Ticket:
     cached_tokens: int = 0
     written: list[int] = dataclasses.field(default_factory=list)
     prefix: Prefix | None = None
+    saved: int = 0
     is_cancelled: bool = False
     has_ended: bool = False
 
@@ -71,6 +73,17 @@ class Ticket:
         before = len(self.prompt)
         answer = np.array(self.written[max(begin - before, 0) : max(end - before, 0)], np.int32)
         return np.concatenate([self.prompt[begin:end], answer])
+
+
+@dataclasses.dataclass(frozen=True)
+class Called:
+    """Hold a request in a program that was called: its slot and its length then, and the reserved block that its states are saved
+    in, -1 for none."""
+
+    ticket: Ticket
+    slot: int
+    length: int
+    block: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +170,8 @@ class Scheduler:
         self.prefixes: PrefixCache | None = None
         self.store: PrefixStore | None = None
         self.make()
+        # Programs whose results nobody has been told: the requests of each, and its arrays.
+        self.called: collections.deque[tuple[list[Called], dict[str, jax.Array]]] = collections.deque()
         self.changed = threading.Condition()  # holds `waiting` and `is_stopped`; never held during a round
         self.turn = threading.RLock()  # held for a whole round
         self.is_stopped, self.thread = False, None
@@ -284,7 +299,8 @@ class Scheduler:
     # ---- one round -------------------------------------------------------------------------------------------------------
 
     def round(self) -> bool:
-        """Read pieces of prompts, and write one token of every answer whose prompt is read.
+        """Read pieces of prompts, and write one token of every answer whose prompt is read. Then tell consumers what the round
+        before has found, while the device works on what this one has called.
 
         Return False if there is nothing to do. An exception ends the requests that run with "error", or the first that waits
         if none runs.
@@ -292,14 +308,17 @@ class Scheduler:
         with self.turn, jax.default_matmul_precision(self.precision):
             self.end_due()
             if not self.running and not self.waiting:
+                self.forget()
                 return False
             self.totals["rounds"] += 1
             try:
                 self.make()
                 self.admit()
                 self.grow()
+                before = len(self.called)
                 self.read_prompts()
                 self.write_tokens()
+                self.hand_out(len(self.called) - before)
             except Exception as error:  # whatever a compiler or a device raises ends these requests, not the scheduler
                 logger.exception("a round failed, and its requests end")
                 self.recover(f"{type(error).__name__}: {error}")
@@ -364,14 +383,17 @@ class Scheduler:
         self.totals["read_tokens"] += sum(len(piece) for _, piece, _ in pieces)
         for ticket, end in end_of.items():
             ticket.length = end
-        self.hand_out(end_of, found)
+        self.keep(end_of, found)
 
     def pieces(self) -> Iterator[tuple[Ticket, int]]:
         """Yield the requests whose prompts the round reads, each with the token of its prompt before which its piece ends.
 
-        A prompt whose next block another one reads in this round waits: in the next round the block is stored.
+        A prompt whose next block another one reads in this round, or has read in the one before, waits until it is stored.
         """
-        room, blocks, count = self.rows, set(), 0
+        room, count = self.rows, 0
+        calls = [call for calls, _ in self.called for call in calls]
+        saved = [(x.ticket.prompt, x.length) for x in calls if x.block >= 0]
+        blocks = {prompt[:length].tobytes() for prompt, length in saved if length <= len(prompt)}
         for ticket in self.running:
             if not ticket.is_reading:
                 continue
@@ -393,36 +415,59 @@ class Scheduler:
 
     def write_tokens(self):
         """Write one more token of each answer whose prompt is read."""
-        ready = [x for x in self.running if not x.is_reading]
+        ready = [x for x in self.running if not x.is_reading and x.length < x.most_length]
         if ready:
             found = self.slots.write([x.slot for x in ready])
             for ticket in ready:
                 ticket.length += 1
-            self.hand_out(ready, found)
+            self.keep(ready, found)
 
-    def hand_out(self, tickets: Collection[Ticket], found: dict):
-        """Store whole blocks that were read, give the next tokens to the consumers of requests whose prompts are read, and end
-        those that are done. found: as of `glax.server.slots.drawn`."""
+    def keep(self, tickets: Collection[Ticket], found: dict):
+        """Keep what a program finds until `hand_out` takes it, and save the states behind whole blocks that it has read.
+
+        found: as of `glax.server.slots.drawn`.
+        """
         wanted = any(x.request.logprobs is not None for x in tickets)
         names = ("token", "is_sound", *(("logprob", "likeliest", "logprobs") if wanted else ()))
-        values = jax.device_get({name: found[name] for name in names})
-        for ticket in tickets:
-            if ticket.has_ended:  # another's consumer has stopped the scheduler
-                continue
-            if not values["is_sound"][ticket.slot]:
-                self.end(ticket, "error", "the model's logits are not finite")
-                continue
-            self.store_block(ticket)
-            if ticket.is_reading:
-                continue
-            token = int(values["token"][ticket.slot])
-            ticket.written.append(token)
-            self.totals["written_tokens"] += 1
-            self.tell(ticket, event_of(token, values, ticket))
-            if token in ticket.ends:
-                self.end(ticket, "stop")
-            elif len(ticket.written) == ticket.request.max_tokens:
-                self.end(ticket, "length")
+        found = {name: found[name] for name in names}
+        for x in found.values():
+            x.copy_to_host_async()
+        self.called.append(([Called(x, x.slot, x.length, self.save_block(x)) for x in tickets], found))
+
+    def hand_out(self, remaining: int):
+        """Take what all programs but the last `remaining` have found."""
+        while len(self.called) > remaining:  # a consumer that stops the scheduler empties `called`
+            calls, found = self.called.popleft()
+            values = jax.device_get(found)
+            for call in calls:
+                self.take(call, values)
+
+    def take(self, call: Called, values: dict[str, np.ndarray]):
+        """Give the next token to the consumer of a request whose prompt is read, and end the request if it is done."""
+        ticket = call.ticket
+        is_sound = values["is_sound"][call.slot]
+        self.store_block(call, is_sound)
+        if ticket.has_ended:  # in the round between, or because another's consumer has stopped the scheduler
+            return
+        if not is_sound:
+            self.end(ticket, "error", "the model's logits are not finite")
+            return
+        if call.length < len(ticket.prompt):
+            return
+        token = int(values["token"][call.slot])
+        ticket.written.append(token)
+        self.totals["written_tokens"] += 1
+        self.tell(ticket, event_of(token, values, call.slot, ticket.request.logprobs))
+        if token in ticket.ends:
+            self.end(ticket, "stop")
+        elif len(ticket.written) == ticket.request.max_tokens:
+            self.end(ticket, "length")
+
+    def forget(self):
+        """Drop what programs have found for requests that have ended."""
+        while self.called:
+            for call in self.called.popleft()[0]:
+                self.store_block(call, False)
 
     # ---- prefixes --------------------------------------------------------------------------------------------------------
 
@@ -435,22 +480,35 @@ class Scheduler:
             self.prefixes.release(found)
             return
         self.release(ticket)
-        ticket.prefix = found
+        ticket.prefix, ticket.saved = found, found.length
         if found.length > ticket.length:
             self.slots.load(self.store, ticket.slot, found.slots)
             self.totals["cached_tokens"] += found.length - ticket.length
             ticket.cached_tokens += found.length - ticket.length
             ticket.length = found.length
 
-    def store_block(self, ticket: Ticket):
-        """Store the states of a request that has read a whole block, if those before it are stored and there is room."""
-        begin = ticket.length - self.block
-        if self.prefixes is None or self.store is None or ticket.prefix is None or ticket.prefix.length != begin:
+    def save_block(self, ticket: Ticket) -> int:
+        """Save the states of a request that has read a whole block, if those before it are saved and there is room. Return the
+        block's slot, which is reserved, or -1."""
+        is_next = ticket.prefix is not None and ticket.length - self.block == ticket.saved
+        if self.prefixes is None or self.store is None or not is_next:
+            return -1
+        (block,) = self.prefixes.reserve(1)
+        if block >= 0:
+            self.store, ticket.saved = self.slots.save(self.store, ticket.slot, block, ticket.length), ticket.length
+        return block
+
+    def store_block(self, call: Called, is_sound: bool):
+        """Let requests find a block that was saved, or give it back if its states are of no use."""
+        ticket, begin = call.ticket, call.length - self.block
+        if self.prefixes is None or call.block < 0:
             return
-        (slot,) = self.prefixes.reserve(1)
-        if slot >= 0:
-            self.store = self.slots.save(self.store, ticket.slot, slot, ticket.length)
-            self.prefixes.insert(ticket.prefix, ticket.tokens(begin, ticket.length), [slot])  # and extend ticket.prefix
+        if is_sound and ticket.prefix is not None and ticket.prefix.length == begin:
+            self.prefixes.insert(
+                ticket.prefix, ticket.tokens(begin, call.length), [call.block]
+            )  # and extend ticket.prefix
+        else:
+            self.prefixes.give_back([call.block])
 
     def release(self, ticket: Ticket):
         if self.prefixes is not None and ticket.prefix is not None:
@@ -485,19 +543,20 @@ class Scheduler:
         with self.turn:
             for ticket in (*self.running, *self.all_waiting()):
                 self.end(ticket, "cancelled", "the server stops")
+            self.forget()
 
     def recover(self, message: str):
         """End the requests of a round that failed, and drop all states: the program may have taken arrays that were donated. The
         next round makes new ones."""
         for ticket in self.running[:] or self.all_waiting()[:1]:
             self.end(ticket, "error", message)
+        self.called.clear()
         self.slots.drop()
         self.prefixes = self.store = None
 
 
-def event_of(token: int, values: dict[str, np.ndarray], ticket: Ticket) -> Token:
-    """Return the event of a request's next token, with the logprobs that the request asks for."""
-    slot, count = ticket.slot, ticket.request.logprobs
+def event_of(token: int, values: dict[str, np.ndarray], slot: int, count: int | None) -> Token:
+    """Return the event of the next token of the request in a slot, with logprobs and the likeliest `count` unless it is None."""
     if count is None:
         return Token(token)
     likeliest, logprobs = (values[name][slot, :count].tolist() for name in ("likeliest", "logprobs"))

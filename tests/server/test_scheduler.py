@@ -357,7 +357,8 @@ def test_deadlines_end_requests_that_wait_and_that_run(monkeypatch):
     assert one.end is None and two.end.reason == "timeout" and not two.tokens
     clock[0] = 5.5
     run(scheduler)
-    assert one.end == Finished("timeout", "its deadline of 5.0 s has passed") and len(one.tokens) == 3
+    # The second round has called for a third token, and told of what the first one found.
+    assert one.end == Finished("timeout", "its deadline of 5.0 s has passed") and len(one.tokens) == 2
     assert three.end.reason == "length"
     assert_free(scheduler)
 
@@ -498,6 +499,19 @@ def test_a_request_beyond_the_cache_is_refused_and_one_that_fills_it_is_right():
         Consumer(scheduler, Request(list(range(1, 13)), 5))
     run(scheduler)
     assert one.tokens == alone(model, one.request) and len(one.tokens) == 4
+
+
+def test_a_program_is_called_before_the_results_of_the_one_before_are_told(monkeypatch):
+    scheduler, order = small_scheduler(), []
+    for name in ("read", "write"):
+        call = getattr(scheduler.slots, name)
+        monkeypatch.setattr(scheduler.slots, name, lambda *x, name=name, call=call: (order.append(name), call(*x))[1])
+    events = []
+    scheduler.submit(Request([1, 2, 3], 4), lambda event: (events.append(event), order.append(len(events))))
+    run(scheduler)
+    assert order == ["read", "write", "write", 1, 2, "write", 3, 4, 5]
+    assert [type(event) for event in events] == [Token] * 4 + [Finished]
+    assert scheduler.counts().rounds == 4
 
 
 def test_requests_share_rounds():
