@@ -35,6 +35,7 @@ def serve(args, listening: socket.socket, key: str | None) -> int:
     address = f"[{host}]" if ":" in host else host
     if app.hosts is None and key is None:
         print(f"glax serve: {address} can be reached from outside, and no key is asked for", file=sys.stderr)
+    app.scheduler.warm_up()
     app.scheduler.start()
     listening.listen()  # clients that call before the first round of the loop wait
     try:

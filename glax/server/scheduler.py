@@ -19,6 +19,8 @@ from glax.serving import Prefix, PrefixCache, PrefixStore
 
 logger = logging.getLogger("glax")
 
+SHORT, LEAST = 8, 16  # a round with few tokens to read has a program for an eighth of `rows`, at least for 16
+
 
 @dataclasses.dataclass(eq=False)
 class Ticket:
@@ -113,7 +115,8 @@ class Scheduler:
     """Serve requests by one model. A request's answer depends on nothing that comes and goes beside it.
 
     capacity:     the most requests that run at a time; each has a slot.
-    rows:         the most tokens of prompts that a round reads. A longer prompt is read in several rounds.
+    rows:         the most tokens of prompts that a round reads. A longer prompt is read in several rounds. There is a second
+                  program for an eighth of these tokens.
     max_length:   the most tokens of a prompt and its answer together.
     queue:        the most requests that wait.
     state_bytes:  the most bytes of the states of running requests, without limit if None. Caches of keys and values grow with
@@ -154,6 +157,7 @@ class Scheduler:
             raise ValueError(f"prefix_bytes must be an integer of at least 0, got {prefix_bytes!r}")
         self.model, self.rows, self.max_length, self.queue = model, rows, max_length, queue
         self.prefix_bytes, self.block = prefix_bytes, block
+        self.sizes = sorted({rows, min(rows, max(rows // SHORT, LEAST))})
         self.ends = frozenset(end_tokens(model) if ends is None else ends)
         self.slots = Slots(model, capacity, max_length, state_bytes)
         # A thread has JAX's options of its own. JAX defines the attribute when it starts.
@@ -170,7 +174,7 @@ class Scheduler:
         self.prefixes: PrefixCache | None = None
         self.store: PrefixStore | None = None
         self.make()
-        # Programs whose results nobody has been told: the requests of each, and its arrays.
+        # Programs whose results no consumer has: the requests of each, and its arrays.
         self.called: collections.deque[tuple[list[Called], dict[str, jax.Array]]] = collections.deque()
         self.changed = threading.Condition()  # holds `waiting` and `is_stopped`; never held during a round
         self.turn = threading.RLock()  # held for a whole round
@@ -184,6 +188,14 @@ class Scheduler:
             count = self.prefix_bytes // self.block_bytes
             self.store = self.slots.store(count, self.block)
             self.prefixes = PrefixCache(self.block, range(count), slot_bytes=self.block_bytes)
+
+    def warm_up(self):
+        """Compile the programs that read prompts and write tokens, before requests come. They read and write nothing."""
+        with self.turn, jax.default_matmul_precision(self.precision):
+            self.make()
+            for size in self.sizes:
+                self.slots.read(size, ())
+            self.slots.write(())
 
     # ---- for clients -----------------------------------------------------------------------------------------------------
 
@@ -379,8 +391,9 @@ class Scheduler:
         if not end_of:
             return
         pieces = [(x.slot, x.prompt[x.length : end], end == len(x.prompt)) for x, end in end_of.items()]
-        found = self.slots.read(self.rows, pieces)
-        self.totals["read_tokens"] += sum(len(piece) for _, piece, _ in pieces)
+        count = sum(len(piece) for _, piece, _ in pieces)
+        found = self.slots.read(next(size for size in self.sizes if size >= count), pieces)
+        self.totals["read_tokens"] += count
         for ticket, end in end_of.items():
             ticket.length = end
         self.keep(end_of, found)

@@ -357,7 +357,7 @@ def test_deadlines_end_requests_that_wait_and_that_run(monkeypatch):
     assert one.end is None and two.end.reason == "timeout" and not two.tokens
     clock[0] = 5.5
     run(scheduler)
-    # The second round has called for a third token, and told of what the first one found.
+    # The second round has called for a third token, and handed out what the first one found.
     assert one.end == Finished("timeout", "its deadline of 5.0 s has passed") and len(one.tokens) == 2
     assert three.end.reason == "length"
     assert_free(scheduler)
@@ -501,7 +501,7 @@ def test_a_request_beyond_the_cache_is_refused_and_one_that_fills_it_is_right():
     assert one.tokens == alone(model, one.request) and len(one.tokens) == 4
 
 
-def test_a_program_is_called_before_the_results_of_the_one_before_are_told(monkeypatch):
+def test_a_program_is_called_before_the_results_of_the_one_before_are_handed_out(monkeypatch):
     scheduler, order = small_scheduler(), []
     for name in ("read", "write"):
         call = getattr(scheduler.slots, name)
@@ -512,6 +512,17 @@ def test_a_program_is_called_before_the_results_of_the_one_before_are_told(monke
     assert order == ["read", "write", "write", 1, 2, "write", 3, 4, 5]
     assert [type(event) for event in events] == [Token] * 4 + [Finished]
     assert scheduler.counts().rounds == 4
+
+
+def test_few_tokens_are_read_by_a_small_program_that_is_compiled_ahead(monkeypatch):
+    scheduler, sizes = small_scheduler(rows=160, block=64, max_length=400), []
+    scheduler.warm_up()
+    compiled, call = (read._cache_size(), write._cache_size()), scheduler.slots.read
+    monkeypatch.setattr(scheduler.slots, "read", lambda size, pieces: (sizes.append(size), call(size, pieces))[1])
+    requests = [Request([1, 2, 3] * n, LONGEST) for n in (6, 7, 100)]
+    answers = [scheduler.answers([request])[0] for request in requests]
+    assert sizes == [20, 160, 160, 160] and (read._cache_size(), write._cache_size()) == compiled
+    assert [answer.tolist() for answer in answers] == [alone(model_of(), request) for request in requests]
 
 
 def test_requests_share_rounds():
