@@ -1,6 +1,7 @@
 """Serve many requests by one model: continuous batching, in rounds that each read prompts and write one token of every answer."""
 
 import collections
+import contextlib
 import dataclasses
 import logging
 import secrets
@@ -18,8 +19,6 @@ from glax.server.slots import PROMPTS, Slots
 from glax.serving import Prefix, PrefixCache, PrefixStore
 
 logger = logging.getLogger("glax")
-
-SHORT, LEAST = 8, 16  # a round with few tokens to read has a program for an eighth of `rows`, at least for 16
 
 
 @dataclasses.dataclass(eq=False)
@@ -115,8 +114,7 @@ class Scheduler:
     """Serve requests by one model. A request's answer depends on nothing that comes and goes beside it.
 
     capacity:     the most requests that run at a time; each has a slot.
-    rows:         the most tokens of prompts that a round reads. A longer prompt is read in several rounds. There is a second
-                  program for an eighth of these tokens.
+    rows:         the most tokens of prompts that a round reads. A longer prompt is read in several rounds.
     max_length:   the most tokens of a prompt and its answer together.
     queue:        the most requests that wait.
     state_bytes:  the most bytes of the states of running requests, without limit if None. Caches of keys and values grow with
@@ -157,7 +155,6 @@ class Scheduler:
             raise ValueError(f"prefix_bytes must be an integer of at least 0, got {prefix_bytes!r}")
         self.model, self.rows, self.max_length, self.queue = model, rows, max_length, queue
         self.prefix_bytes, self.block = prefix_bytes, block
-        self.sizes = sorted({rows, min(rows, max(rows // SHORT, LEAST))})
         self.ends = frozenset(end_tokens(model) if ends is None else ends)
         self.slots = Slots(model, capacity, max_length, state_bytes)
         # A thread has JAX's options of its own. JAX defines the attribute when it starts.
@@ -174,8 +171,8 @@ class Scheduler:
         self.prefixes: PrefixCache | None = None
         self.store: PrefixStore | None = None
         self.make()
-        # Programs whose results no consumer has: the requests of each, and its arrays.
-        self.called: collections.deque[tuple[list[Called], dict[str, jax.Array]]] = collections.deque()
+        # Of each program whose results are not all handed out: the requests that have not been given theirs, and its arrays.
+        self.called: collections.deque[tuple[collections.deque[Called], dict[str, jax.Array]]] = collections.deque()
         self.changed = threading.Condition()  # holds `waiting` and `is_stopped`; never held during a round
         self.turn = threading.RLock()  # held for a whole round
         self.is_stopped, self.thread = False, None
@@ -193,8 +190,7 @@ class Scheduler:
         """Compile the programs that read prompts and write tokens, before requests come. They read and write nothing."""
         with self.turn, jax.default_matmul_precision(self.precision):
             self.make()
-            for size in self.sizes:
-                self.slots.read(size, ())
+            self.slots.read(self.rows, ())
             self.slots.write(())
 
     # ---- for clients -----------------------------------------------------------------------------------------------------
@@ -303,6 +299,8 @@ class Scheduler:
                 if not self.round():
                     with self.changed:
                         self.changed.wait_for(lambda: self.is_stopped or self.waiting)
+            with self.turn:
+                self.settle()
         finally:  # after an exception, too, which Python reports: no client waits for a thread that has ended
             with self.changed:
                 self.is_stopped = True
@@ -320,7 +318,7 @@ class Scheduler:
         with self.turn, jax.default_matmul_precision(self.precision):
             self.end_due()
             if not self.running and not self.waiting:
-                self.forget()
+                self.settle()
                 return False
             self.totals["rounds"] += 1
             try:
@@ -343,6 +341,8 @@ class Scheduler:
     def end_due(self):
         """End requests that were cancelled, and those past their deadlines."""
         now = time.monotonic()
+        if any(now >= x.deadline for x in self.running):
+            self.settle()  # an answer may be whole
         for ticket in (*self.running, *self.all_waiting()):
             if ticket.is_cancelled:
                 self.end(ticket, "cancelled")
@@ -391,9 +391,8 @@ class Scheduler:
         if not end_of:
             return
         pieces = [(x.slot, x.prompt[x.length : end], end == len(x.prompt)) for x, end in end_of.items()]
-        count = sum(len(piece) for _, piece, _ in pieces)
-        found = self.slots.read(next(size for size in self.sizes if size >= count), pieces)
-        self.totals["read_tokens"] += count
+        found = self.slots.read(self.rows, pieces)
+        self.totals["read_tokens"] += sum(len(piece) for _, piece, _ in pieces)
         for ticket, end in end_of.items():
             ticket.length = end
         self.keep(end_of, found)
@@ -445,15 +444,25 @@ class Scheduler:
         found = {name: found[name] for name in names}
         for x in found.values():
             x.copy_to_host_async()
-        self.called.append(([Called(x, x.slot, x.length, self.save_block(x)) for x in tickets], found))
+        calls = collections.deque(Called(x, x.slot, x.length, self.save_block(x)) for x in tickets)
+        self.called.append((calls, found))
 
     def hand_out(self, remaining: int):
-        """Take what all programs but the last `remaining` have found."""
-        while len(self.called) > remaining:  # a consumer that stops the scheduler empties `called`
-            calls, found = self.called.popleft()
-            values = jax.device_get(found)
-            for call in calls:
-                self.take(call, values)
+        """Take what all programs but the last `remaining` have found. What an exception leaves is taken at the next call."""
+        while len(self.called) > remaining:
+            calls, found = self.called[0]
+            values = jax.device_get(found) if calls else {}
+            while calls:  # a consumer that stops the scheduler empties it
+                self.take(calls.popleft(), values)
+            self.called.popleft()
+
+    def settle(self):
+        """Take what all programs have found, or end the requests that run if one of these failed."""
+        try:
+            self.hand_out(0)
+        except Exception as error:  # as in `round`
+            logger.exception("a program failed, and its requests end")
+            self.recover(f"{type(error).__name__}: {error}")
 
     def take(self, call: Called, values: dict[str, np.ndarray]):
         """Give the next token to the consumer of a request whose prompt is read, and end the request if it is done."""
@@ -477,10 +486,10 @@ class Scheduler:
             self.end(ticket, "length")
 
     def forget(self):
-        """Drop what programs have found for requests that have ended."""
-        while self.called:
-            for call in self.called.popleft()[0]:
-                self.store_block(call, False)
+        """Drop what programs have found, for requests that have ended."""
+        for calls, _ in self.called:
+            while calls:
+                self.store_block(calls.popleft(), False)
 
     # ---- prefixes --------------------------------------------------------------------------------------------------------
 
@@ -561,6 +570,8 @@ class Scheduler:
     def recover(self, message: str):
         """End the requests of a round that failed, and drop all states: the program may have taken arrays that were donated. The
         next round makes new ones."""
+        with contextlib.suppress(Exception):  # what programs found before the one that failed
+            self.hand_out(0)
         for ticket in self.running[:] or self.all_waiting()[:1]:
             self.end(ticket, "error", message)
         self.called.clear()

@@ -7,7 +7,7 @@
     save     stores the states of a slot, behind a block of tokens
     resize   moves requests to pools of another number of slots, or with room for other lengths
 
-Each is one compiled program for each size of the pools, `read` two, whatever requests ask for. All but `resize` update arrays in
+Each is one compiled program for each size of the pools, whatever the requests ask for. All but `resize` update the arrays in
 place. Models that differ in their arrays alone share their programs.
 """
 

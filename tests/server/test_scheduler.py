@@ -357,8 +357,7 @@ def test_deadlines_end_requests_that_wait_and_that_run(monkeypatch):
     assert one.end is None and two.end.reason == "timeout" and not two.tokens
     clock[0] = 5.5
     run(scheduler)
-    # The second round has called for a third token, and handed out what the first one found.
-    assert one.end == Finished("timeout", "its deadline of 5.0 s has passed") and len(one.tokens) == 2
+    assert one.end == Finished("timeout", "its deadline of 5.0 s has passed") and len(one.tokens) == 3
     assert three.end.reason == "length"
     assert_free(scheduler)
 
@@ -514,15 +513,55 @@ def test_a_program_is_called_before_the_results_of_the_one_before_are_handed_out
     assert scheduler.counts().rounds == 4
 
 
-def test_few_tokens_are_read_by_a_small_program_that_is_compiled_ahead(monkeypatch):
-    scheduler, sizes = small_scheduler(rows=160, block=64, max_length=400), []
+def test_programs_are_compiled_ahead():
+    scheduler = small_scheduler(rows=24)
     scheduler.warm_up()
-    compiled, call = (read._cache_size(), write._cache_size()), scheduler.slots.read
-    monkeypatch.setattr(scheduler.slots, "read", lambda size, pieces: (sizes.append(size), call(size, pieces))[1])
-    requests = [Request([1, 2, 3] * n, LONGEST) for n in (6, 7, 100)]
-    answers = [scheduler.answers([request])[0] for request in requests]
-    assert sizes == [20, 160, 160, 160] and (read._cache_size(), write._cache_size()) == compiled
-    assert [answer.tolist() for answer in answers] == [alone(model_of(), request) for request in requests]
+    compiled, request = (read._cache_size(), write._cache_size()), Request([1, 2, 3] * 10, LONGEST)
+    assert scheduler.answers([request])[0].tolist() == alone(model_of(), request)
+    assert (read._cache_size(), write._cache_size()) == compiled
+
+
+@pytest.mark.parametrize("later", ["failure", "deadline"])
+def test_an_answer_that_a_program_has_completed_is_handed_out(later, monkeypatch):
+    """Whatever happens before the round that would hand it out."""
+    scheduler, clock = small_scheduler(), [0.0]
+    monkeypatch.setattr("glax.server.scheduler.time.monotonic", lambda: clock[0])
+    whole = Consumer(scheduler, Request([1, 2, 3], 1, deadline=5.0))
+    scheduler.round()
+    assert not whole.events
+    other = Consumer(scheduler, Request([4, 5], 3))
+    if later == "failure":
+        monkeypatch.setattr(scheduler.slots, "read", lambda *arguments: 1 / 0)
+    else:
+        clock[0] = 6.0
+    run(scheduler)
+    assert whole.end.reason == "length" and whole.tokens == alone(model_of(), whole.request)
+    assert other.end.reason == ("error" if later == "failure" else "length")
+    assert_free(scheduler)
+
+
+def test_an_interrupted_round_loses_no_token(monkeypatch):
+    """Neither while results are awaited, nor between two requests of one program."""
+    scheduler, received = small_scheduler(), []
+
+    def interrupted(event):
+        received.append(event)
+        if len(received) in (2, 3):
+            raise KeyboardInterrupt
+
+    scheduler.submit(Request([1, 2, 3], LONGEST), interrupted)
+    other = Consumer(scheduler, Request([4, 5], LONGEST))
+    scheduler.round()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(jax, "device_get", lambda tree: (_ for _ in ()).throw(KeyboardInterrupt()))
+        scheduler.round()
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            run(scheduler)
+    run(scheduler)
+    tokens = [event.token for event in received if isinstance(event, Token)]
+    assert tokens == alone(model_of(), Request([1, 2, 3], LONGEST)) and other.tokens == alone(model_of(), other.request)
+    assert_free(scheduler)
 
 
 def test_requests_share_rounds():
