@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import glax
+import glax.serving
 from glax.testing.cases import FORMS, Case, inputs
 
 ERASURES = dict(none=(), beta=("beta",), both=("erase", "write"))
@@ -60,6 +61,28 @@ def of_draft(case: Case, platform: str):
     return jax.jit(run, donate_argnums=0)(pool, tokens, jnp.array([16, 3, 0, 5], jnp.int32))
 
 
+REPLAYED = dict(none="", beta="+beta", both="+erase+write")  # as a form of a StatePool
+
+
+def of_replay(form: str, erasure: str):
+    """Return a call that advances a StatePool with rings of 3 by 5 tokens, so that states are written, too. Its kernel is the
+    one that is chosen."""
+
+    def call(case: Case, _: str):
+        tokens, _, slots = in_pool(case)
+        tokens = {name: x if name == "g_gamma" else x[:, 0] for name, x in tokens.items()}
+        pool = glax.serving.StatePool(
+            case.B + 2, case.heads, (case.K, case.V), replay=3, form=form + REPLAYED[erasure], token_dtype=case.dtype,
+            dtype=case.state_dtype,
+        )  # fmt: skip
+        step = jax.jit(lambda pool, x: pool.step(**x, slots=slots), donate_argnums=0)
+        for _ in range(5):
+            output, pool = step(pool, tokens)
+        return output, pool.states_of(slots)
+
+    return call
+
+
 def calls(form: str, erasure: str) -> Iterator[tuple[str, Callable[[Case, str], Any], Case]]:
     shape = SHAPE | dict(gates=FORMS[form], erasure=ERASURES[erasure])
     yield "sequences", of_sequences, Case("", B=2, T=20, **shape)
@@ -67,6 +90,8 @@ def calls(form: str, erasure: str) -> Iterator[tuple[str, Callable[[Case, str], 
     for state in ("float32", "bfloat16"):
         yield f"step, {state}", of_step, Case("", B=4, T=1, state_dtype=state, **shape)
         yield f"draft, {state}", of_draft, Case("", B=4, T=16, state_dtype=state, **shape)
+    for state in ("float32", "int8"):
+        yield f"replay, {state}", of_replay(form, erasure), Case("", B=4, T=1, state_dtype=state, **shape)
 
 
 def finite(case: Case, results) -> bool:
