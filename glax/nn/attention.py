@@ -18,9 +18,13 @@ from glax.nn.rotary import Rotation, checked_rotation, rotate
 
 
 class Attention(Layer):
-    """Compute causal softmax attention, with rotary positions and a cache of keys and values.
+    """Compute causal softmax attention, with rotary positions and a cache of keys and values. In every head:
 
-    width:        the width of input and output. num_heads: the heads of q.
+        o_t = sum over s <= t of softmax_s(scale (R_t q_t)^T R_s k_s) v_s        y_t = W_o o_t
+
+    with q, k, v = W_q x, W_k x, W_v x and the rotation R_t by the position in the sequence.
+
+    width:        the width of x and y. num_heads: H, the heads of q. Head h reads head h * num_kv_heads // H of k and v.
     num_kv_heads: the heads of k and v, a divisor of num_heads; num_heads if None. head_width: width // num_heads if None.
     theta:        the base of the rotation; no rotation if None. rotary_width: how many channels of a head rotate; all if None.
     frequencies:  the angle per token of each of the rotary_width / 2 pairs of channels, theta^(-2 i / rotary_width) if None;
@@ -32,9 +36,13 @@ class Attention(Layer):
                   whether one norm reads all heads of q, and one all heads of k.
     gated:        whether sigmoid(z) multiplies each head's output. z has head_width rows, behind those of q in its projection.
 
-    The cache has max_length rows per sequence. A token behind the last one is an error where its position is known, and gives
-    NaN where it is traced. The state of a call without initial_state has rows for the tokens read and no more: to go on, pass
-    initial_state(batch, max_length). Raises TypeError or ValueError, which names the argument.
+    dtype, param_dtype and kernel_init are as in `glax.nn.linear_attention.Options`. norm_whole needs qk_norm, and not gated.
+
+    layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
+    The state is the cache, a dict: `key` and `value` [N, max_length, num_kv_heads, head_width] in `dtype`, float32 if None, and
+    `length` [N], the tokens read. A token behind the last row is an error where its position is known, and gives NaN where it
+    is traced. The state of a call without initial_state has rows for the tokens read and no more: to go on, pass
+    initial_state(batch, max_length). A call with a cache takes no segment_ids.
 
     Vaswani et al. 2017, https://arxiv.org/abs/1706.03762.
 
@@ -116,4 +124,5 @@ class Attention(Layer):
         return self.output(merged(o)), cache
 
     def normalized(self, q: Array, k: Array) -> tuple[Array, Array]:
+        """Return q and k behind their norms, if there are any."""
         return (q, k) if self.query_norm is None or self.key_norm is None else (self.query_norm(q), self.key_norm(k))

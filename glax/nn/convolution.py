@@ -23,12 +23,18 @@ def uniform_filter(key, shape: tuple[int, int], dtype) -> Float[Array, "size wid
 class ShortConvolution(Layer):
     """Compute a depthwise causal convolution:   y_t = act(sum over i of filter[i] * x_{t - size + 1 + i} + bias),   from zeros.
 
-    filter: [size, width]; filter[size - 1] multiplies row t itself. The state is the last size - 1 rows, [N, size - 1, width].
-    Packed sequences do not read each other's rows. Sums are float32. Over sequence shards of a mesh, jit exchanges size - 1
-    rows.
+    The parameter filter is [size, width]; filter[size - 1] multiplies row t itself. Packed sequences do not read each other's
+    rows. Sums are float32. Over sequence shards of a mesh, jit exchanges size - 1 rows.
 
-    activation: a name in `glax.nn.parts.ACTIVATIONS`, or None. dtype: the dtype of the state; float32 if None. filter_init: a
-    function (key, shape, dtype) that returns the first values of the filter; `uniform_filter` if None.
+    width:       the channels of x and y. size: how many rows a row reads, itself included.
+    bias:        whether there is a bias [width], which starts as 0.
+    activation:  the name of act in `glax.nn.parts.ACTIVATIONS`; none if None.
+    filter_init: a function (key, shape, dtype) that returns the first values of the filter; if None, they are uniform within
+        1 / sqrt(size), as in torch.nn.Conv1d.
+    dtype:       the dtype of the empty state; float32 if None. param_dtype: the dtype of the parameters.
+
+    layer(x [B, T, width]) returns (y [B, T, width] in the dtype of x, state). The state is the last size - 1 rows of x, [N, size
+    - 1, width]. `glax.nn.layer.Layer` has decoding and errors.
 
     >>> layer = nn.ShortConvolution(64, rngs=nnx.Rngs(0))
     >>> layer(jnp.ones((1, 16, 64)))[0].shape
@@ -55,6 +61,7 @@ class ShortConvolution(Layer):
         self.bias = parameter(jnp.zeros(width, param_dtype), HEADS) if bias else None
 
     def act(self, x: Array) -> Array:
+        """Return the activation of x."""
         return activation("activation", self.activation)(x)
 
     def empty_state(self, batch: int, max_length: int | None = None) -> dict:
@@ -65,7 +72,7 @@ class ShortConvolution(Layer):
         return y, dict(recurrent=after)
 
     def extend(self, x: Float[Array, "*rows width"], before: Array | None, rows: Rows) -> tuple[Array, Array]:
-        """Return y and the new state, for a layer that keeps the state among its own."""
+        """Return y and the new state, for a layer that keeps the state among its own. before: the state, or None for zeros."""
         views, after = rows.window(x, self.size, before)
         y = jnp.asarray(sum(view.astype(jnp.float32) * for_rows(x, self.filter[i]) for i, view in enumerate(views)))
         y = y if self.bias is None else y + for_rows(y, self.bias[...])

@@ -27,8 +27,12 @@ class DeltaOptions(MixerOptions, total=False):
     """List the arguments that all layers of the delta rule share, with those of `glax.nn.linear_attention.MixerOptions`.
 
     use_short_conv and norm_eps are True and 1e-5 if left out.
-    allow_neg_eigval: whether beta reaches from 0 to 2 (False), so that the eigenvalues of a token's transition reach from -1 to
-        1.
+    allow_neg_eigval: whether beta reaches from 0 to 2, and not to 1 (False). The eigenvalues of a token's transition then reach
+        from -1 to 1.
+
+    >>> layer = nn.DeltaNet(64, num_heads=2, allow_neg_eigval=True, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((1, 16, 64)))[0].shape
+    (1, 16, 64)
     """
 
     use_short_conv: bool
@@ -86,6 +90,7 @@ class DeltaAttention(LinearAttention):
 
     @property
     def state_passes(self) -> int:
+        """Return how often a token passes over its recurrent states: 1 + 2 n with n updates a token."""
         return 1 + 2 * self.num_updates  # an update reads the state, and writes it
 
     @property
@@ -108,6 +113,7 @@ class DeltaAttention(LinearAttention):
         return self.scaled_beta(jax.nn.sigmoid(self.beta(x).astype(jnp.float32)))
 
     def scaled_beta(self, beta: Float[Array, "*rows H"]) -> Float[Array, "*rows H"]:
+        """Return beta, doubled if allow_neg_eigval."""
         return 2 * beta if self.allow_neg_eigval else beta
 
 
@@ -126,7 +132,10 @@ class DeltaNet(DeltaAttention):
     qk_activation: the function of q and k: "silu", "relu", "elu" (elu(x) + 1) or "identity".
     qk_norm:       how q and k are normalised: "l2", or "sum" for x / max(sum |x|, 1e-6).
 
-    For the other arguments see `glax.nn.delta.DeltaOptions`. Yang et al. 2024, https://arxiv.org/abs/2406.06484.
+    layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
+    The state is the dict of `glax.nn.linear_attention.LinearAttention`, or S [N, H, K, V] in float32 without use_short_conv.
+
+    The other arguments are those of `glax.nn.delta.DeltaOptions`. Yang et al. 2024, https://arxiv.org/abs/2406.06484.
 
     >>> layer = nn.DeltaNet(64, num_heads=2, rngs=nnx.Rngs(0))
     >>> layer(jnp.ones((1, 16, 64)))[0].shape
@@ -167,14 +176,20 @@ class GatedDeltaNet(DeltaAttention):
         g_t = -exp(A_log) softplus(W_a x_t + dt_bias)              S_bar = exp(g_t) S_{t-1}
         S_t = S_bar + beta_t k_t (v_t - S_bar^T k_t)^T             y_t = W_o (RMSNorm(o_t) * SiLU(W_s x_t))
 
+    with q, k, v, beta and o as in `DeltaNet`.
+
     width:        the width of x and y. num_heads: H, the heads of v, the gates and the state.
     num_qk_heads: the heads of q and k, a divisor of num_heads; num_heads if None. Head h reads head h * num_qk_heads //
         num_heads.
-    use_output_gate, gate_fn: whether gate_fn(W_s x_t) multiplies the norm, and the name of this function.
+    use_output_gate, gate_fn: whether gate_fn(W_s x_t) multiplies the norm, and the name of this function; "swish" is SiLU.
     use_forget_gate: whether there is a decay; g_t is 0 if False.
-    A_range:      the range of the uniform first values of exp(A_log). dt_range, dt_floor: as in `glax.nn.Mamba2`.
+    A_range:      the range of the uniform first values of exp(A_log). dt_range, dt_floor: dt_bias starts as the inverse
+        softplus of a step that is uniform in its logarithm over dt_range, and at least dt_floor.
 
-    For the other arguments see `glax.nn.delta.DeltaOptions`. Yang et al. 2024, https://arxiv.org/abs/2412.06464.
+    layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
+    The state is the dict of `glax.nn.linear_attention.LinearAttention`, or S [N, H, K, V] in float32 without use_short_conv.
+
+    The other arguments are those of `glax.nn.delta.DeltaOptions`. Yang et al. 2024, https://arxiv.org/abs/2412.06464.
 
     >>> layer = nn.GatedDeltaNet(64, num_heads=2, rngs=nnx.Rngs(0))
     >>> layer(jnp.ones((1, 16, 64)))[0].shape
@@ -220,7 +235,10 @@ class GatedDeltaProduct(GatedDeltaNet):
         S_t0 = exp(g_t) S_{t-1}        S_tj = S_t,j-1 + beta_tj k_tj (v_tj - S_t,j-1^T k_tj)^T, j = 1 ... n
         o_t = S_tn^T q_t / sqrt(K)     y_t = W_o (RMSNorm(o_t) * SiLU(W_s x_t))
 
-    num_updates: n. The rows of W_k, W_v and W_b are those of all heads for j = 1, then for j = 2, and so on.
+    num_updates: n. The outputs of W_k, W_v and W_b are those of all heads for j = 1, then for j = 2, and so on.
+
+    layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
+    The state is as in `GatedDeltaNet`: S behind the last update of a token.
 
     The other arguments are those of `GatedDeltaNet`. Siems et al. 2025, https://arxiv.org/abs/2502.10297.
 
@@ -270,8 +288,11 @@ class Comba(GatedDeltaNet):
     with a b and a D for each head of k. The recurrence reads q', k and p divided by their norms, so that b has little effect on
     p itself.
 
-    use_output_correction, correction_factor: whether there is D, and its first value. use_inner_decay: whether there is b; p_t
-    is k_t if False.
+    use_output_correction, correction_factor: whether there is D, and its first value. use_inner_decay: whether there is b, which
+    starts as 1; p_t is k_t if False. gate_fn: the name of the function of W_s x_t.
+
+    layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
+    The state is as in `GatedDeltaNet`.
 
     The other arguments are those of `GatedDeltaNet`. Hu et al. 2025, https://arxiv.org/abs/2506.02475.
 
@@ -324,6 +345,8 @@ class KimiDeltaAttention(DeltaAttention):
         g_t = -exp(A_log) softplus(f_t)                            S_t = S_bar + beta_t k_t (v_t - S_bar^T k_t)^T
         y_t = W_o (RMSNorm(o_t) * sigmoid(W_s W_t x_t + b))
 
+    with q, k, v, beta and o as in `DeltaNet`.
+
     width:        the width of x and y. num_heads: H, the heads of v, the gates and the state.
     num_qk_heads: the heads of q and k, a divisor of num_heads; num_heads if None. Head h reads head h * num_qk_heads //
         num_heads.
@@ -331,9 +354,12 @@ class KimiDeltaAttention(DeltaAttention):
         one matrix.
     lower_bound:  a negative bound of the log gates: g_t = lower_bound sigmoid(exp(A_log) f_t). No bound if None.
     gate_fn:      the name of the function that gates the output. gate_bias: whether there is b.
-    A_range:      the range of the uniform first values of exp(A_log). dt_range, dt_floor: as in `glax.nn.Mamba2`.
+    A_range:      the range of the uniform first values of exp(A_log). dt_range, dt_floor: as in `GatedDeltaNet`.
 
-    For the other arguments see `glax.nn.delta.DeltaOptions`. Kimi Team 2025, https://arxiv.org/abs/2510.26692.
+    layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
+    The state is the dict of `glax.nn.linear_attention.LinearAttention`, or S [N, H, K, V] in float32 without use_short_conv.
+
+    The other arguments are those of `glax.nn.delta.DeltaOptions`. Kimi Team 2025, https://arxiv.org/abs/2510.26692.
 
     >>> layer = nn.KimiDeltaAttention(64, num_heads=2, rngs=nnx.Rngs(0))
     >>> layer(jnp.ones((1, 16, 64)))[0].shape

@@ -27,14 +27,21 @@ class GatedSlotAttention(LinearAttention):
         K_t = K_{t-1} diag(f_t) + k_t (1 - f_t)^T           V_t = diag(f_t) V_{t-1} + (1 - f_t) v_t^T
         o_t = V_t^T softmax(K_t^T q_t)                      y_t = W_o RMSNorm(SiLU(o_t))
 
-    The norm is over all heads together. The states are K_t [N, H, K, M] and V_t [N, H, M, V] in float32, under the names keys and
-    values; K and V are also the widths of a head's keys and values.
+    The norm is over all heads together. K and V are also the widths of a head's keys and values.
 
-    num_slots:    M; key_width if None. temperature: the divisor of the log gates. feature_map: the name of phi, SiLU by default.
+    width:        the width of x and y. num_heads: H. num_slots: M; key_width if None.
+    temperature:  the divisor of the log gates. feature_map: the name of phi, SiLU by default. norm_eps: the epsilon of the norm.
     learned_feature_map: whether q_t and k_t are phi(W_phi W_q x_t) and phi(W_phi W_k x_t), with one matrix W_phi [K, K] for both
-    and all heads.
+        and all heads.
 
-    The other arguments are those of `glax.nn.linear_attention.Options`. Zhang et al. 2024, https://arxiv.org/abs/2409.07146.
+    The other arguments are those of `glax.nn.linear_attention.Options` but for use_output_gate and gate_fn: there is no output
+    gate.
+
+    layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
+    The state is a dict: K_t [N, H, K, M] as `keys` and V_t [N, H, M, V] as `values` in float32, and with use_short_conv the rows
+    of `glax.nn.linear_attention.LinearAttention`.
+
+    Zhang et al. 2024, https://arxiv.org/abs/2409.07146.
 
     >>> layer = nn.GatedSlotAttention(64, num_heads=2, num_slots=8, rngs=nnx.Rngs(0))
     >>> layer(jnp.ones((1, 16, 64)))[0].shape

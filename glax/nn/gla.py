@@ -31,7 +31,10 @@ class GatedLinearAttention(LinearAttention):
     clamp_min:      the least log gate; no limit if None.
     gate_bias_init: the first values of b, a function (key, shape, dtype); zeros if None.
 
-    For the other arguments see `glax.nn.linear_attention.Options`. Yang et al. 2024, https://arxiv.org/abs/2312.06635.
+    layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
+    The state is S [N, H, K, V] in float32, or with use_short_conv the dict of `glax.nn.linear_attention.LinearAttention`.
+
+    The other arguments are those of `glax.nn.linear_attention.Options`. Yang et al. 2024, https://arxiv.org/abs/2312.06635.
 
     >>> layer = nn.GatedLinearAttention(64, num_heads=2, rngs=nnx.Rngs(0))
     >>> layer(jnp.ones((1, 16, 64)))[0].shape
@@ -64,6 +67,7 @@ class GatedLinearAttention(LinearAttention):
         self.gate_bias = parameter(bias_init(rngs.params(), (gates,), self.param_dtype), HEADS)
 
     def log_gate(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows H K"]:
+        """Return the log decay g [*rows, H, K] of every key channel, in float32."""
         logits = self.gate_up(self.gate_down(x)).astype(jnp.float32)
         g = jax.nn.log_sigmoid(logits + for_rows(x, self.gate_bias[...])) / self.temperature
         g = g if self.clamp_min is None else jnp.maximum(g, self.clamp_min)
@@ -78,7 +82,11 @@ class SimpleGatedLinearAttention(LinearAttention):
 
         g_t = log_sigmoid(W_g x_t + b) / temperature            S_t = exp(g_t) S_{t-1} + k_t v_t^T
 
-    It has convolutions unless use_short_conv is False. The arguments are those of GatedLinearAttention.
+    width, num_heads, temperature: as in GatedLinearAttention. use_short_conv: whether q, k and v pass through convolutions
+    with SiLU. The other arguments are those of `glax.nn.linear_attention.Options`.
+
+    layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
+    The state is the dict of `glax.nn.linear_attention.LinearAttention`, or S [N, H, K, V] in float32 without use_short_conv.
 
     Yang et al. 2024, https://arxiv.org/abs/2312.06635; Dao and Gu 2024, https://arxiv.org/abs/2405.21060.
 

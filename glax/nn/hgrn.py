@@ -34,9 +34,16 @@ class HGRNAttention(Layer):
         f_t = b + (1 - b) sigmoid(W_f x_t)       h_t = f_t * h_{t-1} + (1 - f_t) * SiLU(W_i x_t)
         y_t = W_o (RMSNorm(h_t) * SiLU(W_g x_t))
 
-    inside: D, the width of h; width if None. lower_bound: b [D] from 0 to 1, an argument of `mix`; 0 if None. With use_short_conv
-    W_f x and W_i x pass through convolutions without activation. The other arguments are those of
-    `glax.nn.linear_attention.Options`. The state is h [N, D] in float32, under the name recurrent, beside those of convolutions.
+    width:  the width of x and y. inside: D, the width of h; width if None.
+    use_short_conv: whether W_f x and W_i x pass through convolutions, without activation.
+    norm_eps, elementwise_affine: the epsilon of the norm, and whether it has a scale.
+
+    conv_size to recurrence are as in `glax.nn.linear_attention.MixerOptions`. b [D], from 0 to 1, is the argument lower_bound of
+    `mix`, with which a model shares one table among its layers; a call of the layer has b = 0.
+
+    layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
+    The state is h [N, D] in float32; with use_short_conv a dict of h as `recurrent`, and of the last conv_size - 1 rows before
+    the convolutions, [N, conv_size - 1, D], as `input_conv` and `forget_conv`.
 
     Qin et al. 2023, https://arxiv.org/abs/2311.04823.
 
@@ -113,9 +120,15 @@ class HGRN2Attention(LinearAttention):
         S_t = diag(f_t) S_{t-1} + (1 - f_t) v_t^T            o_t = S_t^T q_t / sqrt(K)
         y_t = W_o RMSNorm(o_t)
 
-    The norm is over all heads together. W_f is the parameter `key`. lower_bound: b [H K] from 0 to 1, an argument of `mix`; 0
-    if None. In a model of HGRN2, one table holds the b of all layers. The other arguments are those of
-    `glax.nn.linear_attention.Options`; the convolutions have no activation.
+    The norm is over all heads together. W_f is the parameter `key`. b [H K], from 0 to 1, is the argument lower_bound of `mix`,
+    with which a model shares one table among its layers; a call of the layer has b = 0.
+
+    width: the width of x and y. num_heads: H. norm_eps: the epsilon of the norm. use_short_conv: whether W_q x, W_f x and W_i x
+    pass through convolutions, without activation. The other arguments are those of `glax.nn.linear_attention.Options` but for
+    use_output_gate and gate_fn: there is no output gate.
+
+    layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
+    The state is S [N, H, K, V] in float32, or with use_short_conv the dict of `glax.nn.linear_attention.LinearAttention`.
 
     Qin et al. 2024, https://arxiv.org/abs/2404.07904.
 

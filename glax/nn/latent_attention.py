@@ -37,7 +37,11 @@ class MultiHeadLatentAttention(Layer):
     bias:          whether W_c, W_s and W_u have a bias. output_bias: whether W_o has one.
     norm_eps:      the epsilon of both norms.
 
-    The cache has max_length rows per sequence: see `glax.nn.Attention`. Raises TypeError or ValueError, which names the argument.
+    dtype, param_dtype and kernel_init are as in `glax.nn.linear_attention.Options`.
+
+    layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
+    The state is the cache, a dict: `key` [N, max_length, 1, L + shared_width] in `dtype`, float32 if None, and `length` [N], the
+    tokens read. `glax.nn.Attention` says how to go on from it.
 
     DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434.
 

@@ -28,21 +28,39 @@ def check_rows(x, width: int, form: str, *ranks: int):
 
 
 class Layer(nnx.Module):
-    """A layer with a state. It reads whole sequences in parallel, packed prompts into pools, or one token of each sequence.
+    """Define a layer with a state. It reads whole sequences in parallel, packed prompts into pools, or one token of each:
 
-    A subclass defines the layer once, by `mix(x, state, rows)`. It also sets `width` and defines `empty_state`. The state is an
-    array with one row per sequence, or a dict of such arrays.
+        y, state = layer(x)                                      x, y [B, T, width]
+        y, pool = layer.prefill_into(x, pool, slots, cu_seqlens)       [T, width]
+        y, state = layer.step(x, state)                                [B, width]
+
+    The state of N sequences is an array with N rows, or a dict of such arrays where the layer's docstring names several. N is B,
+    or the number of packed sequences. A pool is the state of as many sequences as it has slots. x is floating point. y has
+    the layer's `dtype`, or if that is None the dtype to which x and the parameters are promoted.
+
+    A subclass defines the layer once, by `mix(x, state, rows)`. It also sets `width` and defines `empty_state`.
+
+    Constructors and methods raise TypeError or ValueError, which names the argument: for sizes below 1, for heads that do not
+    divide, for unknown names of functions, and for x or a state of another shape.
+
+    >>> layer = nn.SimpleGatedLinearAttention(64, num_heads=2, use_short_conv=False, rngs=nnx.Rngs(0))
+    >>> y, state = layer.step(jnp.ones((1, 64)), layer.initial_state(1))
+    >>> y.shape, state.shape
+    ((1, 64), (1, 2, 32, 32))
     """
 
     width: int
 
     def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
-        """Return y [*rows, width] and the new state. Subclasses define it."""
+        """Return y [*rows, width] and the new state. Subclasses define it.
+
+        state: arrays by name; a missing one stands for zeros. rows: how the rows are packed (`glax.nn.passes`).
+        """
         raise NotImplementedError
 
     def empty_state(self, batch: int, max_length: int | None = None) -> dict:
         """Return the state of `batch` sequences before their first token: zeros, by the name of each array. Subclasses define
-        it."""
+        it. max_length: as in `initial_state`."""
         raise NotImplementedError
 
     @property
@@ -52,9 +70,10 @@ class Layer(nnx.Module):
         return 2
 
     def initial_state(self, batch: int, max_length: int | None = None):
-        """Return the state of `batch` sequences before their first token, or a pool of as many slots.
+        """Return the state of `batch` sequences before their first token, or a pool of as many slots: zeros, an array or a dict.
 
-        max_length: the tokens of a sequence, for the cache of softmax attention. Other states do not depend on it.
+        max_length: the tokens of a sequence, for the cache of softmax attention, which raises ValueError if it is None. Other
+        states do not depend on it.
         """
         return public(self.empty_state(batch, max_length))
 
@@ -69,7 +88,9 @@ class Layer(nnx.Module):
     ) -> tuple[Float[Array, "B T width"], Array | dict]:
         """Return y [B, T, width], and the state behind the last token of each sequence.
 
-        Sequences are packed as in `glax.recurrent`: by segment_ids and pad_id, or by cu_seqlens with a B that is 1 or absent.
+        x [T, width] is one sequence, and y then has no B. initial_state: the state before the first tokens, one row for each
+        sequence; zeros if None. Sequences are packed as in `glax.recurrent`: by segment_ids and pad_id, or by cu_seqlens with a
+        B that is 1 or absent. Raises TypeError or ValueError, which names the argument.
         """
         check_rows(x, self.width, "[B, T, width], or [T, width] with cu_seqlens", 2, 3)
         check_memory_of_leaves("initial_state", initial_state)
@@ -86,7 +107,12 @@ class Layer(nnx.Module):
         cu_seqlens: Int[Array, "N+1"],
         fresh: Bool[Array, "N"] | None = None,
     ) -> tuple[Float[Array, "T width"], Array | dict]:
-        """Return y [T, width] of packed prompts, and the pool with the states behind them; see `glax.prefill_into`."""
+        """Return y [T, width] of packed prompts, and the pool with the states behind them, as `glax.prefill_into` does.
+
+        pool: as `initial_state` returns it. Sequence n has the rows from cu_seqlens[n] up to, and without, cu_seqlens[n + 1]. It
+        goes on from row slots[n] of the pool, or from zeros where fresh[n], and its state is written there. Slot -1 is none.
+        Raises TypeError or ValueError, which names the argument.
+        """
         check_rows(x, self.width, "[T, width]", 2)
         rows = parallel_rows(x.shape[:-1], cu_seqlens)
         states, slots = from_pool(named(pool), slots, rows.num_sequences, fresh)
@@ -97,7 +123,11 @@ class Layer(nnx.Module):
     def step(
         self, x: Float[Array, "B width"], state, slots: Int[Array, "B"] | None = None
     ) -> tuple[Float[Array, "B width"], Array | dict]:
-        """Return y [B, width] of one token of each sequence, and the new state or pool; see `glax.recurrent_step`."""
+        """Return y [B, width] of one token of each sequence, and the new state or pool, as `glax.recurrent_step` does.
+
+        state: as `initial_state` returns it. Without slots its row b belongs to sequence b; with slots it is a pool, whose row
+        slots[b] does, -1 for none. Raises TypeError or ValueError, which names the argument.
+        """
         check_rows(x, self.width, "[B, width]", 2)
         y, state = self.mix(x, named(state), token_rows(slots, x.shape[0], named(state), "state"))
         return y, public(state)

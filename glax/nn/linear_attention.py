@@ -24,15 +24,20 @@ class MixerOptions(TypedDict, total=False):
     use_short_conv, conv_size, conv_bias: whether a ShortConvolution follows each projection of q, k and v; its size (4);
                    whether it has a bias (False).
     norm_eps, elementwise_affine: the epsilon of the norm of each head's output, and whether the norm has a scale (True).
-    dtype:         the dtype of the projections and of q, k and v; the dtype of x and the parameters if None. The state is
+    dtype:         the dtype of the projections and of q, k, v and y; the dtype of x and the parameters if None. The state is
                    float32.
-    param_dtype:   the dtype of the parameters.
-    kernel_init:   the first values of the projections; normal with a deviation of 0.02 if None.
-    filter_init:   the first values of the convolutions; those of torch.nn.Conv1d if None.
+    param_dtype:   the dtype of the parameters; float32 by default.
+    kernel_init:   a function (key, shape, dtype) that returns the first values of a projection; normal with a deviation of 0.02
+                   if None.
+    filter_init:   the same of a convolution; those of torch.nn.Conv1d if None.
     recurrence:    the function that solves whole sequences: `glax.recurrent`, or `glax.parallel.recurrent` with its mesh and
                    axes.
 
     A layer that sets use_short_conv, norm_eps or recurrence itself leaves these out of its options.
+
+    >>> layer = nn.GatedDeltaNet(64, num_heads=2, key_width=16, conv_size=3, rngs=nnx.Rngs(0))
+    >>> layer.initial_state(1)["recurrent"].shape
+    (1, 2, 16, 32)
     """
 
     key_width: int | None
@@ -51,7 +56,14 @@ class Options(MixerOptions, total=False):
 
     num_kv_heads:  the heads of k and v, a divisor of num_heads; num_heads if None. Head h reads h * num_kv_heads // num_heads.
     feature_map:   the name of a function of q and k, such as "relu"; none if None.
-    use_output_gate, gate_fn: whether gate_fn(W_s x) multiplies the norm of the output, and the name of this function.
+    use_output_gate, gate_fn: whether gate_fn(W_s x) multiplies the norm of the output (True), and the name of this function
+                   ("swish").
+
+    Names of functions are those in `glax.nn.parts.ACTIVATIONS`, such as "silu", "relu", "sqrelu", "gelu" and "sigmoid".
+
+    >>> layer = nn.GatedLinearAttention(64, num_heads=4, num_kv_heads=2, feature_map="relu", rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((1, 16, 64)))[0].shape
+    (1, 16, 64)
     """
 
     num_kv_heads: int | None
@@ -80,10 +92,13 @@ class LinearAttention(Layer):
     """Compute y = W_o (norm(o) * gate_fn(W_s x)) for o = recurrence(q, k, v) of each head, with q, k, v = conv(W x). Subclasses
     define the gates. W_s is the projection of the output's gate.
 
+    The state is S [N, H, K, V] in float32. With convolutions it is a dict: S as `recurrent`, and the last conv_size - 1 rows of
+    q, k and v before their convolutions, [N, conv_size - 1, channels], as `query_conv`, `key_conv` and `value_conv`.
+
     width: the width of x and y. num_heads: H, the heads of the output. `Options` has the other arguments.
     num_query_heads, num_key_heads: num_heads and num_kv_heads if None. num_updates: how many k and v a token has, each of all
-    heads, one behind the other. qk_conv_activation: the activation of the convolutions
-    of q and k. conv_activation: the activation of the convolution of v.
+    heads, one behind the other. qk_conv_activation: the activation of the convolutions of q and k. conv_activation: the
+    activation of the convolution of v.
     """
 
     @checked
@@ -164,7 +179,7 @@ class LinearAttention(Layer):
         *,
         bias: bool = False,
     ) -> nnx.Linear:
-        """Return a projection in the layer's dtypes.
+        """Return a projection in the layer's dtypes. axes: the logical axes of its kernel [inputs, outputs].
 
         kernel_init is passed and not stored: a closure in the layer would make equal layers unequal, so that each is compiled
         for itself, and none can be pickled.
@@ -210,6 +225,7 @@ class LinearAttention(Layer):
         return self.outputs(o, x), states | dict(recurrent=after)
 
     def outputs(self, o: Float[Array, "*rows H V"], x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        """Return y from the outputs o of the recurrence: W_o of their norm, with the gate of x if there is one."""
         gate = None if self.output_gate is None else by_head(self.output_gate(x), self.num_heads)
         return self.output(merged(self.norm(o, gate)))
 

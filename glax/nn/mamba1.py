@@ -39,9 +39,13 @@ class Mamba1(Layer):
     dt_init, dt_scale: with b = dt_scale / sqrt(rank), W_dt starts uniform from -b to b if "random", and as b if "constant".
     dt_range, dt_floor: as in `glax.nn.Mamba2`.
 
-    dtype, param_dtype and kernel_init are as in `glax.nn.linear_attention.Options`. The states are h
-    [sequences, inside, N] in float32, under the name recurrent, and the last rows of the convolution. Raises ValueError for an
-    unknown act, part_norm or dt_init. Gu and Dao 2023, https://arxiv.org/abs/2312.00752.
+    dtype, param_dtype and kernel_init are as in `glax.nn.linear_attention.Options`.
+
+    layer(u [B, T, width]) returns (u' [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors. The
+    state of M sequences is a dict: h [M, inside, N] in float32 as `recurrent`, and the last conv_size - 1 rows of x', [M,
+    conv_size - 1, inside], as `conv`. Raises ValueError for an unknown act, part_norm or dt_init.
+
+    Gu and Dao 2023, https://arxiv.org/abs/2312.00752.
 
     >>> layer = nn.Mamba1(64, rngs=nnx.Rngs(0))
     >>> layer(jnp.ones((1, 16, 64)))[0].shape

@@ -54,8 +54,13 @@ class Mamba2(Layer):
         least dt_floor.
     conv_init:   the convolution starts uniform within this number; as torch.nn.Conv1d does if None.
 
-    dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.Options`. Dao and Gu 2024,
-    https://arxiv.org/abs/2405.21060.
+    dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.Options`.
+
+    layer(u [B, T, width]) returns (u' [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors. The
+    state of N sequences is a dict: S [N, H, K, V] in float32 as `recurrent`, and the last conv_size - 1 rows before the
+    convolution, [N, conv_size - 1, H V + 2 groups K], as `conv`.
+
+    Dao and Gu 2024, https://arxiv.org/abs/2405.21060.
 
     >>> layer = nn.Mamba2(64, num_heads=2, rngs=nnx.Rngs(0))
     >>> layer(jnp.ones((1, 16, 64)))[0].shape

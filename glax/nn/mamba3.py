@@ -48,8 +48,12 @@ class Mamba3(Layer):
     A_floor:       the least |A_t|. bias: whether W_in and W_out have a bias. norm_eps: the epsilon of the norms.
     dt_range, dt_floor: as in `glax.nn.Mamba2`.
 
-    dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.Options`. The four states, those of
-    `glax.Mamba3State`, are float32. Lahoti et al. 2026, https://github.com/state-spaces/mamba.
+    dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.Options`.
+
+    layer(u [B, T, width]) returns (u' [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors. The
+    state is a dict of float32: the fields of `glax.Mamba3State` as `angle`, `recurrent`, `last_key` and `last_value`.
+
+    Lahoti et al. 2026, https://github.com/state-spaces/mamba.
 
     >>> layer = nn.Mamba3(64, num_heads=2, head_width=32, state_width=16, rngs=nnx.Rngs(0))
     >>> layer(jnp.ones((1, 16, 64)))[0].shape
@@ -114,6 +118,7 @@ class Mamba3(Layer):
 
     @property
     def state_passes(self) -> int:
+        """Return how often a token passes over its recurrent states: 2, or 2 R with mimo_rank R."""
         return 2 if self.mimo_rank is None else 2 * self.mimo_rank  # each input writes, and each output reads
 
     def empty_state(self, batch: int, max_length: int | None = None) -> dict:

@@ -23,8 +23,14 @@ class SwiGLU(nnx.Module):
     """Compute y = W_down (act(W_gate x) * W_up x).   Shazeer 2020, https://arxiv.org/abs/2002.05202.
 
     The two products with x are one where x has more rows than columns: half as many passes over x and its gradient.
-    act is SiLU, unless `activation` names another; "powlu" is x^(3 / (sqrt(x) + 1)) sigmoid(x) for x > 0 and SiLU elsewhere.
+
+    width, inside: the widths of x and y, and of W_gate x. bias: whether the three projections have a bias.
+    activation: the name of act in `glax.nn.parts.ACTIVATIONS`; "swish" is SiLU. "powlu" is x^(3 / (sqrt(x) + 1)) sigmoid(x) for
+        x > 0, and SiLU elsewhere.
     limit: W_gate x is at most limit, and W_up x between -limit and limit; no bound if None.
+
+    dtype, param_dtype and kernel_init are as in `glax.nn.linear_attention.Options`. mlp(x [..., width]) returns y of the same
+    shape. Raises TypeError or ValueError, which names the argument.
 
     >>> mlp = nn.SwiGLU(64, 128, rngs=nnx.Rngs(0))
     >>> mlp(jnp.ones((16, 64))).shape
@@ -55,9 +61,11 @@ class SwiGLU(nnx.Module):
         self.down = linear(inside, width, (MLP, EMBED), **options)
 
     def act(self, x: Array) -> Array:
+        """Return the activation of x."""
         return powlu(x) if self.activation == "powlu" else activation("activation", self.activation)(x)
 
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        """Return y [..., width] of x [..., width]. Raises TypeError or ValueError for other x."""
         check_floats("x", x, self.width)
         gate, up = products(x, self.gate, self.up)
         gate, up = bounded(gate.astype(jnp.float32), up.astype(jnp.float32), self.limit)
@@ -146,11 +154,20 @@ def check_groups(count: int, top_k: int, groups: int, best_groups: int):
 class Experts(nnx.Module):
     """Compute y = sum over chosen experts e of p_e W_down,e (act(W_gate,e x) * W_up,e x); without a gate W_down,e act(W_up,e x).
 
-    form: "split": `gate` and `up` [E, D, I] apart. "fused": both in `input` [E, D, 2 I], the gate first. "plain": no gate.
     Tokens are sorted by expert, so that each expert multiplies its own tokens alone.
-    limit: as in `SwiGLU`, for forms with a gate.
-    The attribute `rows` is the sharding of x [M, D] on a mesh whose devices each sort their own rows and gather the parameters,
-    as a router does. If it is None, the compiler gathers the rows.
+
+    width, inside, count: D, the width of x and y; I, the width of W_gate x; and E, the number of experts.
+    form:  "split": the parameters `gate` and `up` [E, D, I] apart. "fused": both in `input` [E, D, 2 I], the gate first. "plain":
+        no gate.
+    act:   the name of a function in `glax.nn.parts.ACTIVATIONS`. limit: as in `SwiGLU`, for forms with a gate.
+    param_dtype, kernel_init: the dtype and the first values of the parameters, as in `glax.nn.linear_attention.Options`.
+    dtype: without effect; products have the dtype of x.
+
+    experts(x [M, D], (p [M, k], e [M, k])) returns y [M, D] in the dtype of x: e are the numbers of each token's k experts, from
+    0 to E - 1, and p their weights, of any float dtype. Raises TypeError or ValueError, which names the argument.
+
+    The attribute `rows` is the sharding of x on a mesh whose devices each sort their own rows and gather the parameters. If it
+    is None, the compiler gathers the rows.
 
     Shazeer et al. 2017, https://arxiv.org/abs/1701.06538.
 
@@ -196,6 +213,7 @@ class Experts(nnx.Module):
         self.down = stack(inside, width, MLP, EMBED)
 
     def __call__(self, x: Float[Array, "M D"], chosen: Chosen) -> Float[Array, "M D"]:
+        """Return y [M, D] in the dtype of x. chosen: (the weights [M, k], the numbers of the experts [M, k]) of each token."""
         weights, experts = chosen
         check_floats("x", x, self.width)
         check_floats("weights", weights)
@@ -224,6 +242,7 @@ class Experts(nnx.Module):
         experts: Int[Array, "M k"],
         kernels: Mapping[str, Float[Array, "E inputs outputs"]],
     ) -> Float[Array, "M D"]:
+        """Return y [M, D]. kernels: the parameters by name, in the dtype of x."""
         k = experts.shape[1]
         order = jnp.argsort(experts.reshape(-1), stable=True)
         sizes = jnp.bincount(experts.reshape(-1), length=self.count)
@@ -253,12 +272,22 @@ class Experts(nnx.Module):
 
 
 class SparseMLP(nnx.Module):
-    """Add the outputs of experts, which a router chooses, and of an MLP that every token reads, if there is one.
+    """Add the outputs of experts, which a router chooses, and of an MLP that every token reads, if there is one:
 
-    router: the kernel [D, E]. shared: a module from rows to rows, or None. routing: "softmax" or "sigmoid", for
-    `softmax_router` or `sigmoid_router`, with their normalize. groups, best_groups, scaling, sum_floor: as in `sigmoid_router`,
-    and for it alone. With "sigmoid" the parameter `correction` [E] changes which experts are chosen, and starts as 0; there is
-    none if not `corrected`. limit: as in `Experts`.
+        y = sum over e in the top_k of x of p_e expert_e(x) + shared(x)
+
+    width, inside, count: as in `Experts`, D, I and E. top_k: how many experts a token has. form, act, limit: as in `Experts`.
+    shared:  a module from x [..., D] to rows of the same shape; none if None.
+    routing: "softmax" or "sigmoid", the function of the logits x router; router [D, E] is a parameter.
+        With "softmax" p_e is the softmax over the top_k, or over all experts if not normalize.
+        With "sigmoid" p_e is sigmoid(logit), divided by the sum over the top_k + sum_floor if normalize, times scaling.
+    corrected: whether the parameter `correction` [E], which starts as 0, is added to sigmoid(logits) where experts are chosen.
+    groups, best_groups: into how many equal groups experts are divided, and in how many of these a token's top_k lie: those
+        whose two greatest of sigmoid(logits) + correction have the greatest sum.
+
+    sum_floor, scaling, corrected, groups and best_groups are for "sigmoid" alone. dtype, param_dtype and kernel_init are as in
+    `Experts`. mlp(x [..., D]) returns y [..., D], in the dtype of x unless `shared` returns another. Raises TypeError or
+    ValueError, which names the argument. Liu et al. 2024, https://arxiv.org/abs/2412.19437.
 
     >>> mlp = nn.SparseMLP(64, 128, count=4, top_k=2, rngs=nnx.Rngs(0))
     >>> mlp(jnp.ones((16, 64))).shape
@@ -309,12 +338,14 @@ class SparseMLP(nnx.Module):
         self.experts = Experts(width, inside, count, form=form, act=act, limit=limit, **options)
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        """Return y, in the shape and dtype of x [..., D]."""
         check_floats("x", x, self.experts.width)
         flat = x.reshape(-1, x.shape[-1])
         y = self.experts(flat, self.chosen(flat)).reshape(x.shape)
         return y if self.shared is None else y + self.shared(x)
 
     def chosen(self, x: Float[Array, "M D"]) -> Chosen:
+        """Return (the weights, the numbers of the experts) of each row of x, [M, top_k] each."""
         if self.routing == "softmax":
             route = functools.partial(softmax_router, top_k=self.top_k, normalize=self.normalize)
             return self.experts.on_rows(route, (x,), self.router[...])

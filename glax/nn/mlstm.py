@@ -29,15 +29,20 @@ class MLSTM(Layer):
         h_t = C_t^T q_t / max(|n_t^T q_t|, 1)                y_t = W_o (sigmoid(W_s x_t) * LayerNorm(h_t))
 
     with q_t = W_q x_t / sqrt(K), k_t = W_k x_t, v_t = W_v x_t, and eps in the divisor as in `glax.mlstm`. Each head has its own
-    norm. The states are those of `glax.MLSTMState` in float32: C [N, H, K, V], n [N, H, K] and the stabiliser [N, H], under the
-    names recurrent, normaliser and stabiliser.
+    norm.
 
+    width: the width of x and y. num_heads: H.
     key_width, value_width: K and V of one head; width // (2 num_heads) and width // num_heads if None.
     gate_cap: c; no limit if None. bias: whether the norm and the projections have a bias; those of i and g always do.
     norm_eps, eps: the epsilons of the norm and of h. b_i starts as -10, and b_f from 3 in the first head to 6 in the last.
 
-    dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.Options`. Beck et al. 2024,
-    https://arxiv.org/abs/2405.04517.
+    dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.Options`.
+
+    layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
+    The state is a dict of float32, the fields of `glax.MLSTMState`: C [N, H, K, V] as `recurrent`, n [N, H, K] as `normaliser`
+    and m [N, H] as `stabiliser`.
+
+    Beck et al. 2024, https://arxiv.org/abs/2405.04517.
 
     >>> layer = nn.MLSTM(64, num_heads=2, rngs=nnx.Rngs(0))
     >>> layer(jnp.ones((1, 16, 64)))[0].shape
@@ -74,7 +79,7 @@ class MLSTM(Layer):
         self.output = linear(values, width, (HEADS, EMBED), bias=bias, kernel_init=kernel_init, **options)
 
     def make_projections(self, bias: bool, kernel_init: Callable | None, **options):
-        """Make all projections but W_o."""
+        """Make all projections but W_o. options: dtype, param_dtype and rngs."""
         keys, values = self.num_heads * self.key_width, self.num_heads * self.value_width
         wide: dict[str, Any] = dict(bias=bias, kernel_init=kernel_init, **options)
         self.query = linear(self.width, keys, (EMBED, HEADS), **wide)
@@ -115,6 +120,7 @@ class MLSTM(Layer):
         return mlstm_by(self.recurrence, arrays, **options)
 
     def capped(self, gate: Float[Array, "*rows H"]) -> Float[Array, "*rows H"]:
+        """Return c tanh(gate / c) in float32."""
         return soft_cap(gate.astype(jnp.float32), self.gate_cap)
 
 

@@ -22,11 +22,17 @@ def unit(x: Float[Array, "*rows K"], epsilon: float | Float[Array, "*rows 1"] = 
 
 
 class RMSNorm(nnx.Module):
-    """Compute y = scale x / sqrt(mean(x^2) + epsilon), over the last axis; scale [width].
+    """Compute y = scale x / sqrt(mean(x^2) + epsilon), over the last axis; scale [width], which starts as 1.
 
-    groups: how many equal parts of the last axis are normalised separately. elementwise_affine: whether there is a scale.
-    zero_centred: whether the factor is 1 + scale, with a scale that starts as 0. Zhang and Sennrich 2019,
-    https://arxiv.org/abs/1910.07467.
+    width:  the size of the last axis of x. groups: how many equal parts of it are normalised separately.
+    elementwise_affine: whether there is a scale. param_dtype: its dtype.
+    zero_centred: whether the factor is 1 + scale, with a scale that starts as 0.
+    rngs:   ignored; for calls like those of other modules.
+
+    norm(x [..., width]) returns y in the shape and dtype of x; statistics are float32. Raises ValueError if groups do not divide
+    width or the last axis of x has another size, and TypeError if x is not floating point.
+
+    Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
 
     >>> norm = nn.RMSNorm(64)
     >>> norm(jnp.ones((16, 64))).shape
@@ -51,10 +57,12 @@ class RMSNorm(nnx.Module):
         self.scale = parameter(first, None) if elementwise_affine else None
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        """Return y, in the shape and dtype of x [..., width]."""
         check_floats("x", x, self.width)
         return self.scaled(x.astype(jnp.float32)).astype(x.dtype)
 
     def scaled(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        """Return y of x [..., width], which is float32, in float32."""
         y = normalized(by_head(x, self.groups), self.epsilon).reshape(x.shape)
         if self.scale is None:
             return y
@@ -65,8 +73,13 @@ class RMSNorm(nnx.Module):
 class RMSNormGated(RMSNorm):
     """Compute y = RMSNorm(x) * act(gate), or RMSNorm(x * act(gate)) if norm_before_gate is False, as in Mamba-2.
 
-    gate_fn: the name of act. If gate is None, y is the norm alone. The other arguments are as in RMSNorm. x and the gate are
-    read in one pass.
+    gate_fn: the name of act in `glax.nn.parts.ACTIVATIONS`; "swish" is SiLU, and None is the identity. width and the other
+    options are as in RMSNorm.
+
+    norm(x [..., width], gate of the same shape) returns y in the shape and dtype of x; without a gate y is the norm alone.
+    Raises the errors of RMSNorm, and ValueError for a gate of another shape or an unknown gate_fn.
+
+    Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467; Dao and Gu 2024, https://arxiv.org/abs/2405.21060.
 
     >>> norm = nn.RMSNormGated(64)
     >>> norm(jnp.ones((16, 64)), gate=jnp.ones((16, 64))).shape
@@ -82,6 +95,7 @@ class RMSNormGated(RMSNorm):
     def __call__(
         self, x: Float[Array, "*rows D"], gate: Float[Array, "*rows D"] | None = None
     ) -> Float[Array, "*rows D"]:
+        """Return y, in the shape and dtype of x [..., width]; the norm of x alone if gate is None."""
         check_floats("x", x, self.width)
         wide = x.astype(jnp.float32)
         if gate is None:
@@ -96,6 +110,11 @@ class RMSNormGated(RMSNorm):
 
 class LayerNorm(nnx.Module):
     """Compute y = scale (x - mean) / sqrt(variance + epsilon) + bias, over the last axis or each of `groups` equal parts of it.
+
+    width: the size of the last axis of x. elementwise_affine: whether there are a scale [width], which starts as 1, and a bias
+    [width], which starts as 0. bias: whether there is the bias. param_dtype: the dtype of both. rngs: ignored.
+
+    norm(x [..., width]) returns y in the shape and dtype of x; statistics are float32. Raises the errors of `RMSNorm`.
 
     Ba et al. 2016, https://arxiv.org/abs/1607.06450.
 
@@ -122,6 +141,7 @@ class LayerNorm(nnx.Module):
         self.bias = parameter(jnp.zeros(width, param_dtype), None) if elementwise_affine and bias else None
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        """Return y, in the shape and dtype of x [..., width]."""
         check_floats("x", x, self.width)
         wide = by_head(x.astype(jnp.float32), self.groups)
         centred = wide - wide.mean(-1, keepdims=True)

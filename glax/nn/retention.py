@@ -26,8 +26,14 @@ class MultiScaleRetention(LinearAttention):
         S_t = (1 - 2^(-5-h)) S_{t-1} + R_t k_t v_t^T        o_t = S_t^T R_t q_t / sqrt(K)
         y_t = W_o (RMSNorm(o_t) * SiLU(W_s x_t))
 
-    R_t rotates by the position in the sequence (`glax.nn.rotary.rotate`); the state holds the number of tokens read. theta: the
-    base of the rotation. The other arguments are those of `glax.nn.linear_attention.Options`.
+    with q_t = W_q x_t, k_t = W_k x_t and v_t = W_v x_t. R_t rotates by the position in the sequence (`glax.nn.rotary.rotate`).
+
+    width: the width of x and y. num_heads: H. theta: the base of the rotation. The other arguments are those of
+    `glax.nn.linear_attention.Options`; key_width must be even.
+
+    layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
+    The state is a dict: S [N, H, K, V] in float32 as `recurrent`; the number of tokens read, [N] in int32, as `length`; and
+    with use_short_conv the rows of `glax.nn.linear_attention.LinearAttention`.
 
     Sun et al. 2023, https://arxiv.org/abs/2307.08621.
 
@@ -75,10 +81,10 @@ class LightningAttention(Layer):
         S_t = exp(-s) S_{t-1} + k_t v_t^T                    o_t = scale S_t^T q_t
         y_t = W_o (sigmoid(W_s x_t) * RMSNorm(o_t))
 
-    R_t rotates by the position in the sequence; the state then holds the number of tokens read.
+    R_t rotates by the position in the sequence. RMSNorm reads all heads together.
 
-    head_width:  K and V of a head; width // num_heads if None. norm_groups: the equal parts of all heads' outputs that RMSNorm
-                 normalises separately.
+    width:       the width of x and y. num_heads: H. head_width: D, the K and V of a head; width // num_heads if None.
+    norm_groups: the equal parts of all heads' outputs that RMSNorm normalises separately; norm_eps: its epsilon.
     slopes:      s [H], or "fla" or "minimax": the slopes of `glax.lightning_attention` for layer_idx and num_layers.
     act:         the name of a function; "silu" in MiniMax-01, and None for none, as in Ling-2.5.
     theta:       the base of the rotation; no rotation if None. rotary_width, frequencies: as in `glax.nn.Attention`.
@@ -87,6 +93,10 @@ class LightningAttention(Layer):
     bias:        whether the projections of q, k and v have a bias. output_bias: whether the output's projection has one.
 
     dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.Options`.
+
+    layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
+    The state is S [N, H, D, D] in float32; with theta a dict of S as `recurrent`, and of the number of tokens read, [N] in int32,
+    as `length`.
 
     Qin et al. 2024, https://arxiv.org/abs/2401.04658; MiniMax 2025, https://arxiv.org/abs/2501.08313.
 

@@ -59,7 +59,10 @@ class RWKV6Attention(Layer):
                 scale.
 
     dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.Options`. If kernel_init is None, kernels
-    start Xavier uniform with a gain of 2^(-5/2). The state is the matrix S and the last token.
+    start Xavier uniform with a gain of 2^(-5/2).
+
+    layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
+    The state is a dict: S [N, H, K, V] in float32 as `recurrent`, and the last token [N, 1, width] as `shift`.
 
     Peng et al. 2024, https://arxiv.org/abs/2404.05892.
 
@@ -146,7 +149,13 @@ class RWKV6FeedForward(Layer):
 
         y_t = sigmoid(W_r (x_t + mu_r d_t)) * W_v act(W_k (x_t + mu_k d_t))
 
-    inside: the number of outputs of W_k. act: the name of a function; squared ReLU by default. The state is the last token.
+    width: the width of x and y. inside: the number of outputs of W_k. act: the name of a function; "sqrelu" is the squared ReLU.
+    dtype, param_dtype and kernel_init are as in `glax.nn.linear_attention.Options`; mu_r and mu_k start as 0.
+
+    layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
+    The state is a dict of the last token [N, 1, width] as `shift`.
+
+    Peng et al. 2024, https://arxiv.org/abs/2404.05892.
 
     >>> layer = nn.RWKV6FeedForward(64, 128, rngs=nnx.Rngs(0))
     >>> layer(jnp.ones((1, 16, 64)))[0].shape

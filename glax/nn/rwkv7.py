@@ -66,7 +66,9 @@ class RWKV7Attention(Layer):
     dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.Options`. If kernel_init is None, W_r, W_k
     and W_v start orthogonal and W_o as 0, as RWKV-7 does.
 
-    The states are S [N, H, K, K] in float32, under the name recurrent, and the last token, shift [N, 1, width].
+    layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
+    The state is a dict: S [N, H, K, K] in float32 as `recurrent`, and the last token [N, 1, width] as `shift`. A call needs
+    layer_idx 0: `mix` alone takes first.
 
     Peng et al. 2025, https://arxiv.org/abs/2503.14456.
 
@@ -137,6 +139,7 @@ class RWKV7Attention(Layer):
 
     @property
     def state_passes(self) -> int:
+        """Return how often a token passes over its recurrent states: 3."""
         return 3  # the delta rule reads the state before it writes it
 
     def empty_state(self, batch: int, max_length: int | None = None) -> dict:
@@ -225,9 +228,14 @@ class InitialValues:
 class RWKV7FeedForward(Layer):
     """Compute RWKV-7's channel mixing: y_t = W_v act(W_k (x_t + mu (x_{t-1} - x_t))).
 
-    width: the width of x and y. inside: the number of outputs of W_k. act: the name of a function; squared ReLU by default.
-    layer_idx, num_layers: as in `RWKV7Attention`. If kernel_init is None, W_k starts orthogonal and W_v as 0. The state is the
-    last token, shift [N, 1, width].
+    width: the width of x and y. inside: the number of outputs of W_k. act: the name of a function; "sqrelu" is the squared ReLU.
+    layer_idx, num_layers: as in `RWKV7Attention`. dtype, param_dtype and kernel_init are as in
+    `glax.nn.linear_attention.Options`; but if kernel_init is None, W_k starts orthogonal and W_v as 0.
+
+    layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
+    The state is a dict of the last token [N, 1, width] as `shift`.
+
+    Peng et al. 2025, https://arxiv.org/abs/2503.14456.
 
     >>> layer = nn.RWKV7FeedForward(64, 128, rngs=nnx.Rngs(0))
     >>> layer(jnp.ones((1, 16, 64)))[0].shape
