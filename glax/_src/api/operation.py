@@ -21,7 +21,8 @@ ARRAYS = ("query", "key", "value", *GATES, "initial_state", "cu_seqlens", "segme
 class RecurrentAttention(Kernel):
     """Run `glax.recurrent_attention` by an executor, with the same arguments: executor(RecurrentAttention(), query, key, ...).
 
-    A config is the config of a registered kernel, such as glax.configs.ChunkedConfig(chunk=64), and selects that kernel.
+    The arguments, results and errors are those of `glax.recurrent_attention`. A config is the config of a registered kernel, such
+    as glax.configs.ChunkedConfig(chunk=64), and selects that kernel. Its methods are those of `Kernel`.
 
     >>> q = jnp.ones((1, 8, 2, 4))
     >>> glax.Executor()(glax.RecurrentAttention(), q, q, q).shape
@@ -39,6 +40,7 @@ class RecurrentAttention(Kernel):
     )  # the names of positional arguments
 
     def run(self, *args, cfg: Config, **kwargs):
+        """Return glax.recurrent_attention(*args, cfg=cfg, **kwargs)."""
         return recurrent_attention(*args, cfg=cfg, **kwargs)
 
     def key(self, inv) -> str:
@@ -78,6 +80,7 @@ class RecurrentAttention(Kernel):
         return arguments
 
     def named(self, args: tuple, kwargs: dict) -> dict:
+        """Return the arguments of a call by their names."""
         return dict(zip(self.positions, args, strict=False)) | kwargs
 
     def example(self, inv):

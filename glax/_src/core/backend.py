@@ -20,7 +20,8 @@ sequences_apart = jax.make_user_context(False)
 class Backend(enum.StrEnum):
     """Name the kind of device that a kernel runs on: `cpu`, `gpu` (of NVIDIA, by CUDA), `tpu`, or `any` for every device.
 
-    GPUs of AMD, which JAX drives by ROCm, run the kernels of `any` alone.
+    GPUs of AMD, which JAX drives by ROCm, run the kernels of `any` alone. A member is a str. Backend(name) raises ValueError for
+    another name.
 
     >>> glax.Backend("cpu") is glax.Backend.CPU
     True
@@ -33,12 +34,14 @@ class Backend(enum.StrEnum):
 
     @classmethod
     def here(cls) -> "Backend":
-        """Return the backend that kernels are chosen for; see `target_platform`."""
+        """Return the backend that kernels are chosen for: of the platform that a program is lowered for, or while it is traced of
+        the mesh's devices, else of jax.default_device, else JAX's default backend."""
         return cls.of(target_platform())
 
     @classmethod
     def of(cls, platform: str) -> "Backend":
-        """Return the backend of one of JAX's platforms. An unknown platform gives ANY: only kernels of backend ANY run there."""
+        """Return the backend of one of JAX's platforms: "cpu", "gpu", "cuda" or "tpu", in any case. Another platform gives ANY:
+        only kernels of backend ANY run there."""
         names = dict(cpu=cls.CPU, gpu=cls.GPU, cuda=cls.GPU, tpu=cls.TPU)
         return names.get(platform.lower(), cls.ANY)
 

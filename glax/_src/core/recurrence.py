@@ -219,6 +219,9 @@ def gradient_recurrence(
 class Outputs(NamedTuple):
     """Hold `output` [B, T, H, V] in the query's dtype and `final_state` [N, H, K, V] in float32 (float64 for float64 inputs).
 
+    H is the largest of the head counts. N is B, or the number of packed sequences. final_state is the state behind the last
+    token of each sequence in the order of the scan. It is a tuple: output, final_state = glax.recurrent(...).
+
     >>> q = jnp.ones((1, 8, 2, 4))
     >>> output, final_state = glax.recurrent(q, q, q)
     >>> final_state.dtype
@@ -238,9 +241,12 @@ class StoredStates(NamedTuple):
 
 
 class PackedStates(NamedTuple):
-    """Hold the states of packed sequences behind every n tokens of each sequence.
+    """Hold the states of packed sequences behind every n tokens of each sequence: the `states` of a call with cu_seqlens and
+    states_every=n.
 
-    The states of sequence i are states[offsets[i] : offsets[i + 1]], each [H, K, V]. The states behind offsets[-1] are zeros.
+    states [J, H, K, V] are in `states_dtype`, J = T // n. offsets [N + 1] are int32. The states of sequence i are
+    states[offsets[i] : offsets[i + 1]], in the order of its scan: one for each whole n tokens of it. Those from offsets[-1] on
+    are zeros.
 
     >>> q, cuts = jnp.ones((128, 2, 4)), jnp.array([0, 64, 128])
     >>> glax.recurrent(q, q, q, cu_seqlens=cuts, states_every=64).states.offsets.tolist()
@@ -252,7 +258,10 @@ class PackedStates(NamedTuple):
 
 
 class OutputsWithStates(NamedTuple):
-    """Hold `Outputs` and the states behind every n tokens in scan order: [N, T // n, H, K, V], or `PackedStates` if packed.
+    """Hold the results of a call with states_every=n: `output` and `final_state` as in `Outputs`, and `states`.
+
+    states [N, T // n, H, K, V], in `states_dtype`, are those behind every n tokens of a row in the order of the scan; a tail of
+    fewer tokens has none. With cu_seqlens they are `PackedStates`.
 
     >>> q = jnp.ones((1, 128, 2, 4))
     >>> glax.recurrent(q, q, q, states_every=64).states.shape

@@ -20,7 +20,10 @@ from glax._src.core.recurrence import Recurrence, describe
 
 
 class Platform(enum.StrEnum):
-    """Name the language or compiler that a kernel is written for.
+    """Name the language or compiler that a kernel is written for: `xla` (JAX's own operations), `cpp` (native code for CPUs),
+    `triton`, `pallas` (Mosaic, on GPUs and TPUs) or `cuda`.
+
+    A member is a str. Platform(name) raises ValueError for another name.
 
     >>> glax.Platform.parse("xla")
     <Platform.XLA: 'xla'>
@@ -34,7 +37,10 @@ class Platform(enum.StrEnum):
 
     @classmethod
     def parse(cls, name: "str | Platform | None") -> "Platform | None":
-        """Return the platform that a user names. Return None for None and "auto". Raises ValueError for an unknown name."""
+        """Return the platform that a user names, such as "xla". Return None, by which glax chooses, for None and "auto".
+
+        Raises ValueError for an unknown name.
+        """
         if name is None or name == "auto":
             return None
         try:
@@ -76,22 +82,28 @@ def check_field(name: str, value, lowest: int, highest: int, power_of_two: bool 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Hold the tunable numbers of a kernel. A subclass defines the fields, a heuristic for them, and the candidates of a search.
+    """Hold the tunable numbers of a kernel. `glax.configs` has the configs of glax's kernels.
+
+    A subclass is a frozen dataclass. Its fields are the numbers, and its __post_init__ raises ValueError for those out of range.
+    It may define `heuristic` and `candidates`.
 
     former_names: the names that the class had in measurements stored by earlier versions of glax.
 
-    >>> glax.configs.ChunkedConfig(chunk=32)  # a subclass
-    ChunkedConfig(chunk=32)
+    >>> config = glax.configs.ChunkedConfig(chunk=32)
+    >>> isinstance(config, glax.Config), config
+    (True, ChunkedConfig(chunk=32))
     """
 
     former_names: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> Self:
+        """Return the config for r where none was measured, from its shapes; here the one of the fields' defaults."""
         return cls()
 
     @classmethod
     def candidates(cls, r: Recurrence) -> Iterable[Self]:
+        """Return the configs that tuning measures for r; here the heuristic alone."""
         return [cls.heuristic(r)]
 
 
@@ -113,8 +125,11 @@ class TwoPhase(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class KernelSpec:
-    """Describe one implementation of one algorithm.
+    """Describe one implementation of one algorithm. `KernelRegistry.register` makes one of the function `run`.
 
+    algorithm, platform, backend: the parts of its name, such as "chunked/xla/any". The algorithm's suffix states what it
+              computes: ".vjp" a gradient; ".step", ".verify" and ".replay" tokens of states in a pool; none the outputs and
+              final states
     run:      (recurrence, config=) -> Outputs; for "<algorithm>.vjp" (recurrence, d_output, d_final, config=) -> Recurrence;
               for "<algorithm>.step" (recurrence of few tokens, pool, slots, config=) -> (output, pool), slot -1 for none;
               for "<algorithm>.verify" the same operands -> output;
@@ -126,7 +141,9 @@ class KernelSpec:
               that they do not get: why}); `explain` shows it
     omits_d_final: recurrence -> whether a gradient kernel takes None for a d_final of zeros
     saves_residuals: recurrence -> whether residuals are worth their memory
-    forms:    the forms of decay that the kernel computes (`Decay.form`). It refuses every other form
+    config:   the class of its configs, a `Config`
+    forms:    the forms of decay that the kernel computes: of "none", "constant", "head", "key", "value" and "key+value". It
+              refuses every other form
     erases:   whether the kernel runs recurrences with an `erasure`, which are of the delta rule
     erases_before_decay: whether it also runs those whose erase vector reads the state before the token's decay
     erases_along: whether it also runs those that take what is erased along another key than the value is written
@@ -171,21 +188,26 @@ class KernelSpec:
 
     @functools.cached_property
     def name(self) -> str:
+        """Return "algorithm/platform/backend", which is unique in a registry."""
         return f"{self.algorithm}/{self.platform}/{self.backend}"
 
     @functools.cached_property
     def role(self) -> Role:
+        """Return what the kernel computes, by the suffix of its algorithm."""
         return next((role for role in Role if self.algorithm.endswith(f".{role}")), Role.FORWARD)
 
     @property
     def is_gradient(self) -> bool:
+        """Return whether it is the gradient of an algorithm."""
         return self.role is Role.VJP
 
     def is_gradient_of(self, other: "KernelSpec") -> bool:
+        """Return whether it is the gradient of the other's algorithm, on the same platform."""
         return (self.algorithm, self.platform) == (f"{other.algorithm}.vjp", other.platform)
 
     @property
     def is_step(self) -> bool:
+        """Return whether it computes tokens of states in a pool, and updates them there."""
         return self.role is Role.STEP
 
     @property
@@ -234,20 +256,25 @@ class KernelSpec:
 
     @functools.cached_property
     def op_id(self) -> str:
+        """Return `name`."""
         return self.name
 
     def get_impl(self, cfg: Config) -> Callable[..., Any]:
+        """Return `run` with that config."""
         return functools.partial(self.run, config=cfg)
 
     runner = get_impl
 
     def heuristic_cfg(self, inv) -> Config:
+        """Return the config for an `Invocation`, guessed from its shapes."""
         return self.config.heuristic(inv.args[0])
 
     def key(self, inv) -> str:
+        """Return the text under which measurements of an `Invocation` are stored; T and a packed N count as powers of two."""
         return describe(inv.args[0])
 
     def candidate_cfgs(self, inv) -> Iterable[Config]:
+        """Return the configs that tuning measures for an `Invocation`."""
         return self.config.candidates(inv.args[0])
 
 
@@ -302,7 +329,9 @@ class Facts(NamedTuple):
 
 
 class UnsupportedError(NotImplementedError):
-    """No kernel can run a call. The message lists the reason of each kernel.
+    """Say that no kernel can run a call. The message lists the reason of each kernel.
+
+    Calls with an explicit `platform` or `cfg` raise it, and `KernelRegistry.find` does.
 
     >>> q = jnp.ones((1, 8, 2, 4))
     >>> try: glax.recurrent(q, q, q, platform="cuda")
@@ -318,7 +347,11 @@ def check_form(r: Recurrence, what: str, forms: tuple[str, ...] = USUAL_FORMS):
 
 
 class KernelRegistry:
-    """Hold the KernelSpecs by name, and choose one for a recurrence on this machine.
+    """Hold the KernelSpecs by name in the dict `kernels`, and choose one for a recurrence on this machine. A new one is empty;
+    glax's own kernels are in `glax.kernel_registry`.
+
+    A kernel refuses a recurrence for a reason in one sentence: it is for another backend or config, or does not support the
+    call. Of the kernels that do not refuse, the able ones, the one with the highest priority is chosen.
 
     >>> "chunked/xla/any" in glax.kernel_registry.kernels
     True
@@ -328,7 +361,10 @@ class KernelRegistry:
         self.kernels: dict[str, KernelSpec] = {}
 
     def register(self, algorithm: str, platform: Platform, backend: Backend, **traits) -> Callable:
-        """Decorate a kernel's function. `traits` are the other fields of KernelSpec. ValueError if the name is taken."""
+        """Return a decorator that registers a kernel's function, the `run` of its KernelSpec, and returns it unchanged.
+
+        traits: the other fields of KernelSpec, by name. The decorator raises ValueError if the kernel's name is taken.
+        """
 
         def add(run):
             spec = under_usual_options(KernelSpec(algorithm, platform, backend, run, **traits))
@@ -346,7 +382,11 @@ class KernelRegistry:
         config: Config | None = None,
         role: Role = Role.FORWARD,
     ) -> tuple[list[KernelSpec], dict[str, str]]:
-        """Return (the able kernels of that role for r here, the chosen one first; the refusals of the others, by name)."""
+        """Return (the able kernels of that role for r here, the chosen one first; the refusals of the others, by name).
+
+        platform: the one whose kernels are asked; all if None. config: what must be of the kernel's class of configs; any if
+        None. role: what the kernels compute.
+        """
         facts = Facts.of(r)
         eligible = [s for s in self.kernels.values() if s.role is role and platform in (None, s.platform)]
         reasons = [spec.refusal_by_traits(r, config, facts) for spec in eligible]
@@ -357,8 +397,10 @@ class KernelRegistry:
         return sorted(able, key=lambda spec: -spec.priority(r)), refusals
 
     def find(self, r: Recurrence, platform: Platform | None = None, config: Config | None = None) -> KernelSpec:
-        """Return the kernel that is chosen for r on this machine. Raises UnsupportedError, with every refusal, if no kernel is
-        able."""
+        """Return the kernel that is chosen for r on this machine, of those without a suffix. platform, config: as in `able`.
+
+        Raises UnsupportedError, with every refusal, if no kernel is able.
+        """
         able, refusals = self.able(r, platform, config)
         if able:
             return able[0]

@@ -54,30 +54,38 @@ class Measurement:
 
 
 class ConfigCache:
-    """Hold the measured configs of this process.
+    """Hold the measured configs of this process, by kernel, its version and the key of the call. A new cache is empty.
 
-    >>> chain = glax.ConfigSelectorChain(cache=glax.ConfigCache())
+    >>> cache, q = glax.ConfigCache(), jnp.ones((1, 8, 2, 4))
+    >>> call = glax.Invocation.of(glax.RecurrentAttention(), (q, q, q), {})
+    >>> cache.put(call, glax.configs.ChunkedConfig(chunk=32))
+    >>> cache.get(call)
+    ChunkedConfig(chunk=32)
     """
 
     def __init__(self):
         self.configs: dict[tuple[str, int, str], Any] = {}
 
     def get(self, inv: Invocation) -> Any | None:
+        """Return the config that was put for such an Invocation, or None."""
         return self.configs.get((inv.kernel.op_id, inv.kernel.version, inv.key)) if self.configs else None
 
     def put(self, inv: Invocation, config: Any):
+        """Store the config of an Invocation, in place of the one before."""
         self.configs[inv.kernel.op_id, inv.kernel.version, inv.key] = config
 
     def clear(self):
+        """Remove all configs."""
         self.configs.clear()
 
 
 class PersistentCache:
     """Store measurements on disk as JSON: one file for each device, kernel, version of the kernel and version of the compiler.
 
-    The files lie in folder / name. The default folder is GLAX_CACHE_DIR, else the user's cache folder. For a user who has
-    neither, nothing is stored on disk. any_compiler: one file serves all versions of the compiler. The measurements that glax
-    ships are stored this way, because a config measured with another compiler is better than a guess.
+    name, folder: the files lie in folder / name. If folder is None, it is GLAX_CACHE_DIR, else the user's cache folder. For a
+        user who has neither, nothing is stored on disk.
+    any_compiler: one file serves all versions of the compiler. The measurements that glax ships are stored this way, because a
+        config measured with another compiler is better than a guess.
 
     Many processes may read and write together, because a file is replaced whole, under a lock.
 
@@ -103,7 +111,7 @@ class PersistentCache:
         return None if found is None else found / self.name
 
     def path(self, inv: Invocation) -> pathlib.Path | None:
-        """Return the file of this Invocation's measurement. Return None, with one warning, if there is no folder."""
+        """Return the path of the file of this Invocation's measurement. Return None, with one warning, if there is no folder."""
         if (folder := self.folder) is None:
             self.warn(f"{NO_FOLDER}; measurements stay in memory")
             return None
@@ -113,6 +121,7 @@ class PersistentCache:
         return folder / inv.device / f"{kernel}@{inv.kernel.version}{compilers}.json"
 
     def get(self, inv: Invocation) -> Any | None:
+        """Return the config that is stored for such an Invocation, or None."""
         if (path := self.path(inv)) is None:
             return None
         entries = self.read(path).get("entries", {})
@@ -126,6 +135,7 @@ class PersistentCache:
             return None
 
     def put(self, inv: Invocation, measurement: Measurement):
+        """Store the measurement of an Invocation. Warns once, and raises nothing, if it cannot be stored."""
         if (path := self.path(inv)) is None:
             return
         entry = dict(type=type(measurement.config).__name__, **dataclasses.asdict(measurement))
@@ -195,13 +205,14 @@ class PersistentCache:
                 new.write_text(text, encoding="utf-8")
 
     def files(self) -> Iterator[tuple[pathlib.Path, dict]]:
-        """Yield every file that can be read, with its content."""
+        """Yield (its path, its content) of every file that can be read."""
         paths = [] if self.folder is None else sorted(self.folder.glob("*/*.json"))
         for path in paths:
             if content := self.read(path):
                 yield path, content
 
     def warn(self, text: str):
+        """Warn of the text, unless this cache has done so before."""
         if text not in self.warned:
             self.warned.add(text)
             warnings.warn(text, stacklevel=3)
@@ -255,10 +266,12 @@ traced_layers = jax.make_user_context(())  # part of jit's cache key, so that an
 
 @contextlib.contextmanager
 def overlay(configs: dict[str, Any] | None = None, *, policy=None):
-    """Run kernels named in `configs` with those configs inside the context. `policy` says what to do about the other kernels.
+    """Run kernels named in `configs` with those configs inside the context: with overlay(...). It does not choose the kernel.
 
-    A name is the name of a registered kernel ("chunked/xla/any") or an `op_id`. The innermost overlay wins. Functions that are
-    already compiled are traced again on entering and on leaving.
+    configs: {the name of a registered kernel, such as "chunked/xla/any", or the `op_id` of a `Kernel`: its config}; none if None.
+    policy: the `AutotunePolicy` of the other kernels; the policy around the context if None.
+
+    The innermost overlay wins. Functions that are already compiled are traced again on entering and on leaving.
 
     Raises ValueError if a name belongs to no kernel, or if a registered kernel takes no config of that class. Raises TypeError
     if `configs` is no dict, or `policy` no AutotunePolicy.

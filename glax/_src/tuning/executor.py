@@ -43,7 +43,11 @@ class Decision(NamedTuple):
 
 
 class Executor:
-    """Run a KernelSpec or a Kernel with the config that its chain of selectors chooses: executor(kernel, *args).
+    """Run a `Kernel` or a `KernelSpec` with the config that its chain of selectors chooses: executor(kernel, *args).
+
+    chain: a `ConfigSelectorChain`; a new one, without files, if None. Raises TypeError for another chain.
+
+    executor(kernel, *args, cfg=None, **kwargs) returns what the kernel returns; cfg is the config to use instead of a choice.
 
     >>> q = jnp.ones((1, 8, 2, 4))
     >>> glax.Executor()(glax.RecurrentAttention(), q, q, q).shape
@@ -67,14 +71,15 @@ class Executor:
         part=None,
         **kwargs,
     ):
-        """Run kernel(*args, **kwargs) with the config that the chain chooses, and say which at DEBUG under the logger "glax".
+        """Return kernel(*args, **kwargs) with the config that the chain chooses, and say which at DEBUG under the logger "glax".
 
         cfg: the config to use instead. _cfg: another name of cfg, which ejkernel uses. refused, outranked: what to record for
         `explain`; see `Decision`. route: config= -> (the `route` of the Decision, what to add to `refused`) for the config that
         runs. part: the function of the kernel to call instead of its `run`, with the same config: `forward_with_residuals`, or a
         function of a `TwoPhase`.
 
-        Raises TypeError if kernel is neither a Kernel nor a KernelSpec, or if both cfg and _cfg are given.
+        Raises TypeError if kernel is neither a Kernel nor a KernelSpec, or if both cfg and _cfg are given; and LookupError
+        where the policy forbids a guess.
         """
         if isinstance(kernel, type) or not hasattr(kernel, "runner"):
             raise TypeError(f"kernel must be a Kernel or a KernelSpec, such as RecurrentAttention(), got {kernel!r}")

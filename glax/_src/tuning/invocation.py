@@ -16,8 +16,11 @@ from glax._src.tuning.device import device_kind
 
 @dataclasses.dataclass(frozen=True)
 class Invocation:
-    """Hold a kernel with its arguments. kernel: a KernelSpec or a Kernel. args, kwargs: its arguments, with shapes in place of
-    arrays.
+    """Hold a call of a kernel, for which a config is chosen. `of` makes one from arrays.
+
+    kernel:       a `KernelSpec` or a `Kernel`.
+    args, kwargs: its arguments, with a jax.ShapeDtypeStruct in place of each array.
+    override:     the config that the call names; None to choose one.
 
     >>> q = jnp.ones((1, 8, 2, 4))
     >>> glax.Invocation.of(glax.RecurrentAttention(), (q, q, q), {}).args[0].shape
@@ -31,6 +34,7 @@ class Invocation:
 
     @classmethod
     def of(cls, kernel, args: tuple, kwargs: dict, override=None) -> "Invocation":
+        """Return the Invocation of kernel(*args, **kwargs), whose arrays become shapes in the dtype that JAX gives them."""
         args, kwargs = jax.tree.map(shape_of, (args, kwargs))
         return cls(kernel, args, kwargs, override)
 
@@ -45,7 +49,10 @@ class Invocation:
         return self.kernel.key(self)
 
     def config_from(self, name: str, fields: dict) -> Any:
-        """Return the config that is stored as the name and the fields of its class. Raises ValueError if they describe none."""
+        """Return the config that is stored as the name and the fields of its class, such as ("ChunkedConfig", {"chunk": 64}).
+
+        Raises ValueError or TypeError if they describe no config of the kernel.
+        """
         configs = (self.kernel.heuristic_cfg(self), *self.kernel.candidate_cfgs(self))
         classes = {type(config).__name__: type(config) for config in configs}
         former = {old: found for found in classes.values() for old in getattr(found, "former_names", ())}

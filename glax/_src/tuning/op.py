@@ -11,10 +11,11 @@ from glax._src.tuning.invocation import described
 
 
 class Kernel:
-    """Define an operation that the executor configures, tunes and caches.
+    """Define an operation that an `Executor` configures, tunes and caches. A registered `KernelSpec` has the same interface.
 
-    A config is a frozen dataclass of JSON values. Raise `version` when measured configs become invalid. A registered
-    `KernelSpec` has the same interface.
+    A subclass sets op_id, the name under which configs are stored, and defines run and heuristic_cfg; candidate_cfgs, key and
+    example as needed. A config is a frozen dataclass of JSON values, any that the subclass likes. Raise `version` when measured
+    configs become invalid. `inv` is the `Invocation`: the call, with shapes in place of arrays.
 
     >>> class Power(glax.Kernel):
     ...     op_id = "power"
@@ -29,6 +30,7 @@ class Kernel:
     version: int = 0
 
     def run(self, *args, cfg, **kwargs) -> Any:
+        """Compute the operation with that config. Subclasses define it."""
         raise NotImplementedError(f"{type(self).__name__} must define run(self, ..., cfg)")
 
     def get_impl(self, cfg) -> Callable[..., Any]:
@@ -40,11 +42,11 @@ class Kernel:
         return self.get_impl(cfg)
 
     def heuristic_cfg(self, inv) -> Any:
-        """Return the config for an Invocation, guessed from its shapes."""
+        """Return the config for an Invocation, guessed from its shapes. Subclasses define it."""
         raise NotImplementedError(f"{type(self).__name__} must define heuristic_cfg(self, inv)")
 
     def candidate_cfgs(self, inv) -> Iterable[Any]:
-        """Return the configs that the tuner measures."""
+        """Return the configs that the tuner measures; the guessed one alone unless a subclass defines more."""
         return [self.heuristic_cfg(inv)]
 
     def key(self, inv) -> str:

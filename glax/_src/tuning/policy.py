@@ -23,6 +23,8 @@ class AutotunePolicy:
     allow_autotune:      whether calls may measure. If False, "autotune" acts as "heuristics".
     validate_backward:   whether the tuner also compares each candidate's gradient, and rejects a config whose gradient is wrong.
 
+    A `ConfigSelectorChain` and `overlay` take a policy. Raises ValueError for other values.
+
     >>> glax.AutotunePolicy(cache_miss_fallback="error").allow_autotune
     True
     """
@@ -42,7 +44,10 @@ class AutotunePolicy:
 
     @classmethod
     def from_environment(cls) -> "AutotunePolicy":
-        """Return the policy that GLAX_AUTOTUNE names: heuristic (also if unset or empty), autotune or error."""
+        """Return the policy that GLAX_AUTOTUNE names: heuristic (also if unset or empty), autotune or error.
+
+        Raises ValueError for another name.
+        """
         name = os.environ.get("GLAX_AUTOTUNE") or "heuristic"
         if name not in FALLBACKS:
             raise ValueError(

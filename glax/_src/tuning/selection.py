@@ -14,7 +14,14 @@ class Chosen(NamedTuple):
 
 
 class ConfigSelectorChain:
-    """Try each selector in turn: override, overlay, memory, disk, shipped, autotune (if the policy says so), heuristic.
+    """Choose the config of a call, by the first selector that has one: override, overlay, memory, disk, shipped, autotune (if
+    the policy says so), heuristic.
+
+    cache:      the configs in memory, a `ConfigCache`; a new one if None.
+    policy:     what to do without a measurement, an `AutotunePolicy`; if None, the one that GLAX_AUTOTUNE names at each choice.
+    tuner:      what measures, a `Tuner`; the default one if None.
+    persistent: the measurements on disk, a `PersistentCache`, which tuning writes; none if None.
+    shipped:    measurements that are only read, a `PersistentCache`; none if None.
 
     Caches hold only measurements, never an override or a guess.
 
@@ -37,10 +44,14 @@ class ConfigSelectorChain:
 
     @property
     def policy(self) -> AutotunePolicy:
+        """Return the policy that holds now: of the innermost overlay that has one, else the chain's, else GLAX_AUTOTUNE's."""
         return overlaid_policy() or self.own_policy or AutotunePolicy.from_environment()
 
     def choose(self, inv: Invocation) -> Chosen:
-        """Return the config of the first selector that has one. Raises LookupError where the policy forbids a guess."""
+        """Return (config, selector): the config of the first selector that has one, and the selector's name.
+
+        A config found on disk is put in memory. Raises LookupError where the policy forbids a guess.
+        """
         if inv.override is not None:
             return Chosen(inv.override, "override")
         if (config := overlaid(inv.kernel.op_id)) is not None:
@@ -59,7 +70,10 @@ class ConfigSelectorChain:
         return Chosen(inv.kernel.heuristic_cfg(inv), "heuristic")
 
     def tune(self, inv):
-        """Measure every candidate, and store the fastest correct one."""
+        """Measure every candidate of an `Invocation`, and store the fastest correct one in memory and on disk.
+
+        Returns the `Measurement`, with the config and its milliseconds. Raises ExceptionGroup if no candidate can be used.
+        """
         measurement = self.tuner.tune(inv, validate_backward=self.policy.validate_backward)
         self.cache.put(inv, measurement.config)
         if self.persistent is not None:

@@ -30,7 +30,10 @@ class CandidateError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Tuner:
-    """Measure candidates. warmup: the runs that are not counted. iters: the runs whose median is taken.
+    """Measure the candidates of a call, and find the fastest that is correct and deterministic. A `ConfigSelectorChain` has one.
+
+    warmup: the runs of each candidate that are not counted. iters: the runs whose median is taken. Raises ValueError unless
+    warmup is an int of at least 0, and iters of at least 1.
 
     >>> chain = glax.ConfigSelectorChain(tuner=glax.Tuner(warmup=1, iters=5))
     """
@@ -44,8 +47,12 @@ class Tuner:
                 raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
 
     def tune(self, inv: Invocation, validate_backward: bool = True) -> Measurement:
-        """Return the measurement with the fastest candidate. A candidate that fails to compile or run, is wrong, or is a known
-        miscompile is recorded and skipped.
+        """Return the `Measurement`: the fastest candidate as `config`, its median milliseconds as `ms`, and in `candidates` the
+        milliseconds of each, or the reason why it was rejected.
+
+        A candidate is rejected if it fails to compile or run, is wrong, differs between two runs, or is a known miscompile.
+        validate_backward: whether to compare gradients too, of operations that are no registered kernels. Raises ExceptionGroup
+        if no candidate can be used.
 
         The measurement runs in a thread of its own, where no trace of the caller (jit, vmap, scan, shard_map) is under way. It
         uses real arrays on this process's first device.
@@ -54,6 +61,8 @@ class Tuner:
             return fresh.submit(self.measure, inv, validate_backward, x64_is_enabled()).result()
 
     def measure(self, inv: Invocation, validate_backward: bool, x64: bool) -> Measurement:
+        """Return what `tune` does, in this thread. x64: whether JAX has 64-bit dtypes meanwhile."""
+
         def compiled(config):
             with jax.enable_x64(x64), jax.default_device(jax.local_devices()[0]):
                 return jax.jit(results(inv, config, validate_backward)).lower(*operands).compile()
