@@ -10,7 +10,8 @@ OF_COMPILERS = ("triton_kernel_call", "triton_kernel_call_ffi", "mosaic_gpu_v2")
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
-    """Return what jax.export has to be given as `disabled_checks` to export a program that calls glax.
+    """Return what jax.export has to be given as `disabled_checks` to export a program that calls glax: a list, an entry for each
+    custom call of glax's kernels.
 
     jax.export refuses every custom call whose format JAX does not promise to read later, and the kernels for CPUs and GPUs are
     such calls. An exported program therefore needs the version of glax that exported it, and on GPUs also those of JAX and

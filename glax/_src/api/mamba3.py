@@ -47,6 +47,8 @@ class Mamba3State(NamedTuple):
     """Hold the states of `mamba3`: the angle [N, H, A] in [0, 2 pi), S [N, H, K, V], and of the last token the rotated key
     [N, H, K], or [N, H, R, K] with rank R, and the value [N, H, V].
 
+    All are float32, or float64 for float64 inputs. Zeros stand before the first token. It is a tuple of the four.
+
     >>> glax.Mamba3State(*map(jnp.zeros, ((1, 2, 1), (1, 2, 4, 4), (1, 2, 4), (1, 2, 4)))).S.shape
     (1, 2, 4, 4)
     """
@@ -100,8 +102,11 @@ def mamba3(
     silu(MIMO_Z_r * Z), and the output is the sum of MIMO_Out_r * o_r, or [B, T, R, H, V] without MIMO_Out. The columns are
     rotated in the same pairs; those of the kernel mamba3_mimo are i and K / 2 + i, as in `glax.nn.Mamba3`.
 
-    Returns output in Q's dtype, and final_state a `Mamba3State`. Every input has a gradient. Raises TypeError or ValueError
-    naming the argument. Other options as in `recurrent`, but for states_every.
+    Q, K and V share one dtype of `recurrent`; the other arguments may have any float dtype. G divides H, K is even, and A is at
+    most K / 2. Without D there is no skip, and without Z no gate. A rank needs MIMO_V, and MIMO_Z where there is Z.
+
+    Returns `Outputs`: output [B, T, H, V] in Q's dtype, and final_state a `Mamba3State`, as initial_state is. Every input has a
+    gradient. Raises TypeError or ValueError naming the argument. Other options as in `recurrent`, but for states_every.
 
     Lahoti et al. 2026; https://github.com/state-spaces/mamba, mamba3_siso_combined and mamba3_mimo.
 
@@ -151,8 +156,11 @@ def mamba3_step(
 
         S' = alpha S + (1 - trap) DT alpha k v^T + trap DT k' v'^T,     o = S'^T q' + D v'
 
-    with k and v of the token before. state: a `Mamba3State`, of pools [P, ...] with slots. Returns the output and the new states.
-    Options as in `recurrent_step`.
+    with k and v of the token before. The arguments are those of `mamba3` without T. state: a `Mamba3State`, of pools [P, ...]
+    with slots. Returns (o [B, H, V] in Q's dtype, or [B, R, H, V] with a rank and without MIMO_Out; the new `Mamba3State`).
+    Options and errors as in `recurrent_step`; softmax_scale is 1 if None.
+
+    Lahoti et al. 2026; https://github.com/state-spaces/mamba.
 
     >>> q, gate, bias = jnp.ones((1, 2, 4)), jnp.ones((1, 2)), jnp.ones((2, 4))
     >>> state = glax.Mamba3State(q[..., :2], jnp.zeros((1, 2, 4, 4)), q, q)

@@ -33,7 +33,9 @@ from glax._src.tuning.executor import compiled
 
 
 class MLSTMState(NamedTuple):
-    """Hold the states of `mlstm`: C [N, H, K, V] and n [N, H, K], both divided by e^m, and m [N, H].
+    """Hold the states of N sequences of `mlstm`: C [N, H, K, V] and n [N, H, K], both divided by e^m, and m [N, H].
+
+    All are float32, or float64 for float64 inputs. Zeros stand before the first token. It is a tuple of the three.
 
     >>> q, gate = jnp.ones((1, 8, 2, 4)), jnp.zeros((1, 8, 2))
     >>> glax.mlstm(q, q, q, gate, gate).final_state.m.shape
@@ -75,9 +77,11 @@ def mlstm(
     with i = input_gate, the logarithm of the input gate, and g, the logarithm of the forget gate: log_sigmoid of what
     mlstm-kernels take. m is 0 before the first token of a sequence without an initial state.
 
-    Exact for any input gate, for the states are divided by e^m: output h [B, T, H, V] in the query's dtype, and final_state an
-    `MLSTMState`. Gradients of every input, and of C and n of the initial state; m has none. Shapes, dtypes, errors and other
-    options as in `recurrent`, but for states_every.
+    Exact for any input gate, for the states are divided by e^m. eps: a number of at least 0, as in the formula.
+
+    Returns `Outputs`: output h [B, T, H, V] in the query's dtype, and final_state an `MLSTMState`, as initial_state is.
+    Gradients of every input, and of C and n of the initial state; m has none. Shapes, dtypes, errors and other options as in
+    `recurrent`, but for states_every.
 
     Beck et al. 2024, https://arxiv.org/abs/2405.04517.
 
@@ -117,8 +121,11 @@ def mlstm_step(
 
         C' = exp(g) C + exp(i) k v^T,   n' = exp(g) n + exp(i) k,   h = C'^T q' / (max(|n'^T q'|, 1) + eps e^{m'})
 
-    with q' = softmax_scale * q. state: an `MLSTMState`, of pools [P, ...] with slots, which holds C and n divided by e^m. Returns
-    h and the new states. Options as in `recurrent_step`.
+    with q' = softmax_scale * q and m' = max(g + m, i). The gates and eps are as in `mlstm`. state: an `MLSTMState`, of pools
+    [P, ...] with slots, which holds C and n divided by e^m. Returns (h [B, H, V] in the query's dtype, the new `MLSTMState`).
+    Options and errors as in `recurrent_step`.
+
+    Beck et al. 2024, https://arxiv.org/abs/2405.04517.
 
     >>> q, gate = jnp.ones((1, 2, 4)), jnp.zeros((1, 2))
     >>> state = glax.MLSTMState(jnp.zeros((1, 2, 4, 4)), jnp.zeros((1, 2, 4)), gate)

@@ -99,9 +99,12 @@ def gated_delta_rule_2(
 
     and o_t = softmax_scale * S_t^T q_t, with b = erase_gate and w = write_gate.
 
-    g: log decays, one a key channel. erase_gate, write_gate: any float dtype, after their sigmoids. With `use_qk_l2norm`
-    erase_gate multiplies the normalised key. Everything else as in `recurrent`. One token of decoding is `recurrent_step` with
-    erase = erase_gate * key and write = write_gate, and so are `prefill_into` and `recurrent_verify`.
+    g: log decays, one a key channel, from -inf to a few. erase_gate, write_gate: any float dtype, after their sigmoids.
+    use_qk_l2norm: whether queries and keys are divided by their norms first, as in `delta_rule`; erase_gate then multiplies the
+    normalised key. Other shapes and dtypes, options, results and errors: as in `recurrent`.
+
+    One token of decoding is `recurrent_step` with erase = erase_gate * key and write = write_gate, and so are `prefill_into` and
+    `recurrent_verify`.
 
     2026, https://arxiv.org/abs/2605.22791.
 
@@ -134,10 +137,12 @@ def comba(
 
     with p = erase_key, which reads the state before the decay.
 
-    g: log decays, one a head. A decay of 0 forgets the state, and still erases what p reads of it. beta: any float dtype, after
-    its sigmoid. `use_qk_l2norm` normalises erase_key too. Everything else as in `recurrent`. One token of decoding is
-    `recurrent_step` with value = beta * value, erase = beta * erase_key and erase_before_decay=True, and so are `prefill_into`
-    and `recurrent_verify`.
+    g: log decays, one a head, from -inf to a few. A decay of 0 forgets the state, and still erases what p reads of it. beta: any
+    float dtype, after its sigmoid. use_qk_l2norm: whether query, key and erase_key are divided by their norms first, as in
+    `delta_rule`. Other shapes and dtypes, options, results and errors: as in `recurrent`.
+
+    One token of decoding is `recurrent_step` with value = beta * value, erase = beta * erase_key and erase_before_decay=True, and
+    so are `prefill_into` and `recurrent_verify`.
 
     Hu et al. 2025, https://arxiv.org/abs/2506.02475.
 
@@ -172,8 +177,10 @@ def rwkv7(
 
     and o_t = softmax_scale * S_t^T r_t, with r = receptance. a reads the state before the decay. softmax_scale is 1 if None.
 
-    log_decay: in [-inf, a few], any float dtype, as a and b are; these need no norm. Everything else as in `recurrent`. For
-    `prefill_into` and `recurrent_verify` the arguments are query = receptance, gk = log_decay, erase = -a, erase_along = b,
+    log_decay: in [-inf, a few], any float dtype, as a and b are; these need no norm. receptance, key and value: as query, key and
+    value of `recurrent`. Options, results and other errors: as in `recurrent`.
+
+    For `prefill_into` and `recurrent_verify` the arguments are query = receptance, gk = log_decay, erase = -a, erase_along = b,
     erase_before_decay=True and softmax_scale=1.
 
     Peng et al. 2025, https://arxiv.org/abs/2503.14456.
@@ -198,7 +205,11 @@ def rwkv7_step(
 ) -> tuple[Float[Array, "B H V"], Float[Array, "_ H K V"]]:
     """Compute one token of `rwkv7` for each of B sequences:   S' = diag(exp(log_decay)) S + b (a^T S) + k v^T,   o = S'^T r.
 
-    state, the options and the results: as in `recurrent_step`; softmax_scale is 1 if None.
+    receptance to b: as in `rwkv7`, without T. state: [B, H, K, V], or a pool [P, H, K, V] with slots. Returns (o [B, H, V] in the
+    dtype of receptance, the new state). softmax_scale, a factor of o, is 1 if None. state, the options and the errors are as in
+    `recurrent_step`.
+
+    Peng et al. 2025, https://arxiv.org/abs/2503.14456.
 
     >>> r, state = jnp.ones((1, 2, 4)), jnp.zeros((1, 2, 4, 4))
     >>> glax.rwkv7_step(r, -r, r, r, -r, r, state)[0].shape
@@ -231,10 +242,11 @@ def gated_delta_product(
 
         S_t0 = exp(g_t) S_{t-1},   S_tj = S_t,j-1 + beta_tj k_tj (v_tj - S_t,j-1^T k_tj)^T,   o_t = softmax_scale * S_tn^T q_t
 
-    key, value, beta: T * num_updates rows, token by token. g: log decays, one a head or one a key channel, or None. cu_seqlens,
-    segment_ids and states_every count tokens. `reverse` turns the tokens round, not the updates of one. Everything else as in
-    `recurrent`. A prompt or a draft goes on from `initial_state`. Raises ValueError if key, value or beta have another number of
-    rows, and as `recurrent` does.
+    key, value, beta: T * num_updates rows, token by token: row t * num_updates + j is update j of token t. beta: any float dtype,
+    after its sigmoid. g: log decays, one a head or one a key channel; no decay if None. use_qk_l2norm: as in `delta_rule`.
+    cu_seqlens, segment_ids and states_every count tokens. `reverse` turns the tokens round, not the updates of one. Raises
+    ValueError if num_updates is below 1, or if key, value or beta have another number of rows. Other shapes and dtypes, options,
+    results and errors: as in `recurrent`. A prompt or a draft goes on from `initial_state`.
 
     It is the delta rule over T * num_updates rows: a row that is not a token's first has no decay, one that is not its last no
     query.
@@ -274,7 +286,11 @@ def gated_delta_product_step(
 
     S_0 = exp(g) S,   S_j = S_{j-1} + beta_j k_j (v_j - S_{j-1}^T k_j)^T,   S' = S_n,   o = softmax_scale * S'^T q.
 
-    state, the options and the results: as in `recurrent_step`.
+    g: log decays, one a head or one a key channel; no decay if None. state: [B, H, K, V], or a pool [P, H, K, V] with slots.
+    Returns (o [B, H, V] in the query's dtype, the new state). use_qk_l2norm: as in `delta_rule`. Raises ValueError if key, value
+    or beta have another number of rows. state, the other options and errors are as in `recurrent_step`.
+
+    Siems et al. 2025, https://arxiv.org/abs/2502.10297.
 
     >>> q, k, state = jnp.ones((1, 2, 4)), jnp.full((1, 2, 2, 4), 0.5), jnp.zeros((1, 2, 4, 4))
     >>> glax.gated_delta_product_step(q, k, k, None, k[..., 0], state, num_updates=2)[0].shape

@@ -51,10 +51,16 @@ class Options(TypedDict, total=False):
     states_every:  a multiple of 64: the result then has a third field, `states`, behind every states_every tokens in the
                    order of the scan, a tail of fewer not included. [N, T // states_every, H, K, V], counted along the row
                    with segment_ids too; with cu_seqlens `PackedStates`, counted within each sequence. Differentiable.
-    states_dtype:  the dtype of these states, the dtype of sums if None.
+    states_dtype:  the dtype of these states: float32, bfloat16, float16 or float64; the dtype of sums if None.
     platform:      the platform of the kernel: "xla", "cpp", "triton", "pallas" or "cuda". None or "auto": glax chooses.
     cfg:           the config of the kernel, such as glax.configs.ChunkedConfig(chunk=64). None: a measured config, or else one
                    that the kernel derives from the shapes.
+
+    Defaults are None, and False for reverse.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> glax.retention(q, q, q, softmax_scale=1.0, segment_ids=jnp.array([[1, 1, 1, 2, 2, 2, 0, 0]]), pad_id=0).output.shape
+    (1, 8, 2, 4)
     """
 
     softmax_scale: float | Float[Array, ""] | None
@@ -104,9 +110,15 @@ def recurrent(
     shape [B, T, H, K] is the same as gk. H is the largest of the three head counts, which the others divide: head h of H
     reads head h * Hk // H of the keys. With query [T, Hq, K] and so on, without a B, the output has none either.
 
-    query, key and value share one dtype: float32, bfloat16, float16, or float64. Sums, states and gates are float32
-    (float64 for float64). Differentiable in every float argument and through both results, any number of times, in
-    reverse mode.
+    query, key and value share one dtype: float32, bfloat16, float16, or float64. All other float arguments may have any of
+    these. Sums, states and gates are float32 (float64 for float64). Differentiable in every float argument and through both
+    results, any number of times, in reverse mode.
+
+    softmax_scale is K ** -0.5 if None. initial_state [N, H, K, V], or [H, K, V] for all sequences, is zeros if None. `reverse`
+    scans from the last token to the first. cu_seqlens [N + 1] packs N sequences in one row: sequence n has the rows from
+    cu_seqlens[n] to cu_seqlens[n + 1]. segment_ids [B, T] packs by ids, of which pad_id is padding. states_every=n also returns
+    the states behind every n tokens. platform and cfg choose the kernel; glax does if None. `glax._src.api.recurrent.Options`
+    has more of these.
 
     With `bonus` u [H, K] the read is RWKV-6's, of the state before the token and its decay:
 
@@ -124,7 +136,7 @@ def recurrent(
     Returns output [B, T, H, V] in the query's dtype and final_state [N, H, K, V]. Rows behind cu_seqlens[-1] are padding:
     output 0, no effect. An empty sequence hands its initial state through. With segment_ids, the initial state of a row enters
     its first segment that is not padding, and the final state is the state of the last such segment, in the order of the scan; a
-    row of padding alone hands its initial state through. The other options: see `Options`.
+    row of padding alone hands its initial state through. With states_every the result is `OutputsWithStates`.
 
     Raises ValueError or TypeError naming the argument, what was expected and what came; UnsupportedError, with each
     kernel's reason, if no kernel of an explicit `platform` or `cfg` can run the call.
@@ -209,8 +221,13 @@ def recurrent_attention(
     platform: str | None = None,
     cfg: Config | None = None,
 ) -> Float[Array, "B T H V"] | Outputs:
-    """Compute `recurrent` and return the output alone, or (output, final_state) if `return_state`. With states_every, return
-    all three.
+    """Compute `recurrent`, which has the formula, and return the output alone: [B, T, H, V] in the query's dtype.
+
+    return_state: whether to return `Outputs`, (output, final_state), instead. With states_every the result is
+    `OutputsWithStates` in any case. The other arguments and the errors are those of `recurrent`; TypeError for a return_state
+    that is no bool.
+
+    Yang et al. 2024, https://arxiv.org/abs/2312.06635.
 
     >>> q = jnp.ones((1, 8, 2, 4))
     >>> glax.recurrent_attention(q, q, q).shape
@@ -261,8 +278,9 @@ def recurrent_gla(
 ) -> dict[str, Any]:
     """Compute gated linear attention:   S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t.
 
-    g: [B, T, H, K] log decays, one per key channel. gk: another name of g, as `recurrent_step` has it; both add up. All else
-    is as in `recurrent`.
+    g: [B, T, H, K] log decays, one per key channel. gk: another name of g, as `recurrent_step` has it; both add up. g may also
+    be [B, T, H], one per head, and g_gamma [H] or [N, H] is the same for every token; all add up, and None is no decay.
+    Other shapes and dtypes, options, results and errors: as in `recurrent`.
 
     Yang et al. 2024, https://arxiv.org/abs/2312.06635.
 
@@ -289,7 +307,8 @@ def simple_gla(
 
         S_t = exp(g_t) S_{t-1} + k_t v_t^T,     o_t = softmax_scale * S_t^T q_t
 
-    g: [B, T, H] log decays; ValueError for any other rank. All else is as in `recurrent`.
+    g: [B, T, H] log decays, from -inf to a few; ValueError for any other rank. Other shapes and dtypes, options, results and
+    errors: as in `recurrent`.
 
     Dao and Gu 2024, https://arxiv.org/abs/2405.21060.
 
@@ -312,7 +331,7 @@ def retention(
 
         S_t = (1 - 2^(-5-h)) S_{t-1} + k_t v_t^T,     o_t = softmax_scale * S_t^T q_t
 
-    Shapes, dtypes, errors and options as in `recurrent`.
+    Shapes, dtypes, options, results and errors: as in `recurrent`. Gates are not options.
 
     Sun et al. 2023, https://arxiv.org/abs/2307.08621.
 
@@ -345,9 +364,10 @@ def lightning_attention(
     With L = 1 the last factor of "minimax" is 1 + 1e-5. transformers divides l by L - 1 + 1e-5 there: its decay of the last
     layer is larger by 1 / (L - 1), relatively.
 
-    Deeper layers decay more slowly. layer_idx may be traced, so that layers can be scanned over. Everything else as in
-    `recurrent`. Raises TypeError if layer_idx or num_layers is no integer; ValueError if num_layers < 1, if a known layer_idx is
-    outside its range, or if slopes is neither.
+    layer_idx is the layer's number in its model, num_layers the number of layers. Deeper layers decay more slowly. layer_idx may
+    be traced, so that layers can be scanned over. Raises TypeError if layer_idx or num_layers is no integer; ValueError if
+    num_layers < 1, if a known layer_idx is outside its range, or if slopes is neither. Shapes, dtypes, options, results and other
+    errors: as in `recurrent`.
 
     Qin et al. 2024, https://arxiv.org/abs/2401.04658; MiniMax 2025, https://arxiv.org/abs/2501.08313.
 

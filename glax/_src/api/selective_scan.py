@@ -74,13 +74,14 @@ def selective_scan(
         h_t[n] = exp(dt_t A[n]) h_{t-1}[n] + dt_t x_t B_t[n]        y_t = sum over n of C_t[n] h_t[n] + D x_t
 
     x: float32, bfloat16, float16 or float64. The other arguments may have any float dtype. dt: the step sizes, after bias and
-    softplus. D: the factors of the skip connection; none if None. Returns `Outputs`: y [B, T, D] in the dtype of x, and the
-    final states [sequences, D, N] in float32, or float64 for such x. Sums are in the dtype of the states.
+    softplus. A: below 0 for decay. D: the factors of the skip connection; none if None. Returns `Outputs`: y [B, T, D] in the
+    dtype of x, and the final states [sequences, D, N] in float32, or float64 for such x. Sums are in the dtype of the states.
 
     The batch axis may be absent: x and dt are then [T, D], and the arguments B and C are [T, N].
 
-    The gradient of every input is exact. It saves the states between chunks of tokens, and no array [B, T, D, N]. Packing,
-    states, padding and `reverse` are as in `recurrent`. Raises TypeError and ValueError, as `recurrent` does.
+    The gradient of every input is exact. It saves the states between chunks of tokens, and no array [B, T, D, N]. Options are
+    initial_state ([sequences, D, N], or [D, N] for all; zeros if None), reverse, cu_seqlens, segment_ids and pad_id, as in
+    `recurrent`, and platform. Raises TypeError and ValueError, as `recurrent` does.
 
     platform: "cpp", native code for CPUs, "xla", or None for the faster one that is able. With several devices, that is XLA's,
     which XLA divides over them; native code runs there inside jax.shard_map, or where it is named, on gathered arrays. Raises
@@ -122,9 +123,12 @@ def selective_scan_step(
 
         h'[n] = exp(dt A[n]) h[n] + dt x B[n]        y = sum over n of C[n] h'[n] + D x        for every channel
 
-    state: h [B, D, N], or a pool [P, D, N] with slots. Returns y [B, D] in the dtype of x, and the new state, or the new pool, in
-    the dtype of `state`. slots and rounding_key: as in `recurrent_step`. platform: as in `selective_scan`; native code updates
-    a pool in place. Raises TypeError, ValueError and UnsupportedError, as `recurrent_step` does.
+    x to D: as in `selective_scan`, without T. state: h [B, D, N], or a pool [P, D, N] with slots. Returns (y [B, D] in the dtype
+    of x; the new state, or the new pool, in the dtype of `state`). slots and rounding_key: as in `recurrent_step`. platform: as
+    in `selective_scan`; native code updates a pool in place. Raises TypeError, ValueError and UnsupportedError, as
+    `recurrent_step` does.
+
+    Gu and Dao 2023, https://arxiv.org/abs/2312.00752.
 
     >>> x, B, state = jnp.ones((1, 6)), jnp.ones((1, 4)), jnp.zeros((1, 6, 4))
     >>> glax.selective_scan_step(x, 0.1 * x, -jnp.ones((6, 4)), B, B, state)[0].shape

@@ -78,25 +78,38 @@ def on_mesh(function: Callable, doc: str = "") -> Callable:
     own += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in PLACES]
     run.__signature__ = signature.replace(parameters=[*own, *rest])  # pyright: ignore[reportAttributeAccessIssue]
     vars(run).pop("__wrapped__")  # it has fewer arguments than the signature, which confuses who reads its source
-    run.__module__, run.__doc__ = __name__, doc or f"{function.__doc__}{ON_MESH}"
+    run.__module__, run.__doc__ = __name__, doc or doc_on_mesh(function)
     return run
 
 
-ON_MESH = """
-    On a mesh: for mesh, batch_axis, head_axis and sequence_axis see `Spread`.
+ON_MESH = """On a mesh: the arrays have the shapes of the whole problem and any sharding. mesh, batch_axis, head_axis and
+    sequence_axis are as in `glax.parallel.Spread`; an axis of None shards nothing. How results are sharded, and the errors of
+    these arguments: as in `glax.parallel.recurrent`.
+
+    >>> axes = dict(mesh=jax.make_mesh((1,), ("data",)), batch_axis="data")
     """
+
+
+def doc_on_mesh(function: Callable) -> str:
+    """Return the docstring of `function` with the arguments of a mesh, and with its example on a mesh."""
+    text, example = (function.__doc__ or "").split(">>> ", 1)
+    called = example.replace(f"glax.{function.__name__}(", f"glax.parallel.{function.__name__}(")
+    return f"{text}{ON_MESH}>>> {called.replace(').', ', **axes).')}"
+
+
 recurrent = on_mesh(
     api.recurrent,
     """Compute `glax.recurrent` on a mesh:   S_out = D S_in + S   for every shard of T. The shards exchange only D and S.
 
     With beta or erase, D is a dense [K, K] matrix.
 
-    The arrays have the shapes of the whole problem and any sharding. The output is sharded as `Spread` says, and the final
-    states are sharded over batch and heads. For mesh and the three axes see `Spread`. With cu_seqlens, batch_axis shards T. All
-    else is as in `glax.recurrent`.
+    The arrays have the shapes of the whole problem and any sharding. mesh: a jax.sharding.Mesh; None for the one that
+    jax.set_mesh has set. batch_axis, head_axis, sequence_axis: the axes of the mesh that shard B, H and T; None shards nothing.
+    With cu_seqlens, batch_axis shards T. `Spread` has more of these. The output is sharded over the same axes, and the final
+    states over batch and heads. The other arguments, the results and the gradients are those of `glax.recurrent`.
 
-    Raises the errors of `glax.recurrent`, and ValueError if an axis is not an axis of the mesh, is named twice, or does not
-    divide the batch or the heads.
+    Raises the errors of `glax.recurrent`, ValueError if there is no mesh, or if an axis is not an axis of the mesh, is named
+    twice, or does not divide the batch or the heads, and TypeError if mesh is no mesh.
 
     >>> q = jnp.ones((1, 8, 2, 4))
     >>> axes = dict(mesh=jax.make_mesh((1,), ("sequence",)), sequence_axis="sequence")

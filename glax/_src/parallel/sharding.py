@@ -20,7 +20,8 @@ from glax._src.solve.partitioning import Axis, flat_axes, output_specs, recurren
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Name the mesh axes that shard the arrays of a call.
+    """Name the mesh axes that shard the arrays of a call. The functions of `glax.parallel` take its fields as arguments, check
+    them, and raise TypeError or ValueError. An axis of None shards nothing.
 
     batch_axis: an axis or a tuple of axes that shards B, which its size must divide. No communication. With cu_seqlens B is 1:
         these axes then shard T, as outer axes of sequence_axis.

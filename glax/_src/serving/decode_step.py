@@ -49,8 +49,9 @@ def recurrent_step(
 
         S' = exp(g + g_gamma) diag(exp(gk)) S diag(exp(gv)) + k v^T,     o = softmax_scale * S'^T q
 
-    With beta [B, H], or erase [B, H, K] and write [B, H, V], it is one token of the delta rule, as in `recurrent`.
-    `erase_along`, `erase_before_decay` and `use_qk_l2norm` are as in `recurrent`, too.
+    The gates g, g_gamma, gk and gv, softmax_scale, platform and cfg are as in `recurrent`. With beta [B, H], or erase [B, H, K]
+    and write [B, H, V], it is one token of the delta rule. These, `erase_along`, `erase_before_decay` and `use_qk_l2norm` are as
+    in `recurrent`, too.
 
     Returns output [B, H, V] in the query's dtype and the new state, in the shape and dtype of `state`. The dtype is float32, or
     bfloat16 or float16 for storage; sums are float32 in every case.

@@ -73,7 +73,9 @@ def prefill_into(
 
     Returns output [B, T, H, V], or [T, H, V] if query has no B, and the pool in its dtype: float32, or bfloat16 or float16 for
     storage. A pool that is donated to jit is updated in place. Slot -1 is no sequence: its output is 0, and nothing is read or
-    written. Slots outside the pool, repeated slots and rounding_key are as in `recurrent_step`. All else is as in `recurrent`.
+    written. Slots outside the pool, repeated slots and rounding_key are as in `recurrent_step`. The other arguments are as in
+    `recurrent`. Raises the errors of `recurrent` and `recurrent_step`, and ValueError for states_every without state_slots or
+    the reverse.
 
     >>> q, pool, slots = jnp.ones((8, 2, 4)), jnp.zeros((4, 2, 4, 4)), jnp.array([3, 1])
     >>> output, pool = glax.prefill_into(pool, slots, q, q, q, cu_seqlens=jnp.array([0, 5, 8]))

@@ -45,11 +45,15 @@ from glax._src.tuning.executor import compiled
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """Hold what `commit` needs of the draft tokens.
+    """Hold what `commit` needs of the draft tokens. `recurrent_verify` returns it.
 
-    These are their keys, values and decays, the erasure of the delta rule or None, the slots of their sequences if they are in
-    a pool, and the shape of the states or the pool that `recurrent_verify` received. A head has T (K + V) numbers, while the
-    states behind each token would have T K V.
+    key, value:  [B, T, heads, width] of the T tokens of each sequence. decay: their gates. erasure: the erasure of the delta
+        rule, or None.
+    slots:       [B], the slots of the sequences in a pool; None without a pool.
+    state_shape: the shape of the states [B, H, K, V], or of the pool [P, H, K, V], that `recurrent_verify` received.
+
+    It is a tree of arrays, and passes through jit. A head has T (K + V) numbers, while the states behind each token would have
+    T K V.
 
     >>> q, state = jnp.ones((1, 4, 2, 4)), jnp.zeros((1, 2, 4, 4))
     >>> glax.recurrent_verify(q, q, q, state)[1].state_shape
@@ -65,7 +69,7 @@ class Draft:
 
     @property
     def as_arguments(self) -> dict[str, Any]:
-        """Return the arrays by the names of the public arguments; None for each that is absent."""
+        """Return the arrays by the names of the arguments of `recurrent_verify`; None for each that is absent."""
         d, erasure = self.decay, self.erasure or Erasure()
         gates = dict(g_gamma=d.constant, g=d.head, gk=d.key, gv=d.value)
         erasing = dict(beta=erasure.beta, erase=erasure.erase, write=erasure.write, erase_along=erasure.along)
@@ -106,8 +110,8 @@ def recurrent_verify(
         output, _ = recurrent(query, key, value, ..., initial_state=state)
 
     The state does not change. commit(state, draft, accepted) then moves it past each sequence's accepted tokens. The function
-    is for few tokens, up to about 16. With `slots` [B], state is a pool [P, H, K, V] as in `recurrent_step`, and slot -1 gives
-    output 0.
+    is for few tokens, up to about 16. query to write and the flags are as in `recurrent`. With `slots` [B], state is a pool
+    [P, H, K, V] as in `recurrent_step`, and slot -1 gives output 0.
 
     state_slots: slots of the pool, [B, T], for the state behind each draft token. The function then also returns the pool with
     these states. No state is stored for a slot of -1, nor for a sequence whose own slot is -1. Each state is rounded to
@@ -217,12 +221,13 @@ def commit(
 
     It is one product of rank T, and no state in between is formed. Tokens of the delta rule are read as `recurrent` reads them.
 
+    state: the state that `recurrent_verify` received, or a pool that has grown since then. draft: what it returned.
     accepted: [B] integers from 0 to T; 0 leaves the state unchanged. A value outside this range is an error when known, and is
-    clipped to the range when traced. state: the state that `recurrent_verify` received, or a pool that has grown since then. A
-    copy with the new rows is returned; a pool that is donated to jit is updated in place. rounding_key: as in `recurrent_step`.
-    Sequences without an accepted token are not rounded.
+    clipped to the range when traced. rounding_key: as in `recurrent_step`. Sequences without an accepted token are not rounded.
 
-    Raises TypeError for a state that is not floating point, and ValueError for a state of another shape or a smaller pool.
+    Returns a state in the shape and dtype of `state`; a pool that is donated to jit is updated in place. Raises TypeError for a
+    state that is not floating point or a draft that is no `Draft`, and ValueError for a state of another shape, a smaller pool or
+    an `accepted` of another shape.
 
     >>> q, state = jnp.ones((1, 4, 2, 4)), jnp.zeros((1, 2, 4, 4))
     >>> _, draft = glax.recurrent_verify(q, q, q, state)
