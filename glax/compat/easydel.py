@@ -27,14 +27,19 @@ def recurrent_gla(
     dtype=jnp.float32,
     output_final_state: bool = False,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"] | None]:
-    """Compute S_t = diag(exp(gk_t)) S_{t-1} + k_t v_t^T,   o_t = scale * S_t^T q_t.   (https://arxiv.org/abs/2312.06635)
+    """Compute gated linear attention, by EasyDeL's signature:
 
-    A scale of -1.0, traced or not, means K ** -0.5. The output has `dtype`, to which the inputs are cast unless it is None. The
-    float32 state is returned only if `output_final_state`. chunk_size > 0 solves the sequence in parts of that many tokens,
-    each from the state of the part before. The result is the same, with fewer residuals in memory together. T need not be a
-    multiple of chunk_size.
+        S_t = diag(exp(gk_t)) S_{t-1} + k_t v_t^T,     o_t = scale * S_t^T q_t
 
-    Raises the errors of `glax.recurrent`, and ValueError or TypeError for a chunk_size that is no integer of at least 0.
+    gk: log decays, from -inf to a few. scale: -1.0, traced or not, means K ** -0.5. initial_state: zeros if None.
+    chunk_size: above 0 solves the sequence in parts of that many tokens, each from the state of the part before. The result is
+        the same, with fewer residuals in memory together. T need not be a multiple of chunk_size.
+    dtype: float32, bfloat16, float16 or float64, to which query, key, value and gk are cast; None casts nothing.
+
+    Returns (output [B, T, H, V] in `dtype`, the final state [B, H, K, V] in float32, or None unless output_final_state). Raises
+    the errors of `glax.recurrent`, and TypeError or ValueError for a chunk_size that is no integer of at least 0.
+
+    Yang et al. 2024, https://arxiv.org/abs/2312.06635.
 
     >>> q = jnp.ones((1, 8, 2, 4))
     >>> glax.compat.easydel.recurrent_gla(q, q, q, jnp.full(q.shape, -0.1))[0].shape

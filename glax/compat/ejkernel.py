@@ -58,7 +58,9 @@ __all__ = [
 
 
 class UnsupportedError(glax.UnsupportedError, ValueError):
-    """The error of `glax.UnsupportedError`, as the ValueError that ejkernel raises.
+    """Say that no kernel can run a call, as `glax.UnsupportedError` does, and as the ValueError that ejkernel raises.
+
+    The functions of this module raise it. The message lists the reason of each kernel.
 
     >>> issubclass(glax.compat.ejkernel.UnsupportedError, ValueError)
     True
@@ -82,14 +84,15 @@ PLATFORMS = ("auto", *map(str, Platform), "cute", "tilelang")
 
 @dataclasses.dataclass(frozen=True)
 class RecurrentAttentionConfig:
-    """Hold the config of ejkernel.
+    """Hold the config of ejkernel, for `cfg` of this module's functions.
 
-    platform: as in `glax.recurrent`.
+    platform: the platform of the kernel, as in `glax.recurrent`; "auto" or None for the one that glax chooses.
     backend: "any", or the backend that JAX computes on.
     block_q: the tokens per chunk of the XLA kernel. A value other than 64, ejkernel's default, chooses that kernel if platform
         is "auto".
 
-    The other fields are ignored.
+    The other fields are ignored, with one warning per process if they are not ejkernel's defaults. Raises TypeError or
+    ValueError for other platforms and backends, and for a block_q that is no integer of at least 1.
 
     >>> glax.compat.ejkernel.RecurrentAttentionConfig(block_q=32).platform
     'auto'
@@ -168,7 +171,15 @@ def recurrent(
 ) -> Outputs:
     """Compute `glax.recurrent`, which has the formula, with ejkernel's arguments.
 
-    Returns the output, and the final states in the shape of the initial states. segment_ids and pad_id are glax's own.
+    query to pad_id: as in `glax.recurrent`; g_gamma may also be [1, H], and with cu_seqlens initial_state [1, N, H, K, V].
+    segment_ids and pad_id are glax's own. block_k, block_v, num_warps, num_stages: ignored, with one warning per process unless
+    they are ejkernel's defaults. platform, cfg: the platform of the kernel and its config, a `RecurrentAttentionConfig` or the
+    config of one of glax's kernels; glax chooses if None.
+
+    Returns `glax.Outputs`: output [B, T, H, V], and the final states [N, H, K, V], or [1, N, H, K, V] as the initial states are.
+    Raises TypeError or ValueError, which names the argument, and `UnsupportedError`.
+
+    Yang et al. 2024, https://arxiv.org/abs/2312.06635.
 
     >>> q = jnp.ones((1, 8, 2, 4))
     >>> glax.compat.ejkernel.recurrent(q, q, q, g=jnp.full((1, 8, 2), -0.1))[0].shape
@@ -225,7 +236,9 @@ def recurrent_attention(
     platform: str | None = None,
     cfg: RecurrentAttentionConfig | Config | None = None,
 ) -> Float[Array, "B T H V"] | Outputs:
-    """Compute `recurrent`, and return the output alone, or (output, final_state) if `return_state`.
+    """Compute `recurrent`, and return the output [B, T, H, V] alone, or (output, final_state) if `return_state`.
+
+    The arguments, results and errors are those of `recurrent`; TypeError for a return_state that is no bool.
 
     >>> q = jnp.ones((1, 8, 2, 4))
     >>> glax.compat.ejkernel.recurrent_attention(q, q, q).shape
@@ -253,9 +266,12 @@ def recurrent_gla(
     *tiles: int,
     **options,
 ) -> Outputs:
-    """Compute S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t.
+    """Compute gated linear attention:   S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t.
 
-    The other options are as in `recurrent`.
+    g: log decays, [B, T, H, K], one per key channel, or [B, T, H], one per head; none if None. tiles: block_k to num_stages of
+    `recurrent`, in its order. The other arguments, the results and the errors are those of `recurrent`.
+
+    Yang et al. 2024, https://arxiv.org/abs/2312.06635.
 
     >>> q = jnp.ones((1, 8, 2, 4))
     >>> glax.compat.ejkernel.recurrent_gla(q, q, q, jnp.full(q.shape, -0.1))[0].shape
@@ -281,9 +297,14 @@ def lightning_attn(
     num_stages: int = 1,
     **options,
 ) -> Outputs:
-    """Compute S_t = exp(-(8 h / H) (1 - layer_idx / num_layers)) S_{t-1} + k_t v_t^T in head h, o_t = softmax_scale * S_t^T q_t.
+    """Compute lightning attention, in head h = 0, 1, ...:
 
-    The other options are as in `recurrent`.
+        S_t = exp(-(8 h / H) (1 - layer_idx / num_layers)) S_{t-1} + k_t v_t^T,     o_t = softmax_scale * S_t^T q_t
+
+    layer_idx, num_layers: the layer's number in its model, which may be traced, and the number of layers. The other arguments,
+    the results and the errors are those of `recurrent`, and of `glax.lightning_attention`.
+
+    Qin et al. 2024, https://arxiv.org/abs/2401.04658.
 
     >>> q = jnp.ones((1, 8, 2, 4))
     >>> glax.compat.ejkernel.lightning_attn(q, q, q, layer_idx=0, num_layers=12)[0].shape
@@ -329,13 +350,21 @@ FUNCTIONS: dict[str, Callable[..., Outputs]] = dict(
 
 
 class KernelRegistry(glax.KernelRegistry):
-    """Provide glax's registry, and the functions in front of it by ejkernel's names of algorithms."""
+    """Provide glax's registry, and the functions in front of it by ejkernel's names of algorithms.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> glax.compat.ejkernel.kernel_registry.get("recurrent", platform="xla")(q, q, q)[0].shape
+    (1, 8, 2, 4)
+    """
 
     def __init__(self, kernels: dict[str, glax.KernelSpec]):
         self.kernels = kernels
 
     def get(self, algorithm: str, platform: str | None = None, backend: str | None = None) -> Callable[..., Outputs]:
         """Return the function of an algorithm, restricted to that platform. The function returns (output, final_state).
+
+        algorithm: "recurrent", "lightning_attn" or "gla". platform: any if None or "auto". backend: a `Backend` as text; any if
+        None.
 
         Raises ValueError if algorithm, platform or backend is unknown, and UnsupportedError if no kernel of that platform and
         backend runs here.
@@ -368,8 +397,9 @@ def function_of(algorithm: str) -> Callable[..., Outputs]:
 
 
 def detect_platform(algorithm: str, platform: str | None = "auto") -> Platform:
-    """Return that platform. For "auto" or None, return the platform that runs a usual call of the algorithm here. Raises
-    ValueError for unknown names.
+    """Return the platform that is named. For "auto" or None, return the one that runs a usual call of the algorithm here.
+
+    algorithm: "recurrent", "lightning_attn" or "gla". platform: a name of a `Platform`. Raises ValueError for unknown names.
 
     >>> glax.compat.ejkernel.detect_platform("recurrent", "xla")
     <Platform.XLA: 'xla'>
@@ -384,7 +414,8 @@ def detect_platform(algorithm: str, platform: str | None = "auto") -> Platform:
 class RecurrentAttention(glax.RecurrentAttention):
     """Define ejkernel's operation: RecurrentAttention().run(query, ..., cfg=cfg), or executor(RecurrentAttention(), query, ...).
 
-    A config is a RecurrentAttentionConfig, or the Config of one of glax's kernels, which tuning finds.
+    The arguments, in ejkernel's order, the results and the errors are those of `recurrent_attention`. A config is a
+    RecurrentAttentionConfig, or the Config of one of glax's kernels, which tuning finds. Other methods: as in `glax.Kernel`.
 
     >>> q = jnp.ones((1, 8, 2, 4))
     >>> operation = glax.compat.ejkernel.RecurrentAttention()

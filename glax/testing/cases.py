@@ -18,13 +18,17 @@ EXTREME = ("-100 on 5%", "-inf on 5%", "extreme")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Hold one set of shapes, for gates of one or more strengths (`gate`).
+    """Hold one call for `check_kernel`: its shapes and dtypes, and gates of one or more strengths. Arrays are drawn at random.
 
+    name: what results call it. B, T: the rows and their tokens. K, V: the widths of a head's keys and values.
     heads: the heads of query, key and value.
     gates: the gates that are given, of g, g_gamma, gk and gv.
     dtype, gate_dtype, state_dtype: the dtype of query, key and value; of the gates; of the initial state, None for no initial
         state.
-    cuts: the boundaries of packed sequences. Rows before the first and behind the last are padding and hold NaN.
+    cuts: the boundaries of packed sequences, for B = 1. Rows before the first and behind the last are padding and hold NaN.
+    reverse: whether the scan goes from the last token to the first.
+    strengths: how strong gates are, a trial each: "log-sigmoid", "mild", "extreme" (-inf on 5% and -100 on 5%), "-inf on 5%", a
+        number such as "-20", or another that `glax.testing.cases.gate` lists.
     ids: segment ids, [B, T]. Tokens with the id 0 are padding and hold NaN.
     erasure: the arguments of the delta rule that are given, of beta, erase and write. Keys then have norm 1, and beta is up to
         2.
@@ -57,6 +61,7 @@ class Case:
 
     @property
     def num_sequences(self) -> int:
+        """Return the number of initial states: B, or of the packed sequences."""
         return self.B if self.cuts is None else len(self.cuts) - 1
 
 

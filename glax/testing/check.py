@@ -27,8 +27,12 @@ AS_CHOSEN = "recurrent and its gradient"  # what users call, through the choice 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Hold the result of a kernel on a case. `error` is the relative RMS error of the array `of`, the array closest to its `bar`
-    or beyond it.
+    """Hold the result of a kernel on a case, by their names.
+
+    status: "pass", "miss", or "refused" by the kernel.
+    error:  the relative RMS error of the array `of`, which is the one closest to its `bar`, the largest error that passes, or
+        beyond it. All three are None if refused.
+    reason: why the kernel refused, or missed otherwise than by an error beyond the bar; None else.
 
     >>> glax.testing.Result("mine", "key", "pass", error=1e-7, bar=1e-5, of="output").status
     'pass'
@@ -138,12 +142,10 @@ def check_kernel(
     each, if an array is beyond its bar, has another shape or dtype, has values that are not finite, or has padding rows that
     are not 0. An exception of the kernel is a miss, too. Raises AssertionError as well if the kernel refuses every case.
 
-    >>> kernel, case = glax.kernel_registry.find, glax.testing.CASES[0]
-    >>> results = glax.testing.check_kernel(
-    ...     lambda r: kernel(r).run(r, config=kernel(r).config.heuristic(r)), cases=[case]
-    ... )
-    >>> results[0].status
-    'pass'
+    >>> kernel = glax.kernel_registry.kernels["recurrent/xla/any"]
+    >>> def run(r): return kernel.run(r, config=kernel.config.heuristic(r))
+    >>> [result.status for result in glax.testing.check_kernel(run, cases=glax.testing.CASES[:1])]
+    ['pass']
     """
     results = []
     for trial in trials(cases):
@@ -168,10 +170,11 @@ def check_kernel(
 
 
 def check_kernels(cases: Sequence[Case] = CASES, backend: Backend | None = None) -> Iterator[Result]:
-    """Yield the results of each registered kernel on each case, and of `recurrent` with its gradient on the quick cases.
+    """Yield the `Result` of each registered kernel on each case, and of `recurrent` with its gradient on the quick cases.
 
-    backend: the device whose own kernels run, beside `recurrent`; None for all kernels. Cases run in up to eight threads. The
-    results come in the order of the cases.
+    cases: as in `check_kernel`. backend: the `Backend` whose own kernels run, beside `recurrent`; all kernels if None. A kernel
+    that does not run here is "refused". Cases run in up to eight threads. The results come in the order of the cases. Misses
+    raise nothing.
 
     >>> results = glax.testing.check_kernels(glax.testing.CASES[:1])  # doctest: +SKIP
     >>> [result for result in results if result.status == "miss"]  # doctest: +SKIP

@@ -18,8 +18,15 @@ NumPy = Any  # a float64 NumPy array instead of a JAX array
 def reference(r: Recurrence, dtype=np.float64) -> Outputs:
     """Compute S_bar = exp(rows_t) S_{t-1} exp(columns_t),   S_t = S_bar + k_t u_t^T,   o_t = scale * S_t^T q_t.
 
-    u_t is v_t, or w_t * v_t - S_bar^T e_t with an erasure, or w_t * v_t - S_{t-1}^T e_t with one before the decay. dtype: the
-    dtype of all arithmetic; float32 shows the error of rounding alone.
+    u_t is v_t, or w_t * v_t - S_bar^T e_t with an erasure, or w_t * v_t - S_{t-1}^T e_t with one before the decay. rows and
+    columns are the sums of the log decays of keys and of values.
+
+    r: a `glax.Recurrence` of arrays. dtype: the dtype of all arithmetic; float32 shows the error of rounding alone. Returns
+    `Outputs` of NumPy arrays in that dtype: output [B, T, H, V] and final_state [N, H, K, V].
+
+    >>> from glax.testing import cases, reference
+    >>> reference.reference(cases.recurrence(cases.CASES[0], "log-sigmoid")).output.dtype
+    dtype('float64')
     """
     x = _arrays(r, dtype)
     output: NumPy = np.zeros((*x.q.shape[:3], x.v.shape[3]), dtype)
@@ -55,9 +62,16 @@ def reference_states(r: Recurrence, every: int) -> np.ndarray:
 def reference_gradient(r: Recurrence, d_output, d_final, dtype=np.float64) -> Recurrence:
     """Return the gradient of <output, d_output> + <final_state, d_final> in every input of r, as a Recurrence.
 
+    r, dtype: as in `reference`. d_output [B, T, H, V], d_final [N, H, K, V]: arrays. The gradients have the shapes of r's arrays.
+
     G_t = dL/dS_t,  G_bar_t = dL/dS_bar_t
     dq_t = scale S_t do_t,  dk_t = G_t u_t,  du_t = G_t^T k_t,  de_t = -S_bar_t du_t
     G_bar_t = G_t - e_t du_t^T,  d log decay_t = G_bar_t * S_bar_t
+
+    >>> from glax.testing import cases, reference
+    >>> r = cases.recurrence(cases.CASES[0], "log-sigmoid")
+    >>> reference.reference_gradient(r, jnp.ones((2, 150, 2, 32)), jnp.ones((2, 2, 32, 32))).q.shape
+    (2, 150, 2, 32)
     """
     x = _arrays(r, dtype)
     do, dS = _plain(d_output).astype(dtype), _plain(d_final).astype(dtype)

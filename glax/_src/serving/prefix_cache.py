@@ -38,7 +38,9 @@ class Block:
 class Prefix:
     """Hold the stored blocks with which a request begins: their number of tokens, and the slot of the state after each.
 
-    The last slot is the one to read. The blocks stay stored until the prefix is released.
+    `PrefixCache.match` returns it, and `insert` extends it. length: the tokens of the blocks. slots: one for each block; the last
+    is the one to read. block: the last block in the tree, which users leave alone. The blocks stay stored until the prefix is
+    released.
 
     >>> prefix = glax.serving.PrefixCache(every=64, slots=range(4)).match([1, 2, 3])
     >>> prefix.length, prefix.slots, prefix.slot
@@ -74,6 +76,8 @@ class PrefixCache:
     slot_bytes: the bytes of one slot in all layers. budget: the most bytes of stored and reserved slots, which needs slot_bytes;
         no limit but the number of slots if None.
 
+    len(cache) is the number of slots that are stored or reserved. Raises TypeError or ValueError, which names the argument.
+
     >>> cache = glax.serving.PrefixCache(every=64, slots=range(8, 16))
     >>> prompt = list(range(150))
     >>> prefix, slots = cache.match(prompt), cache.reserve(2)
@@ -108,7 +112,11 @@ class PrefixCache:
         return len(self) * self.slot_bytes
 
     def match(self, tokens: Sequence[int] | np.ndarray) -> Prefix:
-        """Return the longest stored prefix of the tokens that leaves at least one of them to read."""
+        """Return the longest stored prefix of the tokens that leaves at least one of them to read.
+
+        Its blocks stay stored until `release`. Raises TypeError for tokens that are no sequence of integers, and ValueError for
+        those below 0.
+        """
         block, slots = self.root, []
         for key in self.blocks(tokens, len(tokens) - 1):
             if (follower := block.followers.get(key)) is None:
@@ -122,6 +130,7 @@ class PrefixCache:
         """Return `count` slots, for the states after blocks that are read next. Where slots do not suffice, the last are -1.
 
         Least recently used blocks are dropped for them. Reserved slots belong to the caller until `insert` or `give_back`.
+        Raises TypeError or ValueError unless count is an integer of at least 0.
         """
         found = []
         for _ in range(checked_size("count", count, 0)):
@@ -135,7 +144,8 @@ class PrefixCache:
         """Store blocks that follow a prefix, and extend the prefix by them. Their states are in `slots`, or about to be written.
 
         tokens: those after the prefix, a whole block for each slot. slots: from `reserve`; blocks from the first -1 on are not
-        stored. Where another request has stored the same block since, the cache takes the slot back.
+        stored. Where another request has stored the same block since, the cache takes the slot back. Raises ValueError for other
+        numbers of tokens, for slots that are not reserved, and for a prefix that was released.
         """
         block = self.block_of(prefix)
         keys = list(self.blocks(tokens, len(tokens)))
@@ -160,7 +170,10 @@ class PrefixCache:
         prefix.block, prefix.length = block, len(prefix.slots) * self.every
 
     def give_back(self, slots: Sequence[int]):
-        """Give reserved slots back that no state was written to, such as those of a call that failed. -1 is no slot."""
+        """Give reserved slots back that no state was written to, such as those of a call that failed. -1 is no slot.
+
+        Raises ValueError for slots that are not reserved.
+        """
         self.check_reserved(slots)
         for slot in slots:
             if slot >= 0:
@@ -168,13 +181,14 @@ class PrefixCache:
                 self.free.append(slot)
 
     def release(self, prefix: Prefix):
-        """End the use of a prefix. Its blocks stay stored until their slots are needed."""
+        """End the use of a prefix. Its blocks stay stored until their slots are needed. Raises ValueError if it was released."""
         self.remove_reference(self.block_of(prefix))
         prefix.block = None
 
     # ---- the tree ----------------------------------------------------------------------------------------------------
 
     def check_reserved(self, slots: Sequence[int]):
+        """Raise ValueError unless the slots from 0 on are reserved, each once."""
         taken = [slot for slot in slots if slot >= 0]
         if wrong := [slot for i, slot in enumerate(taken) if slot not in self.reserved or slot in taken[:i]]:
             raise ValueError(f"slots must be reserved and stand once, got {wrong[0]}: pass those that reserve returned")
@@ -190,6 +204,7 @@ class PrefixCache:
         return (array[end - self.every : end].tobytes() for end in range(self.every, most + 1, self.every))
 
     def block_of(self, prefix: Prefix) -> Block:
+        """Return the last block of a prefix. Raises ValueError if the prefix was released."""
         if prefix.block is None:
             raise ValueError("prefix must be in use, got one that was released")
         return prefix.block
@@ -206,6 +221,7 @@ class PrefixCache:
             block = block.parent
 
     def remove_reference(self, block: Block):
+        """Count one prefix less that ends with the block."""
         block.references -= 1
         self.queue_if_droppable(block)
 
@@ -248,6 +264,8 @@ class PrefixStore:
     every: the tokens of a block, as in `PrefixCache`.
     max_length: the most tokens of a request in the pools.
 
+    Raises TypeError or ValueError for sizes below 1, and ValueError for arrays that grow along another axis than the second.
+
     >>> store = glax.serving.PrefixStore(model.initial_states, slots=4, every=64, max_length=512)
     >>> pools = store.load(model.initial_states(2, 512), jnp.array([1]), jnp.array([[-1, -1]]))
     >>> store = store.save(pools, jnp.array([1]), jnp.array([3]), jnp.array([64]))
@@ -277,6 +295,7 @@ class PrefixStore:
         """Return the store with slot slots[n] written: the states in row rows[n] of the pools, which has read ends[n] tokens,
         and the keys and values of the last `every` of these tokens.
 
+        pools: as initial_states returns them. rows, slots, ends: [N] integers.
         -1 in rows or slots stores nothing. An end is a multiple of `every`, and at most the tokens that the pools have room for.
         Raises ValueError for other known ends, for known rows and slots out of range, and for known slots that repeat. Traced
         values that are out of range store nothing; traced slots that repeat are undefined.
@@ -305,8 +324,9 @@ class PrefixStore:
     def load(self, pools, rows: Int[Array, "N"], slots: Int[Array, "N J"]):
         """Return the pools with the prefixes of N requests in `rows`, as if the requests had read these tokens.
 
-        slots: the slots of each request's blocks in order, as in `Prefix`, followed by -1. A request without a slot, or with
-        row -1, changes nothing.
+        pools: as initial_states returns them. rows: [N] integers, the row of each request; -1 for none. slots: [N, J] integers,
+        the slots of each request's blocks in order, as in `Prefix`, followed by -1. A request without a slot, or with row -1,
+        changes nothing.
 
         Raises ValueError for known rows and slots out of range, for known rows that repeat, for a known -1 before a slot, and
         for pools without room for the tokens of the longest prefix, which is J blocks if slots are traced. A traced slot out of
@@ -383,6 +403,7 @@ class PrefixStore:
             raise ValueError(f"ends must be multiples of every={self.every}, from {self.every}{most}, got {wrong[0]}")
 
     def with_leaves(self, leaves) -> "PrefixStore":
+        """Return the store with other arrays."""
         return self.tree_unflatten((self.every, self.paged, self.structure), leaves)
 
     def tree_flatten_with_keys(self):

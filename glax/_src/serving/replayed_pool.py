@@ -44,7 +44,12 @@ ERASURES = ("beta", "erase", "erase+write", "erase+along", "erase+write+along")
 class TokenOptions(TypedDict, total=False):
     """List the arguments of a token beside its query, key and value: those of `recurrent_step`, by name.
 
-    They must be those that the pool's `form` names. `verify` takes them with an axis of T tokens after B.
+    They must be those that the pool's `form` names; the others are None. softmax_scale is K ** -0.5 if None, and the flags are
+    False by default. `verify` takes them with an axis of T tokens after B.
+
+    >>> pool, q = glax.serving.StatePool(2, heads=2, widths=4, form="none+beta"), jnp.ones((2, 2, 4))
+    >>> pool.step(q, q, q, beta=jnp.ones((2, 2)), use_qk_l2norm=True)[0].shape
+    (2, 2, 4)
     """
 
     g: Float[Array, "B H"] | Float[Array, "B H K"] | None
@@ -136,8 +141,9 @@ class StatePool:
         "+erase+along" or "+erase+write+along" follows.
     token_dtype: the dtype of keys and values in the ring. It must hold those of the calls without loss.
 
-    A pool is a tree of arrays: it passes through jit, and one that is donated is updated in place. No method changes the pool
-    that it is called on.
+    A new pool is zeros. It is a tree of arrays: it passes through jit, and one that is donated is updated in place. No method
+    changes the pool that it is called on. `states`, `length` [P] and `drafted` [P] are the stored states and the numbers of
+    tokens and of drafts in each ring. Raises TypeError or ValueError, which names the argument.
 
     >>> pool = glax.serving.StatePool(4, heads=2, widths=8, replay=8, form="head")
     >>> q, g, slots = jnp.ones((1, 2, 8)), jnp.full((1, 2), -0.1), jnp.array([3])
@@ -203,7 +209,10 @@ class StatePool:
 
         Sequence b lives in slots[b], -1 for none, or in row b of the pool without slots. Drafts that were not committed are
         forgotten. bonus, rounding_key: as in `recurrent_step`; the key rounds the states that this step writes. States in 8
-        bits are rounded to nearest.
+        bits are rounded to nearest. options: `TokenOptions`, those of the pool's `form`.
+
+        Raises the errors of `recurrent_step`; ValueError for tokens of another form or other heads than the pool's, and TypeError
+        for a query that token_dtype does not hold.
         """
         check_rounding_key(rounding_key)
         tokens, static = self.checked(dict(query=query, key=key, value=value, bonus=bonus), options, slots)
@@ -221,7 +230,8 @@ class StatePool:
     ) -> tuple[Float[Array, "B T H V"], "StatePool"]:
         """Return the outputs [B, T, H, V] of T draft tokens, and the pool with the drafts at the ends of its rings.
 
-        No state is written. `commit` moves each sequence past its accepted drafts; without it they are forgotten.
+        No state is written. `commit` moves each sequence past its accepted drafts; without it they are forgotten. T is at most
+        `drafts`. slots, options and errors: as in `step`, the options with an axis of T tokens after B.
         """
         tokens, static = self.checked(dict(query=query, key=key, value=value), options, slots)
         return bind_and_verify(static, self, tokens, **transferred(dict(slots=slots)))
@@ -235,7 +245,8 @@ class StatePool:
     ) -> "StatePool":
         """Return the pool after the first accepted[b] drafts of each sequence. States are written where a ring is then full.
 
-        A number above the drafts that the slot has, or below 0, is an error when known, and is clipped when traced.
+        accepted: [B] integers. A number above the drafts that the slot has, or below 0, is a ValueError when known, and is
+        clipped when traced. slots, rounding_key: as in `step`.
         """
         check_integers("accepted", accepted)
         check_rounding_key(rounding_key)
@@ -257,6 +268,7 @@ class StatePool:
     ) -> tuple[Float[Array, "B T H V"], "StatePool"]:
         """Read prompts as `prefill_into` does, which takes the same arguments, and return (the outputs, the pool).
 
+        Outputs, errors and options, which include gates, cu_seqlens, fresh and states_every, are those of `prefill_into`.
         The rings of the slots in slots, write_slots and state_slots are first flushed: written into their states, and emptied.
         """
         check_rounding_key(rounding_key)
@@ -276,15 +288,19 @@ class StatePool:
         return output, pool.replace(states=states)
 
     def flush(self, slots: Int[Array, "B"] | None = None, *, rounding_key: Key | None = None) -> "StatePool":
-        """Return the pool with the rings of the slots, or of all slots, written into their states and emptied."""
+        """Return the pool with the rings of the slots [B], or of all slots if None, written into their states and emptied.
+
+        Drafts are forgotten. rounding_key: as in `step`. Raises TypeError or ValueError for wrong slots.
+        """
         check_rounding_key(rounding_key)
         self.check_slots(slots)
         return flushed(self, rounding_key=rounding_key, **transferred(dict(slots=slots)))
 
     def states_of(self, slots: Int[Array, "B"] | None = None) -> Float[Array, "B H K V"]:
-        """Return the states after all tokens of the slots, or of all slots, in the dtype of sums; zeros for slot -1.
+        """Return the states [B, H, K, V] after all tokens of the slots [B], or of all slots if None; zeros for slot -1.
 
-        States in 8 bits are returned with their rests.
+        Their dtype is float32, or float64 for a token_dtype of float64. States in 8 bits are returned with their rests. Raises
+        TypeError or ValueError for wrong slots.
         """
         self.check_slots(slots)
         return states_behind(self, **transferred(dict(slots=slots)))
@@ -292,6 +308,7 @@ class StatePool:
     # ---- for the functions below -------------------------------------------------------------------------------------
 
     def replace(self, **changes) -> "StatePool":
+        """Return the pool with other attributes."""
         pool = object.__new__(StatePool)
         vars(pool).update(vars(self) | changes)
         return pool
