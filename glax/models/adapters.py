@@ -59,12 +59,16 @@ def lora(
 ) -> CausalLM:
     """Give projections of a model low-rank terms, y = x W + scale (x A) B, in place, and return the model. B begins as zeros.
 
+    rank: the columns of A [inputs, rank], and the rows of B. param_dtype: the dtype of both. rngs: for the first values of A,
+    which are uniform within 1 / sqrt(inputs).
     targets: which projections, by the names of the modules in the checkpoint, as peft reads `target_modules`: a list of names or
     of their ends, such as ["q_proj", "v_proj"], a regular expression of whole names, or "all-linear" for all but the head.
     alpha: twice the rank if None; scale is alpha / rank, or alpha / sqrt(rank) if rank_stabilized.
 
     `nnx.split(model, nnx.LoRAParam, ...)` divides the terms from the frozen parameters. Raises TypeError or ValueError for a
     wrong rank, alpha or dtype; and if targets are no names, name no projection, or name one that has a term.
+
+    Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 
     >>> model = glax.models.lora(model, 4, ["q_proj", "v_proj"], rngs=nnx.Rngs(0))
     >>> graph, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
@@ -81,10 +85,13 @@ def lora(
 
 
 def merge_lora(model: CausalLM) -> CausalLM:
-    """Return a model whose kernels are W + scale A B, without low-rank terms. It shares all other arrays with `model`, which
-    stays as it is.
+    """Return a model whose kernels are W + scale A B, each in the dtype of W, without low-rank terms. It shares all other arrays
+    with `model`, which stays as it is. A model without terms gives an equal one.
 
-    >>> merged = glax.models.merge_lora(model)
+    >>> tuned = glax.models.lora(glax.models.from_pretrained(folder), 4, rngs=nnx.Rngs(0))
+    >>> merged = glax.models.merge_lora(tuned)
+    >>> bool((merged(jnp.array([[1, 2]])) == model(jnp.array([[1, 2]]))).all())  # B is zeros
+    True
     """
     values = merged_parameters(model)
     copy = without_lora(model)
@@ -94,9 +101,13 @@ def merge_lora(model: CausalLM) -> CausalLM:
 
 
 def without_lora(model: CausalLM) -> CausalLM:
-    """Return the model without its low-rank terms. It shares its arrays with `model`, which stays as it is.
+    """Return the model without its low-rank terms: its projections are y = x W again. It shares its arrays with `model`, which
+    stays as it is.
 
-    >>> base = glax.models.without_lora(model)
+    >>> tuned = glax.models.lora(glax.models.from_pretrained(folder), 4, rngs=nnx.Rngs(0))
+    >>> base = glax.models.without_lora(tuned)
+    >>> base(jnp.array([[1, 2]])).shape == tuned(jnp.array([[1, 2]])).shape
+    True
     """
     graph, state = nnx.split(model)
     copy = nnx.merge(graph, jax.tree.map(lambda x: x, state))  # other variables, with the same arrays
@@ -111,7 +122,8 @@ def without_lora(model: CausalLM) -> CausalLM:
 def save_adapter(model: CausalLM, folder: str | Path):
     """Write the low-rank terms of a model as peft does: adapter_config.json and adapter_model.safetensors, in one step.
 
-    Raises ValueError for a model without low-rank terms of `lora`, and OSError if a file cannot be written.
+    folder: is made if it is missing; the files of an older adapter are replaced. Raises ValueError for a model without low-rank
+    terms of `lora`, or with terms of which only some are rank_stabilized, and OSError if a file cannot be written.
 
     >>> tuned = glax.models.lora(model, 4, ["o_proj"], rngs=nnx.Rngs(0))
     >>> glax.models.save_adapter(tuned, folder)
@@ -159,10 +171,12 @@ def number(alpha: float) -> int | float:
 def load_adapter(model: CausalLM, folder: str | Path, *, dtype: DTypeLike | None = None) -> CausalLM:
     """Give a model the low-rank terms in a folder of peft, in place, and return the model.
 
-    dtype: the dtype of the terms; as in the file if None. Dropout, which acts in training alone, is not applied.
+    folder: with adapter_config.json and the weights, as `save_adapter` writes it. dtype: the dtype of the terms; as in the file
+    if None. Dropout, which acts in training alone, is not applied.
 
     Raises FileNotFoundError if a file is missing. Raises UnsupportedOption, which names the key and its value, for an adapter
-    that computes something else, such as DoRA. Raises ValueError, which lists names, if tensors fit no projection of the model.
+    that computes something else, such as DoRA. Raises ValueError, which lists names, if tensors fit no projection of the model,
+    or one that has a term.
 
     >>> tuned = glax.models.lora(glax.models.from_pretrained(folder), 4, rngs=nnx.Rngs(0))
     >>> glax.models.save_adapter(tuned, folder)

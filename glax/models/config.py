@@ -53,12 +53,15 @@ OFF = {"is_causal": (None, True)}
 
 
 class UnsupportedOption(ValueError):
-    """A config has an option, or a value of one, that glax does not support."""
+    """Say that a config has an option, or a value of one, that glax does not support: a ValueError that names the key and its
+    value. `from_config`, `from_pretrained` and `load_adapter` raise it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Hold the content of config.json as text. The text is hashable, and is written back unchanged.
+    """Hold the content of a model's config.json as text. It is hashable, and `save_pretrained` writes the text unchanged.
+
+    text: a JSON object. `of` makes a config of a dict, and `read` of a folder; `values` is the dict.
 
     >>> config = glax.models.ModelConfig.of(dict(model_type="gla", hidden_size=64))
     >>> config.values["hidden_size"]
@@ -69,7 +72,7 @@ class ModelConfig:
 
     @classmethod
     def of(cls, values: Mapping) -> "ModelConfig":
-        """Return a config of values that JSON can hold. Raises ValueError, which names the key, for others."""
+        """Return a config of {key: value}. Raises ValueError, which names the key, for values that JSON cannot hold."""
         for key, value in values.items():
             try:
                 json.dumps({key: value}, sort_keys=True)
@@ -84,6 +87,7 @@ class ModelConfig:
 
     @property
     def values(self) -> dict:
+        """Return the content as a new dict."""
         return json.loads(self.text)
 
     @property

@@ -54,8 +54,8 @@ def generate(
     tokenizer: Any = None,
     log_probs: bool = False,
 ) -> Any:
-    """Return the tokens that continue each prompt, [B * samples, max_new_tokens]. With log_probs return (tokens, log_probs), of
-    which the second are the logarithms of the tokens' probabilities, float32 of the same shape.
+    """Return the tokens that continue each prompt, int32 [B * samples, max_new_tokens]. With log_probs return (tokens,
+    log_probs), of which the second are the logarithms of the tokens' probabilities, float32 of the same shape.
 
     One compiled program reads the prompts and writes the tokens. It serves `stream` too, equal models, and all prompts whose
     lengths are in one bucket. Caches of keys and values grow with the longest sequence; each growth compiles it again.
@@ -114,11 +114,11 @@ def stream(
     tokenizer: Any = None,
     log_probs: bool = False,
 ) -> Iterator[Any]:
-    """Yield the tokens of `generate`, one [B * samples] after another, each as soon as it is computed. With log_probs, yield
-    (tokens, log_probs). The stream ends when all sequences have ended.
+    """Yield the tokens of `generate`, one int32 [B * samples] after another, each as soon as it is computed. With log_probs,
+    yield (tokens, log_probs). The stream ends after max_new_tokens, or when all sequences have ended.
 
-    Arguments and errors are as in `generate`. Errors are raised at the call, before the first token. Everything is compiled
-    before the first token, unless a cache of keys and values grows.
+    Arguments and errors are as in `generate`; ValueError also for a model or arguments that are traced. Errors are raised at the
+    call, before the first token. Everything is compiled before the first token, unless a cache of keys and values grows.
 
     >>> tokens = glax.models.stream(model, jnp.array([[1, 2, 3]]), 8)
     >>> len([int(token[0]) for token in tokens])
@@ -575,9 +575,13 @@ def generation_defaults(model: CausalLM, **given) -> GenerationDefaults:
 
 
 def end_tokens(model: CausalLM) -> tuple[int, ...]:
-    """Return the tokens that end a sequence, for `eos` of `generate` and `stream`. See `generation_defaults`.
+    """Return the tokens that end a sequence, for `eos` of `generate` and `stream`: eos_token_id of the generation_config.json in
+    the folder that the model was loaded from, else of its config.json; () if neither has one.
 
-    >>> glax.models.end_tokens(model)
+    Tokens that the vocabulary does not have are left out. Raises ValueError for an eos_token_id that is neither a token nor a
+    list of tokens.
+
+    >>> glax.models.end_tokens(model)  # `generate` takes it: eos=glax.models.end_tokens(model) or None
     ()
     """
     return end_tokens_of(model, *file_of(model))

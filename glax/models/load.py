@@ -160,11 +160,12 @@ def from_config(
 ) -> CausalLM:
     """Return a model with random parameters, initialised as the model's own code does.
 
-    config: the content of a config.json, or a folder that holds one. dtype: the dtype of the activations; float32 if None.
-    param_dtype: the dtype of the parameters; float32 if None. Parameters that the model's own code has in float32 are float32 in
-    any case.
+    config: the content of a config.json, whose `model_type` is one of `MODEL_TYPES`, or a folder that holds one. dtype: the dtype
+    of the activations; float32 if None. param_dtype: the dtype of the parameters; float32 if None. Parameters that the model's
+    own code has in float32 are float32 in any case. rngs: for the parameters, such as nnx.Rngs(0).
 
-    Raises UnsupportedOption, which names the key and its value, for an option that is not supported.
+    Raises UnsupportedOption, which names the key and its value, for an option that is not supported, ValueError for other wrong
+    values and dtypes, and OSError if the folder's config cannot be read.
 
     >>> config = dict(model_type="gla", hidden_size=64, num_hidden_layers=2, vocab_size=100)
     >>> glax.models.from_config(config, rngs=nnx.Rngs(0)).vocabulary
@@ -202,7 +203,7 @@ def from_pretrained(
 
     Nothing is downloaded. The folder of a snapshot of huggingface_hub works. Raises UnsupportedOption, which names the key and
     its value, for an option that is not supported. Raises ValueError, which lists the names, if weights are missing or left
-    over.
+    over, and FileNotFoundError if there is no such folder.
 
     >>> model = glax.models.from_pretrained(folder)
     >>> model(jnp.array([[1, 2, 3]])).shape[:2]

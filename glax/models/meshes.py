@@ -48,8 +48,16 @@ def sizes_of(wanted: Mapping[str, int], devices: int) -> dict[str, int]:
 
 
 def training_mesh(wanted: Mapping[str, int]) -> Mesh:
-    """Return the mesh with axes of the `wanted` sizes. Raises ValueError for sizes that do not fit the devices, and for
-    several processes of which the mesh would not have all devices."""
+    """Return the mesh with the axes "data", "fsdp", "tensor", "expert" and "sequence", of the `wanted` sizes, over the first
+    devices of all processes.
+
+    wanted: the size of each of these axes; one may be -1, for as many as the devices allow. Raises ValueError for sizes that do
+    not fit the devices, and for several processes of which the mesh would not have all devices.
+
+    >>> from glax.models.meshes import training_mesh
+    >>> dict(training_mesh(dict(data=1, fsdp=1, expert=1, sequence=1, tensor=1)).shape)["data"]
+    1
+    """
     sizes = sizes_of(wanted, jax.device_count())
     count = math.prod(sizes.values())
     if jax.process_count() > 1 and count != jax.device_count():

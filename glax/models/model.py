@@ -74,13 +74,22 @@ Mixing = Any  # a module with `mix` and `empty_state`; see CausalLM
 
 
 class CausalLM(nnx.Module):
-    """Map tokens to logits of the next token by an embedding, blocks, a norm and a head.
+    """Map tokens to logits of the next token by an embedding, blocks, a norm and a head. `from_config` and `from_pretrained` make
+    models; model(tokens [B, T]) returns logits [B, T, vocabulary].
 
-    A block is a module with `mix(x, state, rows) -> (x, state)` and `empty_state(batch, max_length)`, where state is a dict. If
-    head is None, the head is the embedding's transpose. config: the config of the checkpoint. names: the names of the
-    parameters in the checkpoint. folder: the folder that the model was loaded from, or None. padding: a token whose embedding
-    gets no gradient as an input, as in the models' own code, or None. logit_cap: c of logits c tanh(z / c), or
-    None. Subclasses may define `embed`, `arguments`, `through` and `before_head`.
+    config:    the `ModelConfig` of the checkpoint. names: the names of the parameters in the checkpoint.
+    blocks:    modules with `mix(x, state, rows) -> (x, state)` and `empty_state(batch, max_length)`, where state is a dict.
+    norm:      a function of the rows behind the last block, [..., width].
+    vocabulary, width: the numbers of tokens, and of channels of a row.
+    tied:      whether the head is the embedding's transpose; `head` is then None.
+    precision: the dtypes of activations and parameters, and the rngs of their first values.
+    deviation: the deviation of the first values of embedding and head.
+    padding:   a token whose embedding gets no gradient as an input, as in the models' own code, or None.
+    logit_cap: c of logits c tanh(z / c), or None.
+
+    `folder` is the folder that the model was loaded from, or None. Subclasses may define `embed`, `arguments`, `through` and
+    `before_head`. Methods raise TypeError or ValueError for tokens of another shape or dtype, and for known tokens that the
+    vocabulary does not have.
 
     >>> logits = model(jnp.array([[1, 2, 3]]))
     >>> logits.shape == (1, 3, model.vocabulary)
@@ -127,6 +136,7 @@ class CausalLM(nnx.Module):
 
     @property
     def folder(self) -> str | None:
+        """Return the folder that the model was loaded from, or None."""
         return self.origin.folder
 
     @folder.setter
@@ -139,9 +149,10 @@ class CausalLM(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None, pad_id: int | None = None
     ) -> Float[Array, "B T vocabulary"]:
-        """Return the logits of the token behind each token, [B, T, vocabulary]. Every sequence is read from its beginning, in
-        one parallel pass.
+        """Return the logits of the token behind each token, [B, T, vocabulary], in the dtype of activations. Every sequence is
+        read from its beginning, in one parallel pass.
 
+        tokens: [B, T] integers from 0 to vocabulary - 1.
         segment_ids: the segments of packed sequences. A token continues the sequence of the token before it if both have the
         same id. pad_id: the id of padding, whose logits have no meaning. Without pad_id, padding is a segment like any other.
         """
@@ -158,8 +169,9 @@ class CausalLM(nnx.Module):
     ) -> tuple[Float[Array, "T vocabulary"], list[dict]]:
         """Read packed prompts from the states in pools, and return (the logits, the pools with the new states).
 
-        pools: as `initial_states` returns them. Sequence n continues from row slots[n], or starts from zeros if fresh[n]. Slot
-        -1 is no sequence: its logits have no meaning, and no pool changes. See `glax.prefill_into`.
+        Logits are [T, vocabulary]. pools: as `initial_states` returns them. Sequence n has the tokens from cu_seqlens[n] up to,
+        and without, cu_seqlens[n + 1]. It continues from row slots[n], or starts from zeros if fresh[n]. Slot -1 is no sequence:
+        its logits have no meaning, and no pool changes. See `glax.prefill_into`.
         """
         x, pools = self.prefill_hidden(tokens, pools, slots, cu_seqlens, fresh)
         return self.logits(x), pools
@@ -168,7 +180,10 @@ class CausalLM(nnx.Module):
     def step(
         self, tokens: Int[Array, "B"], pools: list[dict], slots: Int[Array, "B"] | None = None
     ) -> tuple[Float[Array, "B vocabulary"], list[dict]]:
-        """Read one token of each sequence, and return (the logits, the pools). Without slots, sequence b lives in row b."""
+        """Read one token of each sequence, and return (the logits of the next [B, vocabulary], the pools with the new states).
+
+        pools: as `initial_states` returns them. Sequence b lives in row slots[b], -1 for none, or without slots in row b.
+        """
         tokens = self.checked(tokens, "[B]")
         x, pools = self.through(self.embed(tokens), pools, token_rows(slots, tokens.shape[0], pools, "pools"))
         return self.logits(self.norm(x)), pools
@@ -186,7 +201,7 @@ class CausalLM(nnx.Module):
 
         targets: the token behind each token; -1, or any number below 0, for a token that does not count. If None, the target is
         the next token of the same segment, and padding does not count. z_loss: the weight of the mean of (log sum exp logits)^2,
-        which is added.
+        which is added. tokens, segment_ids, pad_id: as in a call of the model. The loss is a float32 scalar.
         """
         tokens = self.checked(tokens, "[B, T]")
         targets = None if targets is None else checked_targets(targets, tokens.shape, self.vocabulary)
@@ -236,6 +251,7 @@ class CausalLM(nnx.Module):
 
     @automatic(rows_of("tokens"), like("pools"))
     def prefill_hidden(self, tokens, pools, slots, cu_seqlens, fresh=None) -> tuple[Array, list[dict]]:
+        """Return what `prefill` does, with the rows that the head reads, [T, width], in place of logits."""
         tokens = self.checked(tokens, "[T]")
         rows = parallel_rows(tokens.shape, cu_seqlens)
         states, slots = from_pool(pools, slots, rows.num_sequences, fresh)
@@ -243,6 +259,7 @@ class CausalLM(nnx.Module):
         return self.norm(x), into_pool(pools, slots, states)
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows width"]:
+        """Return the rows that the first block reads."""
         # Rows are cast, not the table: else its gradient would sum the rows of a frequent token in `dtype`.
         x = embedded(self.embedding.embedding[...], tokens).astype(self.dtype)
         if self.padding is None:
@@ -338,6 +355,7 @@ class CausalLM(nnx.Module):
 
     @automatic(rows_of("x"))
     def logits(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows vocabulary"]:
+        """Return the logits of rows behind the last norm."""
         return soft_cap(self.before_head(x).astype(self.dtype) @ self.head_kernel, self.logit_cap)
 
     def derived_tensors(self) -> dict[str, Any]:
@@ -354,12 +372,14 @@ class CausalLM(nnx.Module):
         """Return the empty states of `batch` sequences, or pools of as many slots: one dict per block, each array with one row
         per sequence.
 
-        max_length: the tokens of a sequence, prompt and continuation together. Only blocks of softmax attention need it. Where
-        the parameters lie on explicit axes of a mesh, the states lie there too, with their heads sharded as the layers are.
+        max_length: the tokens of a sequence, prompt and continuation together. Only blocks of softmax attention need it, and
+        raise ValueError if it is None. Where the parameters lie on explicit axes of a mesh, the states lie there too, with their
+        heads sharded as the layers are.
         """
         return states_on_mesh(self.empty_states(batch, max_length), first_array(self))
 
     def empty_states(self, batch: int, max_length: int | None = None) -> list[dict]:
+        """Return what `initial_states` does, on the default device."""
         return [block.empty_state(batch, max_length) for block in self.blocks]
 
     def grown_states(self, pools: list[dict], max_length: int) -> list[dict]:

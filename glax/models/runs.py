@@ -38,8 +38,14 @@ class DamagedCheckpoint(ValueError):
 
 @dataclasses.dataclass
 class History:
-    """Hold losses in nats per token, by step. losses: of the windows that each step trained on. held_out: of the held-out tokens
-    after a step."""
+    """Hold losses in nats per token, by step: {step: loss}. `train` returns it.
+
+    losses: of the windows that each step trained on. held_out: of the held-out tokens after a step.
+
+    >>> from glax.models.training import History
+    >>> History({1: 5.5}, {}).losses[1]
+    5.5
+    """
 
     losses: dict[int, float] = dataclasses.field(default_factory=dict)
     held_out: dict[int, float] = dataclasses.field(default_factory=dict)
@@ -260,7 +266,12 @@ def seal(written: Mapping[str, object]) -> str:
 
 @jax.jit
 def is_finite(state) -> jax.Array:
-    """Return whether all floating-point numbers of a tree are finite."""
+    """Return whether all floating-point numbers of a tree of arrays are finite, as a bool array []. The tree has at least one.
+
+    >>> from glax.models.training import is_finite
+    >>> bool(is_finite(nnx.state(model)))
+    True
+    """
     floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
     return jnp.stack([jnp.isfinite(x).all() for x in floats]).all()
 
@@ -269,8 +280,15 @@ class Checkpoints:
     """Save and restore states in the folder `checkpoints` of a run. Each checkpoint also has the state's digest, the run's
     record and the position of the data.
 
+    out: the run's folder. record: what must be the same in a checkpoint that is restored, values of JSON by name (`record_of`).
     count: how many checkpoints stay, the newest. hours: beside these, one stays for each so many hours; none if None. Writing
     goes on beside the steps that follow `save`, and the next call waits for its end. All processes call each method together.
+    It is a context, which waits at its end.
+
+    >>> from glax.models.training import Checkpoints
+    >>> with Checkpoints(folder / "run", record={}) as checkpoints: checkpoints.save(1, dict(x=jnp.ones(2)))
+    >>> with Checkpoints(folder / "run", record={}) as checkpoints: checkpoints.restore(dict(x=jnp.ones(2)))[1]
+    1
     """
 
     def __init__(self, out: Path, record: Mapping[str, Any], count: int = 2, hours: float | None = None):
@@ -301,7 +319,9 @@ class Checkpoints:
         return self.manager.latest_step()
 
     def save(self, step: int, state, position: Any = None):
-        """Begin to write a checkpoint, and remove those that do not stay. position: where the data stands, as JSON.
+        """Begin to write a checkpoint, and remove those that do not stay.
+
+        state: a tree of arrays. position: where the data stands, a value of JSON, which `restore` returns.
 
         Raises OSError if it, or the one before, cannot be written.
         """

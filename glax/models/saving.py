@@ -58,8 +58,9 @@ class Stored:
 
 
 def save_pretrained(model: CausalLM, folder: str | Path, *, others: bool = True, max_shard_size: int | str = "50GB"):
-    """Write config.json and model.safetensors, which fla and transformers load. All files are replaced in one step: until then
-    the old files stay, and from then on `from_pretrained` reads the new ones, whatever is interrupted.
+    """Write config.json and model.safetensors, which fla and transformers load, into a folder, which is made if it is missing.
+    All files are replaced in one step: until then the old files stay, and from then on `from_pretrained` reads the new ones,
+    whatever is interrupted.
 
     Each parameter is written in its own dtype, and the config names the dtype of most of them. The terms of `lora`, `nnx.LoRA`
     and `nnx.LoRALinear` are added to the kernels they belong to. The files of the tokenizer and of generation are copied from

@@ -44,8 +44,12 @@ STATES = dict(
 def partition_spec(
     axes: tuple[str | None, ...] | None, shape: tuple[int, ...], mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-    """Return the PartitionSpec of a parameter with these logical axes. The mesh axes "model" or "tensor", "fsdp", and
-    "expert" shard it where they divide it.
+    """Return the PartitionSpec of a parameter with these logical axes.
+
+    axes: the name of each axis of the parameter, of those in `glax.nn.parts`: "embed", "experts", "heads", "mlp" or "vocabulary";
+    None for an axis that stays whole. With None for all, so does the parameter. shape: the sizes of the axes. mesh: its axes of
+    the names "model" or "tensor" shard heads, MLPs and the vocabulary, "fsdp" the width, and "expert" experts: each where its
+    size divides the parameter's, and once for a parameter.
 
     >>> mesh = jax.sharding.AbstractMesh((2,), ("model",))
     >>> tuple(glax.models.partition_spec(("embed", "heads"), (64, 128), mesh))
@@ -163,8 +167,11 @@ class Placement:
 
 
 def shard(model: nnx.Module, mesh: Mesh):
-    """Move every parameter of `model` to the devices that `partition_spec` names. An axis of the mesh that does not divide the
-    heads of a layer does not shard them, and a warning of the logger "glax" names the parameters.
+    """Move every parameter of `model` to the devices that `partition_spec` names, in place. Returns None.
+
+    mesh: a jax.sharding.Mesh with the axes that `partition_spec` reads; over its other axes parameters are replicated. An axis of
+    the mesh that does not divide the heads of a layer does not shard them, and a warning of the logger "glax" names the
+    parameters. Raises TypeError for another mesh.
 
     >>> mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> glax.models.shard(model, mesh)

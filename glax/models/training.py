@@ -92,7 +92,7 @@ LATE = 2  # how many further steps the host begins before it reads the values of
 
 
 class NotFiniteLoss(ArithmeticError):
-    """A loss or a parameter is not finite."""
+    """Say that a loss or a parameter is not finite. `train` raises it."""
 
 
 def names_in(path: tuple) -> list[str]:
@@ -125,7 +125,7 @@ def muon_dimensions(params):
 
 @dataclasses.dataclass(frozen=True)
 class TrainingConfig:
-    """Configure `glax train`; read from TOML or JSON.
+    """Configure `train`, and the command `glax train`; `read` takes it from TOML or JSON.
 
     model:      the content of a config.json, or a folder. Weights in the folder are the start of the training.
     text:       the file to train on; its last 5% are held out. Give either it or `documents`.
@@ -163,6 +163,12 @@ class TrainingConfig:
     data, fsdp, tensor, expert, sequence: the sizes of the mesh's axes; one may be -1, for as many as the devices allow. `data`,
         `fsdp` and `expert` shard the batch. `fsdp` also shards parameters and moments, `expert` those of experts, by expert,
         `tensor` heads, MLPs and the vocabulary, and `sequence` the tokens of a window.
+
+    Raises ValueError, which names the field.
+
+    >>> from glax.models.training import TrainingConfig
+    >>> TrainingConfig(dict(model_type="gla", hidden_size=64), text="book.txt", steps=100).schedule
+    'cosine'
     """
 
     model: dict | str
@@ -379,8 +385,11 @@ class TrainingConfig:
 
     @classmethod
     def read(cls, path: Path, **changes) -> "TrainingConfig":
-        """Return the config in a file, with changes. Paths in it are relative to its folder. Raises ValueError, which names the
-        wrong entry, and OSError if the file cannot be read."""
+        """Return the config in a file, with changes. Paths in it are relative to its folder.
+
+        path: a file of JSON if its name ends with .json, else of TOML. changes: fields, in place of the file's. Raises
+        ValueError, which names the wrong entry, and OSError if the file cannot be read.
+        """
         _, raw = read_regular(path)
         try:
             values = parse(raw) if path.suffix == ".json" else tomllib.loads(raw.decode())
@@ -404,14 +413,25 @@ class TrainingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Hold the tokens of one text: those to train on, and the windows at its end that are held out."""
+    """Hold the tokens of one text: those to train on, `train` [tokens], and the windows at its end that are held out, `held_out`
+    [windows, length + 1]. Both are integers.
+
+    >>> import numpy as np
+    >>> from glax.models.training import Text
+    >>> Text(np.arange(100), np.zeros((1, 9), int)).windows(4, 8, np.random.default_rng(0)).shape
+    (4, 9)
+    """
 
     train: np.ndarray
     held_out: np.ndarray  # [windows, length + 1]
 
     @classmethod
     def read(cls, path: Path, tokenizer: Tokenizer, length: int) -> "Text":
-        """Return the tokens of a file. Raises ValueError if they are fewer than two windows."""
+        """Return the tokens of a text file, of which the last 5%, up to 16 windows and at least one, are held out.
+
+        tokenizer: as `make_model` returns it. length: the tokens of a window, without the one that is only a target. Raises
+        ValueError if the file has fewer than two windows.
+        """
         tokens, window = read_tokens(path, tokenizer), length + 1
         windows = min(int(len(tokens) * HELD_OUT) // window, EVALUATED) or 1
         if len(tokens) < (windows + 1) * window:
@@ -420,7 +440,7 @@ class Text:
         return cls(tokens[:cut], tokens[cut:].reshape(windows, window))
 
     def windows(self, batch: int, length: int, rng: np.random.Generator) -> np.ndarray:
-        """Return windows at random positions of the text, [batch, length + 1] tokens."""
+        """Return windows at random positions of the text that is trained on, [batch, length + 1] tokens."""
         first = rng.integers(0, len(self.train) - length, batch)
         return self.train[first[:, None] + np.arange(length + 1)]
 
@@ -509,10 +529,16 @@ class PackedDocuments(Data):
 
 
 def make_model(config: TrainingConfig, mesh: Mesh | None = None) -> tuple[CausalLM, Tokenizer]:
-    """Return the model to be trained, and its tokenizer. What is trained is float32.
+    """Return (the model to be trained, its tokenizer). What is trained is float32.
 
     mesh: as `training_mesh` returns it. On several devices each parameter is formed or loaded as its shards, and is whole on
-    none. On one device the parameters are the same to a rounding.
+    none. On one device the parameters are the same to a rounding. Raises the errors of `glax.models.from_config`,
+    `from_pretrained` and `lora`, and ValueError if there is no tokenizer for the vocabulary.
+
+    >>> from glax.models.training import TrainingConfig, make_model
+    >>> sizes = dict(model_type="gla", vocab_size=256, hidden_size=16, num_hidden_layers=1, num_heads=2)
+    >>> make_model(TrainingConfig(sizes, text="book.txt"))[0].vocabulary
+    256
     """
     folder, dtype = Path(config.model) if isinstance(config.model, str) else None, jnp.dtype(config.dtype)
     source = folder if folder is not None and has_weights(folder) else None
@@ -578,7 +604,11 @@ def spread_sequence(model: CausalLM, mesh: Mesh):
     """Change the model in place: every layer with a recurrence then solves its shard of the sequence, and exchanges states.
 
     mesh: a mesh with the axis "sequence". Its axes "data", "fsdp" and "expert" shard the batch, and "tensor" the heads of the
-    layers whose heads it divides.
+    layers whose heads it divides. Returns None.
+
+    >>> from glax.models.training import spread_sequence
+    >>> model = glax.models.from_pretrained(folder)
+    >>> spread_sequence(model, jax.make_mesh((1,), ("sequence",)))
     """
     rows = tuple(name for name in ROWS if name in mesh.axis_names)
     tensor = mesh.shape.get("tensor", 1)
@@ -609,9 +639,10 @@ def keep_rows(model: CausalLM, mesh: Mesh):
 class Beginning:
     """Hold what a run begins with, for `begin` of `train` to report.
 
-    start: where the parameters came from before step 1. data: what the run trains on, and how much of it.
-    step: the step of the checkpoint that the run resumes from; 0 for none. layers: how many of the layers are compiled, and
-    why all are if no scan runs over equal ones. What keeps `model` may keep a copy of its parameters in memory.
+    model:  the model as training begins. What keeps it may keep a copy of its parameters in memory.
+    start:  where the parameters came from before step 1, in words. data: what the run trains on, and how much of it, in words.
+    step:   the step of the checkpoint that the run resumes from; 0 for none.
+    layers: how many of the layers are compiled, and why all are if no scan runs over equal ones, in words.
     """
 
     model: CausalLM
@@ -626,8 +657,8 @@ def train(
     each_step: Callable[[int, float, float], bool] = lambda step, loss, seconds: False,
     begin: Callable[[Beginning], None] = lambda beginning: None,
 ) -> tuple[CausalLM, History]:
-    """Train from the newest whole checkpoint in `config.out`, or from the start if there is none. Return the model and its
-    losses.
+    """Train from the newest whole checkpoint in `config.out`, or from the start if there is none. Return (the model, its losses),
+    of which the second is a `History`. `config.out` then holds the model, its losses and checkpoints.
 
     each_step(step, loss, seconds since the step before) is called for each step, when up to two further steps have begun. If it
     returns True, training ends with a checkpoint: no further step begins on one process, and a few do on several.
@@ -683,9 +714,10 @@ def write_model(config: TrainingConfig, model: CausalLM):
 
 
 def record_of(config: TrainingConfig, model: CausalLM, tokenizer: Tokenizer, data: Data) -> dict[str, Any]:
-    """Return the record of a run: what must not change when it resumes, by the names of `TrainingConfig`.
+    """Return the record of a run: what must not change when it resumes, by the names of `TrainingConfig`, as values of JSON.
 
-    `glax.models.runs.refuse_another` compares it with the record in a checkpoint.
+    model, tokenizer: as `make_model` returns them. data: what the run trains on, a `glax.models.training.Data`. `Checkpoints`
+    takes the record; `glax.models.runs.refuse_another` compares it with the record in a checkpoint.
     """
     options = hashlib.sha256(model.config.text.encode())
     source = f"random parameters, seed {config.seed}"
