@@ -106,6 +106,13 @@ def test_every_public_docstring_has_an_example_that_runs(tmp_path, monkeypatch):
             )
             assert example.examples, f"{module}.{name} has no example"
             assert doctest.DocTestRunner().run(example).failed == 0, f"{module}.{name}"
+    pages = "".join((DOCS / page).read_text() for page in PAGES if page.startswith("api/"))
+    for whole in sorted(set(re.findall(r":: (glax\.\S+\.\S+)$", pages, flags=re.MULTILINE))):
+        module, _, name = whole.rpartition(".")
+        names = dict(glax=glax, jax=jax, jnp=jnp, nn=nn, nnx=nnx, model=model, folder=folder)
+        public = getattr(importlib.import_module(module), name, None)  # None for a module
+        for example in doctest.DocTestFinder(recurse=False, exclude_empty=True).find(public, whole, globs=names):
+            assert doctest.DocTestRunner().run(example).failed == 0, whole
 
 
 def test_the_support_matrix_is_the_registrys():
