@@ -155,6 +155,8 @@ class CausalLM(nnx.Module):
         tokens: [B, T] integers from 0 to vocabulary - 1.
         segment_ids: the segments of packed sequences. A token continues the sequence of the token before it if both have the
         same id. pad_id: the id of padding, whose logits have no meaning. Without pad_id, padding is a segment like any other.
+
+        Raises TypeError or ValueError, which names the argument.
         """
         return self.logits(self.hidden(tokens, segment_ids, pad_id))
 

@@ -440,7 +440,10 @@ class Text:
         return cls(tokens[:cut], tokens[cut:].reshape(windows, window))
 
     def windows(self, batch: int, length: int, rng: np.random.Generator) -> np.ndarray:
-        """Return windows at random positions of the text that is trained on, [batch, length + 1] tokens."""
+        """Return `batch` windows at random positions of `train`, [batch, length + 1] in its dtype.
+
+        rng: draws the positions. Raises ValueError if `train` has at most length tokens.
+        """
         first = rng.integers(0, len(self.train) - length, batch)
         return self.train[first[:, None] + np.arange(length + 1)]
 
@@ -531,8 +534,8 @@ class PackedDocuments(Data):
 def make_model(config: TrainingConfig, mesh: Mesh | None = None) -> tuple[CausalLM, Tokenizer]:
     """Return (the model to be trained, its tokenizer). What is trained is float32.
 
-    mesh: as `training_mesh` returns it. On several devices each parameter is formed or loaded as its shards, and is whole on
-    none. On one device the parameters are the same to a rounding. Raises the errors of `glax.models.from_config`,
+    mesh: as `training_mesh` returns it; one device if None. On several devices each parameter is formed or loaded as its shards,
+    and is whole on none. On one device the parameters are the same to a rounding. Raises the errors of `glax.models.from_config`,
     `from_pretrained` and `lora`, and ValueError if there is no tokenizer for the vocabulary.
 
     >>> from glax.models.training import TrainingConfig, make_model

@@ -115,10 +115,10 @@ def recurrent(
     results, any number of times, in reverse mode.
 
     softmax_scale is K ** -0.5 if None. initial_state [N, H, K, V], or [H, K, V] for all sequences, is zeros if None. `reverse`
-    scans from the last token to the first. cu_seqlens [N + 1] packs N sequences in one row: sequence n has the rows from
-    cu_seqlens[n] to cu_seqlens[n + 1]. segment_ids [B, T] packs by ids, of which pad_id is padding. states_every=n also returns
-    the states behind every n tokens. platform and cfg choose the kernel; glax does if None. `glax._src.api.recurrent.Options`
-    has more of these.
+    scans from the last token to the first. cu_seqlens [N + 1] packs N sequences in one row, so B is 1: sequence n has the rows
+    from cu_seqlens[n] up to, and without, cu_seqlens[n + 1]. segment_ids [B, T] packs by ids, of which pad_id is padding.
+    states_every=n also returns the states behind every n tokens. platform and cfg choose the kernel; glax does if None.
+    `glax._src.api.recurrent.Options` has more of these.
 
     With `bonus` u [H, K] the read is RWKV-6's, of the state before the token and its decay:
 

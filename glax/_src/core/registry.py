@@ -103,7 +103,7 @@ class Config:
 
     @classmethod
     def candidates(cls, r: Recurrence) -> Iterable[Self]:
-        """Return the configs that tuning measures for r; here the heuristic alone."""
+        """Return the configs that tuning measures for r; here the heuristic alone. A subclass defines more."""
         return [cls.heuristic(r)]
 
 
@@ -397,7 +397,7 @@ class KernelRegistry:
         return sorted(able, key=lambda spec: -spec.priority(r)), refusals
 
     def find(self, r: Recurrence, platform: Platform | None = None, config: Config | None = None) -> KernelSpec:
-        """Return the kernel that is chosen for r on this machine, of those without a suffix. platform, config: as in `able`.
+        """Return the kernel that is chosen for the outputs and final states of r on this machine. platform, config: as in `able`.
 
         Raises UnsupportedError, with every refusal, if no kernel is able.
         """

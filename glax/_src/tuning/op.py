@@ -30,15 +30,17 @@ class Kernel:
     version: int = 0
 
     def run(self, *args, cfg, **kwargs) -> Any:
-        """Compute the operation with that config. Subclasses define it."""
+        """Compute the operation of the arguments with the config cfg, and return what the executor is to return. Subclasses
+        define it."""
         raise NotImplementedError(f"{type(self).__name__} must define run(self, ..., cfg)")
 
     def get_impl(self, cfg) -> Callable[..., Any]:
-        """Return the function that runs with that config."""
+        """Return the function (*args, **kwargs) -> self.run(*args, cfg=cfg, **kwargs). cfg: a config of this operation."""
         return lambda *args, **kwargs: self.run(*args, cfg=cfg, **kwargs)
 
     def runner(self, cfg) -> Callable[..., Any]:
-        """Return the function that executors and the tuner call: `get_impl(cfg)`, unless a subclass overrides it."""
+        """Return the function of the arguments that executors and the tuner call: `get_impl(cfg)`, unless a subclass overrides
+        it."""
         return self.get_impl(cfg)
 
     def heuristic_cfg(self, inv) -> Any:
@@ -54,7 +56,11 @@ class Kernel:
         return described(inv.args, inv.kwargs)
 
     def example(self, inv) -> tuple[tuple, dict]:
-        """Return arguments like those of the Invocation with values as in use. Kernels may be fast on zeros and slow on data."""
+        """Return (args, kwargs) like those of the Invocation, with arrays in place of shapes, on which the tuner measures.
+
+        Floats are normal numbers, and integers zeros. A subclass gives values as in use: kernels may be fast on zeros and slow on
+        data.
+        """
         return example_of((inv.args, inv.kwargs))
 
 
