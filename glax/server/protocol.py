@@ -10,7 +10,7 @@ from typing import Any
 from glax._src.core.files import ContentError, parse
 from glax.models.generation import GenerationDefaults
 from glax.models.tokens import Tokenizer
-from glax.server.request import MOST_LOGPROBS, SEEDS, Request
+from glax.server.request import MOST_LOGPROBS, SEEDS, Request, as_tokens
 from glax.server.templates import ChatTemplate
 from glax.server.text import WINDOW, TokenBytes
 
@@ -158,7 +158,7 @@ def read_call(served: Served, raw: bytes, *, is_chat: bool) -> Call:
     try:
         requests = [
             Request(prompt, read_max_tokens(served, body, len(prompt), is_chat), seed=seed, **common)
-            for prompt in prompts
+            for prompt in [as_tokens("prompt", each) for each in prompts]  # once for all samples
             for seed in seeds
         ]
     except ValueError as error:
@@ -166,7 +166,7 @@ def read_call(served: Served, raw: bytes, *, is_chat: bool) -> Call:
     return Call(
         is_chat=is_chat,
         requests=tuple(requests),
-        context=tuple(() if is_chat else list(request.prompt[-WINDOW:]) for request in requests),
+        context=tuple(() if is_chat else request.tokens[-WINDOW:].tolist() for request in requests),
         prompt_tokens=sum(map(len, prompts)),
         samples=samples,
         stops=stops,

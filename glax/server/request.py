@@ -1,13 +1,14 @@
 """Define what a request asks for, the events that its consumer receives, and why a request is refused."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 LARGEST = float(np.finfo(np.float32).max)
 GREEDY = 1e-5  # below this temperature quotients of logits may overflow
 SEEDS = 2**63  # seeds are integers of 64 bits
+LARGEST_TOKEN = 2**63 - 1  # of an array
 MOST_LOGPROBS = 20  # the most likeliest tokens that a request may ask for, as in OpenAI's interface
 
 
@@ -92,6 +93,7 @@ class Request:
     logprobs: int | None = None
     ends: frozenset[int] | None = None
     deadline: float | None = None
+    tokens: np.ndarray = dataclasses.field(init=False, repr=False, compare=False)  # the prompt as an array of integers
 
     def __post_init__(self):
         self.check_integer("max_tokens", 0)
@@ -110,9 +112,8 @@ class Request:
             self.check_number("deadline", is_number(self.deadline) and self.deadline > 0, "of seconds above 0")
         if isinstance(self.prompt, str) or not hasattr(self.prompt, "__len__") or not len(self.prompt):
             raise ValueError(f"prompt must be a sequence of at least one token, got {self.prompt!r:.80}")
-        for name, tokens in (("prompt", self.prompt), ("ends", self.ends or ())):
-            if wrong := [token for token in tokens if not is_integer(token) or token < 0]:
-                raise ValueError(f"{name} must hold tokens, integers of at least 0, got {wrong[0]!r:.80}")
+        as_tokens("ends", self.ends or ())
+        object.__setattr__(self, "tokens", as_tokens("prompt", self.prompt))
 
     def check_integer(self, name: str, least: int, most: int | None = None):
         value = getattr(self, name)
@@ -126,9 +127,31 @@ class Request:
 
     def check_tokens(self, vocabulary: int):
         """Raise ValueError unless all tokens are below `vocabulary`."""
-        for name, tokens in (("prompt", self.prompt), ("ends", self.ends or ())):
-            if wrong := [token for token in tokens if token >= vocabulary]:
-                raise ValueError(f"{name} must hold tokens from 0 to {vocabulary - 1}, got {wrong[0]!r:.80}")
+        for name, largest in (("prompt", self.tokens.max()), ("ends", max(self.ends or (), default=0))):
+            if largest >= vocabulary:
+                raise ValueError(f"{name} must hold tokens from 0 to {vocabulary - 1}, got {largest!s:.80}")
+
+
+def as_tokens(name: str, tokens: Iterable) -> np.ndarray:
+    """Return tokens as an array [T] of int64. Raises ValueError, with the first of them that is no integer from 0 on.
+
+    A prompt may have a hundred thousand tokens, and other calls wait for Python's lock meanwhile, so no Python code looks at
+    each of them.
+    """
+    if not (isinstance(tokens, np.ndarray) and tokens.dtype.kind in "iu" and tokens.ndim == 1):
+        tokens = list(tokens)
+        if not all(kind is not bool and issubclass(kind, int | np.integer) for kind in set(map(type, tokens))):
+            raise ValueError(wrong_token(name, next(token for token in tokens if not is_integer(token))))
+    least, most = (np.min, np.max) if isinstance(tokens, np.ndarray) else (min, max)
+    if len(tokens) and least(tokens) < 0:
+        raise ValueError(wrong_token(name, next(token for token in tokens if token < 0)))
+    if len(tokens) and most(tokens) > LARGEST_TOKEN:
+        raise ValueError(f"{name} must hold tokens below 2**63, got {most(tokens)!s:.80}")
+    return np.array(tokens, np.int64)
+
+
+def wrong_token(name: str, token) -> str:
+    return f"{name} must hold tokens, integers of at least 0, got {token!r:.80}"
 
 
 def is_integer(value) -> bool:

@@ -222,7 +222,7 @@ class Scheduler:
         ends = self.ends if request.ends is None else frozenset(request.ends)
         deadline = float("inf") if request.deadline is None else time.monotonic() + request.deadline
         seed = secrets.randbits(63) if request.seed is None else int(request.seed)
-        return Ticket(request, receive, np.array(list(request.prompt), np.int32), ends, deadline, seed)
+        return Ticket(request, receive, request.tokens.astype(np.int32), ends, deadline, seed)
 
     def check(self, request: Request):
         """Raise ValueError, which names the field, for a request that cannot be served."""

@@ -1,6 +1,7 @@
 """The scheduler of `glax.server`: every answer is as its request would have it alone, whatever comes and goes beside it."""
 
 import concurrent.futures
+import dataclasses
 import functools
 import pathlib
 import re
@@ -638,3 +639,19 @@ def test_no_tokens_are_an_answer_of_none():
     one = Consumer(scheduler, Request(np.array([1, 2], np.uint8), 0))
     run(scheduler)
     assert one.events == [Finished("length")]
+
+
+def test_a_request_holds_its_tokens_whatever_sequence_they_came_in():
+    prompts = ([3, 1, 2], (3, 1, 2), bytes([3, 1, 2]), np.array([3, 1, 2], np.uint8), [np.int64(3), 1, np.uint8(2)])
+    for prompt in prompts:
+        np.testing.assert_array_equal(glax.server.Request(prompt, 1).tokens, [3, 1, 2])
+    request = glax.server.Request([1], 1)
+    np.testing.assert_array_equal(dataclasses.replace(request, prompt=[2]).tokens, [2])
+    for wrong, shown in (
+        (np.array([1.0]), "1.0"),
+        ([1, np.float32(2)], "2.0"),
+        (np.array([True]), "True"),
+        ([2**63], 2**63),
+    ):
+        with pytest.raises(ValueError, match=f"prompt must hold tokens.*{shown}"):
+            glax.server.Request(wrong, 1)
