@@ -13,17 +13,18 @@ MOST_LOGPROBS = 20  # the most likeliest tokens that a request may ask for, as i
 
 
 class QueueFull(Exception):
-    """Say that as many requests wait as the scheduler permits."""
+    """Say that as many requests wait as the scheduler's `queue` permits. `Scheduler.submit` raises it; try again later."""
 
 
 class Stopped(Exception):
-    """Say that the scheduler takes no more requests."""
+    """Say that the scheduler takes no more requests, after `Scheduler.stop`. `Scheduler.submit` raises it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Token:
-    """Hold the next token of a request.
+    """Hold the next token of a request, as an event of `Scheduler.submit`.
 
+    token: its number.
     logprob: log softmax(logits) at the token, of the model's own distribution; None unless the request asked for it.
     likeliest: the likeliest tokens with their logprobs, as many as the request asked for, the likeliest first.
 
@@ -40,7 +41,8 @@ class Token:
 class Finished:
     """Say that a request has ended. It is the last event of every request.
 
-    reason: "stop" after an end token, "length" after max_tokens, "cancelled", "timeout", or "error", which `message` explains.
+    reason: "stop" after an end token, "length" after max_tokens, "cancelled", "timeout", or "error", which `message` explains;
+        message is else empty.
     cached_tokens: the tokens of the prompt that were not read, because a stored prefix has them.
 
     >>> glax.server.Finished("length")
@@ -57,7 +59,7 @@ Event = Token | Finished
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Ask for at most max_tokens tokens that continue a prompt.
+    """Ask a `Scheduler` for at most max_tokens tokens that continue a prompt.
 
     prompt:             at least one token: a list, a tuple, bytes, or an array of integers.
     max_tokens:         at least 0.

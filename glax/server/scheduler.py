@@ -23,12 +23,13 @@ logger = logging.getLogger("glax")
 
 @dataclasses.dataclass(eq=False)
 class Ticket:
-    """Hold a request from its submission to its end, and cancel it.
+    """Hold a request from its submission to its end, and cancel it. `Scheduler.submit` returns it; users read its fields alone.
 
-    receive: its consumer. ends: the tokens that end its answer. deadline: the time at which it ends, by time.monotonic(). seed:
-    of its draws. slot: its slot, -1 while it waits. length: the tokens that its states have read, by programs that were called.
+    request: what was asked. prompt: its tokens, int32. receive: its consumer. ends: the tokens that end its answer.
+    deadline: the time at which it ends, by time.monotonic(). seed: of its draws. slot: its slot, -1 while it waits. length: the tokens that its states have read, by programs that were called.
     cached_tokens: those of them that a stored prefix had. written: the tokens of its answer. prefix: the stored blocks with which
     it begins. saved: the tokens up to whose last block states are saved, of which `prefix` may not have the last blocks yet.
+    is_cancelled: whether `cancel` was called. has_ended: whether its last event was given.
 
     >>> scheduler, events = glax.server.Scheduler(model, capacity=2, max_length=64), []
     >>> scheduler.submit(glax.server.Request([1, 2, 3], max_tokens=5), events.append).cancel()
@@ -89,9 +90,14 @@ class Called:
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Hold what a scheduler does and has done. Requests that wait or run are in no entry of `finished`.
+    """Hold what a scheduler does and has done. `Scheduler.counts` returns it.
 
-    read_tokens: of prompts. cached_tokens: of prompts, not read because a stored prefix has them. finished: requests by reason.
+    running, waiting, free_slots: the requests that run, those that wait, and how many more may run, now.
+    rounds: the rounds since the scheduler was made, as all that follow but the bytes.
+    read_tokens, cached_tokens: the tokens of prompts that were read, and those that were not because a stored prefix has them.
+    written_tokens: the tokens of answers.
+    finished: {the reason of `Finished`: how many requests ended with it}.
+    state_bytes, prefix_bytes: the bytes of states, and of stored prefixes, now.
 
     >>> counts = glax.server.Scheduler(model, capacity=2, max_length=64).counts()
     >>> counts.running, counts.waiting, counts.free_slots
@@ -124,7 +130,9 @@ class Scheduler:
     block:        the tokens of a stored block. A prompt is read in pieces that end where blocks end.
     ends:         the tokens that end an answer; those of the checkpoint if None.
 
-    Rounds run with the default precision of matrix products that JAX has where the scheduler is made.
+    `start` runs rounds in a thread, `submit` adds a request, and `stop` ends. `answers` runs rounds itself. A round reads pieces
+    of prompts, and writes one token of every answer. Rounds run with the default precision of matrix products that JAX has where
+    the scheduler is made.
 
     Raises ValueError, which names the argument.
 
@@ -196,7 +204,10 @@ class Scheduler:
     # ---- for clients -----------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, receive: Callable[[Event], None]) -> Ticket:
-        """Add a request to those that wait. `receive` gets its events from the thread of the rounds, and must not block.
+        """Add a request to those that wait, and return its `Ticket`, which can cancel it.
+
+        receive: is called with each event, a `Token` for each token of the answer and a `Finished` at the end, from the thread of
+        the rounds. It must not block; if it raises an exception, the request is cancelled.
 
         Raises ValueError for a request that cannot be served, QueueFull if too many wait, and Stopped after `stop`.
         """
@@ -239,7 +250,7 @@ class Scheduler:
             )
 
     def answers(self, requests: Iterable[Request]) -> list[np.ndarray]:
-        """Return the tokens of each request's answer, int32, after as many rounds as they take.
+        """Return the tokens of each request's answer, int32 [tokens], after as many rounds as they take, in this thread.
 
         Raises ValueError if one of them cannot be served, and RuntimeError if one ends otherwise than by "stop" or "length".
         """
@@ -261,7 +272,7 @@ class Scheduler:
         return [np.array([event.token for event in received[:-1]], np.int32) for received in events]
 
     def counts(self) -> Counts:
-        """Return what the scheduler does and has done. It waits for no round."""
+        """Return what the scheduler does and has done, as `Counts`. It waits for no round."""
         running, prefixes = len(self.running), self.prefixes
         return Counts(
             running=running,
@@ -277,14 +288,20 @@ class Scheduler:
         )
 
     def start(self):
-        """Run rounds in a thread of their own, which sleeps while there are no requests. Raises RuntimeError if there is one."""
+        """Run rounds in a thread of their own, which sleeps while there are no requests, until `stop`.
+
+        Raises RuntimeError if `start` was called before.
+        """
         if self.thread is not None:
             raise RuntimeError("start must be called once, and the scheduler has a thread")
         self.thread = threading.Thread(target=self.run, name="glax scheduler", daemon=True)
         self.thread.start()
 
     def stop(self):
-        """End every request with "cancelled" after the present round, and take no more."""
+        """End every request with "cancelled" after the present round, and take no more: `submit` then raises Stopped.
+
+        It returns when the thread of the rounds has ended.
+        """
         with self.changed:
             self.is_stopped = True
             self.changed.notify_all()
@@ -294,6 +311,7 @@ class Scheduler:
             self.thread.join()
 
     def run(self):
+        """Run rounds until `stop`; the function of the thread."""
         try:
             while not self.is_stopped:
                 if not self.round():
@@ -312,8 +330,8 @@ class Scheduler:
         """Read pieces of prompts, and write one token of every answer whose prompt is read. Then tell consumers what the round
         before has found, while the device works on what this one has called.
 
-        Return False if there is nothing to do. An exception ends the requests that run with "error", or the first that waits
-        if none runs.
+        Return True, or False if there is nothing to do. An exception ends the requests that run with "error", or the first that
+        waits if none runs.
         """
         with self.turn, jax.default_matmul_precision(self.precision):
             self.end_due()
