@@ -26,7 +26,8 @@ class Ticket:
     """Hold a request from its submission to its end, and cancel it. `Scheduler.submit` returns it; users read its fields alone.
 
     request: what was asked. prompt: its tokens, int32. receive: its consumer. ends: the tokens that end its answer.
-    deadline: the time at which it ends, by time.monotonic(). seed: of its draws. slot: its slot, -1 while it waits. length: the tokens that its states have read, by programs that were called.
+    deadline: the time at which it ends, by time.monotonic(). seed: of its draws. slot: its slot, -1 while it waits.
+    length: the tokens that its states have read, by programs that were called.
     cached_tokens: those of them that a stored prefix had. written: the tokens of its answer. prefix: the stored blocks with which
     it begins. saved: the tokens up to whose last block states are saved, of which `prefix` may not have the last blocks yet.
     is_cancelled: whether `cancel` was called. has_ended: whether its last event was given.
