@@ -57,8 +57,9 @@ def kimi_linear(layers: int, *, heads: int, linear_width: int, **sizes) -> dict[
     return config | sizes
 
 
-# Qwen3.5-4B has no config in tests/models/published: these are the sizes that its model card states, and the other values are
-# those of Qwen3.5-27B there. "kimi" has the published layers of Kimi-Linear-48B-A3B, 8 of 27, with 64 of 256 experts.
+# Qwen3.5-4B has no config in tests/models/published: these are its sizes as public pages name them, which was not checked against
+# its own config, and the other values are those of Qwen3.5-27B there. "kimi" has the published layers of Kimi-Linear-48B-A3B, 8
+# of 27, with 64 of 256 experts.
 QWEN_4B = dict(
     hidden_size=2560, intermediate_size=9216, vocab_size=248320, num_attention_heads=16, num_key_value_heads=4,
     head_dim=256, linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128,

@@ -25,6 +25,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs
 import jax
 import jax.numpy as jnp
 import numpy as np
+from checkpoints_folder import CONFIGS
 from flax import nnx
 from output import table, write
 
@@ -38,6 +39,7 @@ MODELS = {
     "tiny": SHARED | dict(hidden_size=64, num_hidden_layers=2, num_heads=2, intermediate_size=64, vocab_size=256),
     "gla-340m": SHARED | dict(hidden_size=1024, num_hidden_layers=24, num_heads=4, intermediate_size=2816),
     "gla-1.3b": SHARED | dict(hidden_size=2048, num_hidden_layers=24, num_heads=4, intermediate_size=5632),
+    "qwen3.5-4b": CONFIGS["qwen3.5-4b"] | dict(eos_token_id=None),
 }
 COLUMNS = (
     "requests", "implementation", "tokens_per_second", "first_token_s", "last_first_token_s", "cached_share", "first_s"
