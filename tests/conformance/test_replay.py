@@ -14,7 +14,9 @@ from glax import serving
 from glax._src.core.bind import bind
 from glax._src.core.recurrence import Outputs
 from glax._src.core.registry import Backend, KernelSpec, Platform, kernel_registry
+from glax._src.kernels.cpu.library import missing
 from glax._src.kernels.xla.recurrent import recurrent
+from glax._src.serving import replayed_pool
 from glax._src.serving.state_pool import put, take
 from glax._src.serving.stored_states import CompactStates
 from glax.testing.cases import EXTREME, FORMS
@@ -128,6 +130,49 @@ def test_steps_and_drafts_are_the_token_loop(form, erasure):
         assert_served(case_of(form, erasure), draw, replay=5)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_steps_by_parts_are_the_token_loop(form):
+    """Where no kernel takes states and rings, as under a gradient."""
+    with kernels_on_a_pool():
+        for erasure in ERASURES:
+            assert_served(case_of(form, erasure, T=12), DRAWS[1], replay=5)
+
+
+native = pytest.mark.skipif(missing("glax_replay") is not None, reason=f"needs the native library: {missing()}")
+
+
+@native
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"])
+def test_a_step_is_one_native_kernel(dtype):
+    case = case_of("key", "+beta", dtype="bfloat16" if dtype == "bfloat16" else "float32")
+    pool, token = pool_of(case, 4, dtype=dtype), rows(case.inputs(Draw()), np.zeros(B, int))
+    (decision,) = glax.explain(lambda pool: pool.step(**token, slots=jnp.asarray(SLOTS)), pool)
+    assert decision.kernel == "recurrent.replay/cpp/cpu"
+
+
+@native
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("erasure", ["", "+erase+write+along"])
+def test_a_native_step_with_states_of_sixteen_bits(dtype, erasure):
+    """Beside the steps by parts, which read and round the same states."""
+    case = case_of("key+value", erasure, T=9)
+    inputs, found = case.inputs(Draw()), []
+    for by_parts in (False, True):
+        with kernels_on_a_pool() if by_parts else contextlib.nullcontext():
+            pool, outputs = pool_of(case, 4, dtype=dtype), []
+            states = inputs["initial_state"].astype(dtype)
+            pool = pool.replace(states=pool.states.at[SLOTS].set(states))
+            for t in range(case.T):
+                token = rows(inputs, np.full(B, t))
+                output, pool = programs(case.before_decay)[0](pool, token, jnp.asarray(SLOTS))
+                outputs.append(output)
+            found.append((np.asarray(outputs), np.asarray(pool.states_of())))
+    bar = dict(bfloat16=3.5e-3, float16=1e-3)[dtype]
+    for name, got, want in zip(("output", "states"), *found, strict=True):
+        assert_close(name, got, want, bar)
+
+
 @pytest.mark.parametrize("replay", [1, 2, 9, 40])
 @pytest.mark.parametrize("drafts", [0, DRAFTS])
 def test_any_length_of_the_ring(replay, drafts):
@@ -191,8 +236,8 @@ def assert_no_drift(name: str, dtype: str, T: int = 600, **changes):
 
 @contextlib.contextmanager
 def kernels_on_a_pool(**kernels):
-    """Kernels, functions (r, pool, slots) by their roles, are chosen for every pool. Yields the calls that each role had while
-    tracing."""
+    """Kernels, functions (r, pool, slots) by their roles, are chosen for every pool; without one for steps of rings, these go
+    by parts. Yields the calls that each role had while tracing."""
     calls = collections.Counter()
 
     def counted(role, run):
@@ -205,6 +250,8 @@ def kernels_on_a_pool(**kernels):
     jax.clear_caches()
     programs.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
+        if "replay" not in kernels:
+            patch.setattr(replayed_pool, "replay_kernel", lambda r, pool, rounding_key: None)
         for role, run in kernels.items():
             spec = KernelSpec(
                 f"recurrent.{role}", Platform.XLA, Backend.ANY, counted(role, run), priority=lambda r: 99, erases=True,

@@ -148,6 +148,8 @@ inline void check(Group& group, const Case& c, uint64_t seed = 1) {
 void test_values();
 void test_steps();
 void test_delta();
+void test_replay();
+void test_replay_threads();
 void test_threads();
 void test_delta_threads();
 void test_selective();

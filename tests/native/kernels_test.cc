@@ -27,9 +27,9 @@ bool run(const char* instructions, const char* name, bool only_threads, Count& t
       std::printf("absent %s\n", name);
     } else {
       if (only_threads) {
-        test_delta_threads(), test_selective_threads();
+        test_delta_threads(), test_replay_threads(), test_selective_threads();
       } else {
-        test_values(), test_steps(), test_delta(), test_selective();
+        test_values(), test_steps(), test_replay(), test_delta(), test_selective();
       }
       test_threads();
     }

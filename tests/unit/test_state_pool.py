@@ -1,5 +1,7 @@
 """`glax.serving.StatePool`: slots, prompts, errors, and what it shares with plain pools."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,13 @@ import pytest
 
 import glax
 from glax import serving
+from glax._src.core.bind import bind
+from glax._src.core.registry import Role, kernel_registry
+from glax._src.core.ring import MOST_PLACES
+from glax._src.kernels.cpu.library import missing
 from glax._src.serving import replay
 from glax._src.serving.decode_step import one_row_at_a_time
+from glax._src.serving.replayed_pool import replay_kernel
 from tests.cases import Case, inputs
 from tests.close import assert_close
 from tests.compiling import quick_jit
@@ -150,6 +157,54 @@ def test_a_pool_without_rings_runs_the_kernels_of_plain_pools():
     want = glax.recurrent_step(**token, state=pool.states, slots=SLOTS)
     np.testing.assert_array_equal(output, want[0])
     np.testing.assert_array_equal(new.states, want[1])
+
+
+@pytest.mark.skipif(missing("glax_replay") is not None, reason="needs the native library")
+def test_the_native_kernel_takes_what_it_can_hold():
+    def kernel_of(pool, rounding_key=None, T=None, **options) -> str | None:
+        r = bind(**tokens_of(T, **options), one_token=T is None)
+        spec = replay_kernel(r, pool, rounding_key)
+        return None if spec is None else spec.name
+
+    own = "recurrent.replay/cpp/cpu"
+    assert kernel_of(pool_of()) == kernel_of(pool_of(replay=1)) == own
+    assert kernel_of(pool_of(replay=1, drafts=0)) is None  # a plain pool
+    assert kernel_of(pool_of(), T=1) == own
+    assert kernel_of(pool_of(), T=2) is None
+    assert kernel_of(pool_of(), jax.random.key(0)) == own  # the key rounds states of 16 bits
+    for dtype in ("bfloat16", "float16"):
+        assert kernel_of(pool_of(dtype=dtype)) == own
+        assert kernel_of(pool_of(dtype=dtype), jax.random.key(0)) is None
+    for places, able in ((MOST_PLACES, own), (MOST_PLACES + 1, None)):
+        pool = serving.StatePool(1, 1, 1, replay=places + 1)
+        one = jnp.ones((1, 1, 1, 1))
+        spec = replay_kernel(bind(one, one, one), pool, None)
+        assert (None if spec is None else spec.name) == able
+    r = bind(**tokens_of(2))
+    _, refusals = kernel_registry.able(r.replace(initial_state=pool_of().states), role=Role.REPLAY)
+    assert refusals[own] == "takes one token of each sequence, got T=2"
+    with jax.enable_x64(True):
+        r = bind(**tokens_of(1)).replace(initial_state=jnp.zeros((P, H, K, V), jnp.float64))
+        _, refusals = kernel_registry.able(r, role=Role.REPLAY)
+        assert "the pool is float64" in refusals[own]
+
+
+@pytest.mark.skipif(missing("glax_replay") is not None, reason="needs the native library")
+def test_the_longest_ring_of_the_native_kernel():
+    """Its tokens and their sums of decays, beside the state that they make."""
+    places, rng = MOST_PLACES, np.random.default_rng(0)
+    pool = serving.StatePool(1, 1, (3, 2), replay=places + 1, form="head")
+    k, v = (jnp.asarray(rng.normal(size=(1, places, 1, n)), jnp.float32) for n in (3, 2))
+    g = jnp.full((1, places, 1), -1e-3)
+    ring = dataclasses.replace(pool.ring, key=k, value=v, decay=dataclasses.replace(pool.ring.decay, head=g))
+    pool = pool.replace(ring=ring, length=jnp.array([places]))
+    x = jnp.ones((1, 1, 3))
+    output, pool = pool.step(x, x, x[..., :2], g=jnp.full((1, 1), -0.5))
+    whole = [jnp.concatenate([a, jnp.full_like(a[:, :1], last)], 1) for a, last in ((k, 1), (v, 1), (g, -0.5))]
+    want = glax.recurrent(whole[0].at[:, -1].set(1), *whole, platform="xla")
+    assert_close("output", output, np.asarray(want.output[:, -1]), 1e-5)
+    assert_close("state", pool.states, np.asarray(want.final_state), 1e-5)
+    assert pool.length.tolist() == [0]
 
 
 @pytest.mark.parametrize("transform", ["vmap", "export", "x64"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -68,6 +69,21 @@ class RingedStates:
     length: Int[Array, "P"]
     drafted: Int[Array, "P"]
     replay: int = dataclasses.field(metadata=dict(static=True))
+
+    def arrays(self) -> list[Array | None]:
+        """Return the arrays of the pool, None for each that is absent: states, or the values, rests and scale of states in 8
+        bits; the ring's key, value, gates of heads, keys and values, along and erased; length and drafted."""
+        ring, stored = self.ring, jax.tree.leaves(self.states)
+        stored += [None] * (3 - len(stored))
+        gates = ring.decay.head, ring.decay.key, ring.decay.value
+        return [*stored, ring.key, ring.value, *gates, ring.along, ring.erased, self.length, self.drafted]
+
+    def with_arrays(self, arrays: Sequence[Any]) -> "RingedStates":
+        """Return the pool with other arrays, in the order of `arrays`."""
+        *stored, key, value, head, row, column, along, erased, length, drafted = arrays
+        states = jax.tree.unflatten(jax.tree.structure(self.states), [x for x in stored if x is not None])
+        ring = Ring(key, value, Decay(head=head, key=row, value=column), along, erased)
+        return dataclasses.replace(self, states=states, ring=ring, length=length, drafted=drafted)
 
     @property
     def is_countable(self) -> bool:

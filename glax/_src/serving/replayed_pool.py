@@ -530,7 +530,7 @@ def step_by_kernel(spec: KernelSpec, r: Recurrence, pool: StatePool, slots) -> t
         return output, pool.replace(states=new.states, ring=new.ring, length=new.length, drafted=new.drafted)
 
     pool.usable_slots(slots, r.q.shape[0])  # for its errors
-    return by_kernel(kernel, step_by_parts, Backend.GPU)(r, pool, None if slots is None else to_int32(slots))
+    return by_kernel(kernel, step_by_parts, spec.backend)(r, pool, None if slots is None else to_int32(slots))
 
 
 @compiled(static_argnums=(0,))

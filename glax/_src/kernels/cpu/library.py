@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parent
 INSTRUCTIONS = ("avx512", "avx2", "baseline")
 INTERFACE = 4  # of the handlers in native/handlers.cc
 TARGETS = (
-    "glax_forward", "glax_gradient", "glax_step", "glax_tokens",
+    "glax_forward", "glax_gradient", "glax_step", "glax_tokens", "glax_replay",
     "glax_delta_forward", "glax_delta_gradient", "glax_delta_step",
     "glax_selective_forward", "glax_selective_gradient", "glax_selective_step",
 )  # fmt: skip

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "delta_tasks.h"
+#include "replay_tasks.h"
 #include "selective_tasks.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -40,6 +41,8 @@ void populate_pages(Pool& pool, const std::vector<Bytes>& results) {
 bool present(const ffi::AnyBuffer& x) { return !(x.dimensions().size() == 1 && x.element_count() == 0); }
 
 Type type_of(ffi::DataType type) {
+  if (type == ffi::DataType::S8) return Type::i8;
+  if (type == ffi::DataType::F8E4M3FN) return Type::f8;
   return type == ffi::DataType::BF16 ? Type::bf16 : type == ffi::DataType::F16 ? Type::f16 : Type::f32;
 }
 
@@ -101,16 +104,18 @@ void set_marks(Problem& p, const Read& read, size_t at) {
   if (read.args.size() > at) p.marks = static_cast<const int32_t*>(read(at).untyped_data());
 }
 
-bool known(ffi::DataType type) {
+bool known(ffi::DataType type, bool in_8_bits) {
+  if (in_8_bits && (type == ffi::DataType::S8 || type == ffi::DataType::F8E4M3FN)) return true;
   return type == ffi::DataType::F32 || type == ffi::DataType::BF16 || type == ffi::DataType::F16 || type == ffi::DataType::S32;
 }
 
 // Checks the number and types of operands and results. They differ only if another version of glax calls this library.
+// in_8_bits: whether some may have 8 bits.
 ffi::Error expect(const ffi::RemainingArgs& args, size_t wanted_args, ffi::RemainingRets& results, size_t wanted_results,
-                  size_t optional_args = 0) {
+                  size_t optional_args = 0, bool in_8_bits = false) {
   bool typed = true;
-  for (size_t i = 0; i < args.size(); ++i) typed = typed && known(Read{args}(i).element_type());
-  for (size_t i = 0; i < results.size(); ++i) typed = typed && known(Write{results}(i).element_type());
+  for (size_t i = 0; i < args.size(); ++i) typed = typed && known(Read{args}(i).element_type(), in_8_bits);
+  for (size_t i = 0; i < results.size(); ++i) typed = typed && known(Write{results}(i).element_type(), in_8_bits);
   if ((args.size() == wanted_args || args.size() == wanted_args + optional_args) && results.size() == wanted_results && typed) return ffi::Error::Success();
   return ffi::Error::InvalidArgument("glax: called with " + std::to_string(args.size()) + " operands and " +
                                      std::to_string(results.size()) + " results" + (typed ? "" : ", some of unknown types") +
@@ -324,6 +329,35 @@ ffi::Error tokens(ffi::ThreadPool pool, bool writes, ffi::RemainingArgs args, ff
   });
 }
 
+// Operands: those of a step of the delta rule, along, then the pool but its states: rests and scale of states in 8 bits, the rings' keys,
+// values, log decays of heads, rows and columns, along, erased, and length, drafted. Results: the output and the pool.
+constexpr size_t replay_operands = delta_operands + 12;
+
+ffi::Error replay(ffi::ThreadPool pool, int64_t replay, bool before_decay, ffi::RemainingArgs args, ffi::RemainingRets results) {
+  if (auto error = expect(args, replay_operands, results, 13, 0, true); error.failure()) return error;
+  return guarded([&] {
+    const Read read{args};
+    const Write write{results};
+    Replay p;
+    static_cast<Step&>(p) = step_of(read, write);
+    set_erasure(p, read);
+    p.along = tensor(read(delta_operands)), p.before_decay = before_decay, p.replay = replay;
+    const size_t own = delta_operands + 1, first = 2;  // the operands and the results after the states
+    for (size_t i = first; i < results.size(); ++i) {
+      const ffi::AnyBuffer before = read(own + i - first), after = write(i);
+      if (after.untyped_data() != before.untyped_data()) std::memcpy(after.untyped_data(), before.untyped_data(), after.size_bytes());
+    }
+    p.rests = tensor(write(2)).data, p.scale_of_rows = floats(write(3));
+    if (p.rests) p.scales = write(3).dimensions()[2];
+    p.ring_key = tensor(write(4)), p.ring_value = tensor(write(5)), p.places = write(4).dimensions()[1];
+    p.ring_head = tensor(write(6), false), p.ring_row = tensor(write(7)), p.ring_column = tensor(write(8));
+    p.ring_along = tensor(write(9)), p.ring_erased = tensor(write(10));
+    p.length = static_cast<int32_t*>(write(11).untyped_data()), p.drafted = static_cast<int32_t*>(write(12).untyped_data());
+    run_replay(pool, p);
+    return ffi::Error::Success();
+  });
+}
+
 auto scan_binding() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attr<bool>("reverse").Attr<int64_t>("block"); }
 auto delta_binding() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attr<bool>("reverse"); }
 
@@ -340,6 +374,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_selective_gradient, selective_gradient,
                               delta_binding().Attr<int64_t>("channels").RemainingArgs().RemainingRets());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_selective_step, selective_step, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_tokens, tokens, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attr<bool>("writes").RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_replay, replay,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attr<int64_t>("replay").Attr<bool>("before_decay").RemainingArgs().RemainingRets());
 
 }  // namespace glax
 

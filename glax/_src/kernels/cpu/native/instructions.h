@@ -22,6 +22,7 @@ struct Count {
 #include "gradient.h"
 #include "step.h"
 #include "tokens.h"
+#include "replay.h"
 #include "delta_products.h"
 #include "delta_block.h"
 #include "delta.h"
@@ -51,6 +52,8 @@ const Kernels GLAX_NAMESPACE_EXPORT = {
     GLAX_NAMESPACE::step,
     GLAX_NAMESPACE::tokens_bytes,
     GLAX_NAMESPACE::tokens,
+    GLAX_NAMESPACE::replay_bytes,
+    GLAX_NAMESPACE::replay,
     GLAX_NAMESPACE::delta_scratch_bytes,
     GLAX_NAMESPACE::delta_forward,
     GLAX_NAMESPACE::delta_gradient,

@@ -9,7 +9,13 @@
 
 namespace glax {
 
-enum class Type : int { f32, bf16, f16 };
+// Two of 8 bits, of stored states alone: int8, and float8 with 4 bits of exponent and 3 of fraction.
+enum class Type : int { f32, bf16, f16, i8, f8 };
+
+constexpr int64_t size_of(Type type) {
+  if (type == Type::f32) return 4;
+  return type == Type::bf16 || type == Type::f16 ? 2 : 1;
+}
 
 // An array [B, T, heads, width]. `data` is null where the recurrence has no such array.
 struct Tensor {
@@ -17,7 +23,7 @@ struct Tensor {
   Type type = Type::f32;
   int64_t heads = 1, width = 0;
 
-  int64_t bytes() const { return type == Type::f32 ? 4 : 2; }
+  int64_t bytes() const { return size_of(type); }
 };
 
 // Bounds of |G|, the sum of log decays since the state was last scaled, over rows and columns together.
@@ -101,6 +107,21 @@ struct Step {
   Tensor output;
 };
 
+// One token of each of B sequences, from a stored state and the tokens since it was written, which lie in the slot's replay ring; see
+// replay.h. State row slots[b] of [P, H, K, V] is written where the token is the `replay`-th since it was.
+struct Replay : Step {
+  Tensor along;  // of the token, [B, H, K]
+  bool before_decay;
+  int64_t places, replay;
+  int32_t *length, *drafted;  // [P]: the tokens of each ring, which the kernels read, and the drafts behind them
+  // [P, places, heads, width]: k_i, u_i, the log decays, b_i and y_i.
+  Tensor ring_key, ring_value, ring_head, ring_row, ring_column, ring_along, ring_erased;
+  // Of states of 8 bits: [P, H, K, V] of the same type, and [P, H, scales].
+  char* rests = nullptr;
+  float* scale_of_rows = nullptr;
+  int64_t scales = 0;
+};
+
 // The selective scan of Mamba-1, in which every entry of the state has a decay of its own:
 //
 //     h_t[n] = exp(dt_t A[n]) h_{t-1}[n] + dt_t x_t B_t[n]        y_t = sum over n of C_t[n] h_t[n]        for every channel d
@@ -163,6 +184,8 @@ struct Kernels {
   void (*step)(const Step&, int64_t b, int64_t h);
   int64_t (*tokens_bytes)(const Step&);
   void (*tokens)(const Step&, int64_t b, int64_t h, void* scratch);
+  int64_t (*replay_bytes)(const Replay&);
+  void (*replay)(const Replay&, int64_t b, int64_t h, void* scratch);
   // The delta rule. The gradient takes whole heads: all columns at a time.
   int64_t (*delta_scratch_bytes)(const Problem&, int64_t longest, bool gradient);
   Kernel *delta_forward, *delta_gradient;

@@ -10,6 +10,12 @@ constexpr int64_t ROWS_AT_A_TIME = 128;
 template <Type TYPE>
 inline vec state_load(const char* p, int64_t count) {
   if (TYPE == Type::f32 && count == LANES) return load(reinterpret_cast<const float*>(p));
+  if (TYPE == Type::i8 || TYPE == Type::f8) {
+    char part[LANES] = {};
+    if (count < LANES) __builtin_memcpy(part, p, count);
+    const char* const from = count < LANES ? part : p;
+    return TYPE == Type::i8 ? load_i8(from) : load_f8(from);
+  }
   float copy[LANES];
   for (int i = 0; i < LANES; ++i) copy[i] = 0;
   if (count == LANES) {  // a constant count becomes vector instructions

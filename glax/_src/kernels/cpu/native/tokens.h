@@ -88,18 +88,18 @@ inline bool read_keys(const Step& p, int64_t b, int64_t t, int64_t h, const Head
   return true;
 }
 
-// Reads a whole tile of columns of the state with COUNT vectors [COUNT, rows].
-template <int COUNT, Type TYPE>
+// Reads WIDTH whole vectors of columns of the state with COUNT vectors [COUNT, rows].
+template <int COUNT, Type TYPE, int WIDTH = TILE_VECTORS>
 inline void read_tile(const char* state, int64_t K, int64_t V, const float* read, int64_t rows, float* base, int64_t columns) {
-  constexpr int64_t size = TYPE == Type::f32 ? 4 : 2;
-  vec sums[COUNT][TILE_VECTORS];
+  constexpr int64_t size = size_of(TYPE);
+  vec sums[COUNT][WIDTH];
 #pragma GCC unroll 4
   for (int i = 0; i < COUNT; ++i)
-#pragma GCC unroll 4
-    for (int w = 0; w < TILE_VECTORS; ++w) sums[i][w] = vec{};
+#pragma GCC unroll 8
+    for (int w = 0; w < WIDTH; ++w) sums[i][w] = vec{};
   for (int64_t r = 0; r < K; ++r) {
-#pragma GCC unroll 4
-    for (int w = 0; w < TILE_VECTORS; ++w) {
+#pragma GCC unroll 8
+    for (int w = 0; w < WIDTH; ++w) {
       const vec s = state_load<TYPE>(state + (r * V + w * LANES) * size, LANES);
 #pragma GCC unroll 4
       for (int i = 0; i < COUNT; ++i) sums[i][w] += broadcast(read[i * rows + r]) * s;
@@ -107,14 +107,14 @@ inline void read_tile(const char* state, int64_t K, int64_t V, const float* read
   }
 #pragma GCC unroll 4
   for (int i = 0; i < COUNT; ++i)
-#pragma GCC unroll 4
-    for (int w = 0; w < TILE_VECTORS; ++w) store(base + i * columns + w * LANES, sums[i][w]);
+#pragma GCC unroll 8
+    for (int w = 0; w < WIDTH; ++w) store(base + i * columns + w * LANES, sums[i][w]);
 }
 
 // Reads one vector of columns of the state, of which `width` are there, with COUNT vectors.
 template <int COUNT, Type TYPE>
 inline void read_vector(const char* state, int64_t K, int64_t V, int64_t width, const float* read, int64_t rows, float* base, int64_t columns) {
-  constexpr int64_t size = TYPE == Type::f32 ? 4 : 2;
+  constexpr int64_t size = size_of(TYPE);
   vec sums[COUNT] = {};
   for (int64_t r = 0; r < K; ++r) {
     const vec s = state_load<TYPE>(state + r * V * size, width);
@@ -125,62 +125,101 @@ inline void read_vector(const char* state, int64_t K, int64_t V, int64_t width, 
   for (int i = 0; i < COUNT; ++i) store(base + i * columns, sums[i]);
 }
 
-// Reads the state with `count` vectors.
+// The vectors that read a state, [count, rows], and what they read, [count, columns].
+struct Reads {
+  const float* vectors;
+  float* found;
+  int64_t count, rows, columns;
+};
+
 template <Type TYPE>
-inline void read_state(const Step& p, const char* state, const HeadTokens& x, int64_t count) {
-  constexpr int64_t size = TYPE == Type::f32 ? 4 : 2;
+inline void read_state(const Step& p, const char* state, const Reads& x) {
+  constexpr int64_t size = size_of(TYPE);
   const auto go = [&](auto many, int64_t i, int64_t c) {
     constexpr int COUNT = decltype(many)::value;
-    const float* const read = x.read + i * x.rows;
-    float* const base = x.base + i * x.columns + c;
-    if (c + TILE_COLUMNS <= p.V) return read_tile<COUNT, TYPE>(state + c * size, p.K, p.V, read, x.rows, base, x.columns);
+    const float* const read = x.vectors + i * x.rows;
+    float* const found = x.found + i * x.columns + c;
+    if (c + TILE_COLUMNS <= p.V) return read_tile<COUNT, TYPE>(state + c * size, p.K, p.V, read, x.rows, found, x.columns);
     for (int64_t w = 0; c + w < p.V; w += LANES) {
       const int64_t width = p.V - c - w < LANES ? p.V - c - w : LANES;
-      read_vector<COUNT, TYPE>(state + (c + w) * size, p.K, p.V, width, read, x.rows, base + w, x.columns);
+      read_vector<COUNT, TYPE>(state + (c + w) * size, p.K, p.V, width, read, x.rows, found + w, x.columns);
     }
   };
-  for (int64_t c = 0; c < p.V; c += TILE_COLUMNS) {
+  int64_t c = 0;
+  // One or two vectors read whole rows where they fit into registers: memory is then read in its order.
+  for (; LANES == 16 && x.count <= 2 && c + 2 * TILE_COLUMNS <= p.V; c += 2 * TILE_COLUMNS) {
+    const auto read = x.count == 1 ? read_tile<1, TYPE, 2 * TILE_VECTORS> : read_tile<2, TYPE, 2 * TILE_VECTORS>;
+    read(state + c * size, p.K, p.V, x.vectors, x.rows, x.found + c, x.columns);
+  }
+  for (; c < p.V; c += TILE_COLUMNS) {
     int64_t i = 0;
-    for (; i + 4 <= count; i += 4) go(Count<4>{}, i, c);
-    for (; i + 2 <= count; i += 2) go(Count<2>{}, i, c);
-    if (i < count) go(Count<1>{}, i, c);
+    for (; i + 4 <= x.count; i += 4) go(Count<4>{}, i, c);
+    for (; i + 2 <= x.count; i += 2) go(Count<2>{}, i, c);
+    if (i < x.count) go(Count<1>{}, i, c);
   }
 }
 
-// Advances columns of the state from c on, in WIDTH vectors of `count` columns each, by all tokens, whose keys and values are decayed.
-template <int WIDTH, Type TYPE>
-inline void write_columns(const Step& p, const HeadTokens& x, Decays of_rows, Decays of_columns, char* state, int64_t c, int64_t count) {
-  constexpr int64_t size = TYPE == Type::f32 ? 4 : 2;
-  for (int64_t r = 0; r < p.K; ++r, state += p.V * size) {
-    vec added[WIDTH];
+// The terms k v^T that are added to a state, decayed: keys [count, rows] and values [count, columns].
+struct Terms {
+  const float *keys, *values;
+  int64_t count, rows, columns;
+};
+
+// Decays ROWS rows of the state from r on, in WIDTH vectors of `count` columns each from c on, and adds the terms.
+template <int ROWS, int WIDTH, Type TYPE>
+inline void write_tile(const Step& p, const Terms& x, Decays of_rows, Decays of_columns, char* state, int64_t r, int64_t c, int64_t count) {
+  constexpr int64_t size = size_of(TYPE);
+  vec added[ROWS][WIDTH];
 #pragma GCC unroll 4
-    for (int w = 0; w < WIDTH; ++w) added[w] = vec{};
-    for (int64_t m = 0; m < p.T; ++m) {
-      const vec k = broadcast(x.k[m * x.rows + r]);
+  for (int i = 0; i < ROWS; ++i)
 #pragma GCC unroll 4
-      for (int w = 0; w < WIDTH; ++w) added[w] += k * load(x.v + m * x.columns + c + w * LANES);
-    }
-    const vec whole = broadcast(of_rows.whole[r]), rest = broadcast(of_rows.rest[r]);
+    for (int w = 0; w < WIDTH; ++w) added[i][w] = vec{};
+  for (int64_t m = 0; m < x.count; ++m) {
+    const float *const keys = x.keys + m * x.rows + r, *const values = x.values + m * x.columns + c;
 #pragma GCC unroll 4
     for (int w = 0; w < WIDTH; ++w) {
-      char* const at = state + w * LANES * size;
+      const vec v = load(values + w * LANES);
+#pragma GCC unroll 4
+      for (int i = 0; i < ROWS; ++i) added[i][w] += broadcast(keys[i]) * v;
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < ROWS; ++i) {
+    const vec whole = broadcast(of_rows.whole[r + i]), rest = broadcast(of_rows.rest[r + i]);
+#pragma GCC unroll 4
+    for (int w = 0; w < WIDTH; ++w) {
+      char* const at = state + ((r + i) * p.V + c + w * LANES) * size;
       vec s = state_load<TYPE>(at, count);
       // The rest joins what the tokens add before the sum with the state: see step.h.
       if (p.value.data) {
         s = s * whole + s * rest;
-        s = s * load(of_columns.whole + w * LANES) + (s * load(of_columns.rest + w * LANES) + added[w]);
+        s = s * load(of_columns.whole + c + w * LANES) + (s * load(of_columns.rest + c + w * LANES) + added[i][w]);
       } else {
-        s = s * whole + (s * rest + added[w]);
+        s = s * whole + (s * rest + added[i][w]);
       }
       state_store<TYPE>(at, s, count);
     }
   }
 }
 
+// Decays a state and adds the terms.
+template <Type TYPE>
+inline void add_terms(const Step& p, const Terms& x, Decays of_rows, Decays of_columns, char* state) {
+  constexpr int ROWS = LANES == 16 ? 4 : 2;  // whose sums fit into registers
+  const auto columns = [&](auto rows, int64_t r) {
+    constexpr int COUNT = decltype(rows)::value;
+    int64_t c = 0;
+    for (; c + TILE_COLUMNS <= p.V; c += TILE_COLUMNS) write_tile<COUNT, TILE_VECTORS, TYPE>(p, x, of_rows, of_columns, state, r, c, LANES);
+    for (; c < p.V; c += LANES) write_tile<COUNT, 1, TYPE>(p, x, of_rows, of_columns, state, r, c, p.V - c < LANES ? p.V - c : LANES);
+  };
+  int64_t r = 0;
+  for (; r + ROWS <= p.K; r += ROWS) columns(Count<ROWS>{}, r);
+  for (; r < p.K; ++r) columns(Count<1>{}, r);
+}
+
 // Advances the state by all tokens. Their keys and values are decayed in place.
 template <Type TYPE>
 inline void write_state(const Step& p, char* state, HeadTokens& x) {
-  constexpr int64_t size = TYPE == Type::f32 ? 4 : 2;
   const auto decay_rows = [&](float* rows, const float* decay, int64_t width) {
     for (int64_t c = 0; c < width; ++c) x.factor[c] = 1;
     for (int64_t m = p.T - 1; m >= 0; --m) {
@@ -196,18 +235,12 @@ inline void write_state(const Step& p, char* state, HeadTokens& x) {
   float *const row_whole = x.read, *const row_rest = x.rest, *const column_whole = x.base, *const column_rest = x.output;
   for (int64_t c = 0; c < x.rows; c += LANES) split_decay(load(x.row_log + c), row_whole + c, row_rest + c);
   for (int64_t c = 0; c < x.columns; c += LANES) split_decay(load(x.column_log + c), column_whole + c, column_rest + c);
-  const Decays of_rows{row_whole, row_rest};
-  int64_t c = 0;
-  for (; c + TILE_COLUMNS <= p.V; c += TILE_COLUMNS)
-    write_columns<TILE_VECTORS, TYPE>(p, x, of_rows, {column_whole + c, column_rest + c}, state + c * size, c, LANES);
-  for (; c < p.V; c += LANES)
-    write_columns<1, TYPE>(p, x, of_rows, {column_whole + c, column_rest + c}, state + c * size, c, p.V - c < LANES ? p.V - c : LANES);
+  add_terms<TYPE>(p, {x.k, x.v, p.T, x.rows, x.columns}, {row_whole, row_rest}, {column_whole, column_rest}, state);
 }
 
 template <Type TYPE>
 inline void tokens_of(const Step& p, int64_t b, int64_t h, int64_t slot, HeadTokens& x) {
-  constexpr int64_t size = TYPE == Type::f32 ? 4 : 2;
-  char* const state = p.state.data + (slot * p.H + h) * p.K * p.V * size;
+  char* const state = p.state.data + (slot * p.H + h) * p.K * p.V * size_of(TYPE);
   read_tokens(p, b, h, x);
   const auto row = [&](int64_t t) { return p.output.data + ((b * p.T + t) * p.H + h) * p.V * p.output.bytes(); };
   int64_t count = 0;
@@ -220,7 +253,7 @@ inline void tokens_of(const Step& p, int64_t b, int64_t h, int64_t slot, HeadTok
       __builtin_memset(row(t), 0, p.V * p.output.bytes());
     }
   }
-  read_state<TYPE>(p, state, x, count);
+  read_state<TYPE>(p, state, {x.read, x.base, count, x.rows, x.columns});
   for (int64_t i = 0; i < count; ++i) {
     float *const output = x.output + i * x.columns, *const base = x.base + i * x.columns;
     for (int64_t c = 0; c < x.columns; ++c) output[c] += base[c] * x.factors[i * x.columns + c];
