@@ -56,7 +56,7 @@ def child(options, part: str, by: str):
     name = options.model[0]
     small = options.folder / SMALL[name] if name in SMALL else None
     arrays = agreement_file(options, name, by)
-    job = Job(name, options.folder / name, small, arrays, options.dtype, options.began)
+    job = Job(name, options.folder / name, small, arrays, options.dtype, options.began, tuple(options.batches))
     if by == "glax":
         import checkpoints_glax as parts
 
@@ -269,6 +269,14 @@ def parsed():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", nargs="+", choices=[x for x in CONFIGS if x not in SMALL.values()], default=["qwen3.5-4b"])
+    add(
+        "--batches",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="B",
+        help="sequences of decoding, in place of 1, 16 and 64",
+    )
     parts = (*PARTS, "logits", "tune")
     add("--what", nargs="+", choices=parts, default=list(PARTS), help="in this order; tune is lora and full")
     add("--by", nargs="+", choices=BY, default=list(BY))

@@ -36,7 +36,7 @@ class Sizes:
     batches: tuple[int, ...] = (1, 16, 64)
     prompt: int = 512
     few: int = 65  # more than 64, so that one program of glax.models.generate writes both
-    many: int = 128
+    many: int = 97
     tune: tuple[int, int] = (4, 2048)
     warm: int = 3
     steps: int = 8
@@ -51,7 +51,7 @@ class Job:
     """Hold what a process measures.
 
     name, folder: of the model. small: the folder of the model that is trained whole. arrays: the file for logits. dtype: of
-    parameters and activations. began: when the process was started.
+    parameters and activations. began: when the process was started. batches: in place of those of its sizes.
     """
 
     name: str
@@ -60,10 +60,12 @@ class Job:
     arrays: Path
     dtype: str = "bfloat16"
     began: float = 0.0
+    batches: tuple[int, ...] = ()
 
     @property
     def sizes(self) -> Sizes:
-        return TINY if self.name.startswith("tiny") else Sizes()
+        sizes = TINY if self.name.startswith("tiny") else Sizes()
+        return dataclasses.replace(sizes, batches=self.batches or sizes.batches)
 
 
 def drawn_tokens(rows: int, length: int, vocabulary: int) -> np.ndarray:
