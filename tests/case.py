@@ -93,6 +93,9 @@ def machine(platform: str) -> Iterator[Machine]:
 # ---- the cases -------------------------------------------------------------------------------------------------------
 
 
+NEWER = "" if jax.__version_info__ >= (0, 12) else "; the names of hopper: need JAX 0.12"
+
+
 def all_cases() -> dict[str, Any]:
     """Every named case; of the Hopper kernels a call, which has a case, a draw and a config."""
     from tests import cases, delta_cases
@@ -342,7 +345,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(*cases, sep="\n")
         return 0
     if not args.names or not set(args.names) <= set(cases) or not set(dumps) <= set(DUMPS):
-        parser.error(f"expected names of --list and of {','.join(DUMPS)}, got {args.names} and {args.dump!r}")
+        parser.error(f"expected names of --list and of {','.join(DUMPS)}, got {args.names} and {args.dump!r}{NEWER}")
     missed = 0
     for name in args.names:
         case = with_fields(cases[name], args.set)

@@ -34,6 +34,7 @@ TABLES = {
     "head_scan": (head, head.HeadPipeline.planned(OUTPUTS), head.roles_of(OUTPUTS)),
     "pair_scan": (head, head.HeadPipeline.planned(OUTPUTS, heads=2), head.roles_of(OUTPUTS)),
     "delta_residuals": of_delta(delta_scan, delta_scan.DeltaPipeline, delta_scan.DeltaScan, "residuals", 128),
+    "delta_adjoint": of_delta(delta_scan, delta_scan.DeltaPipeline, delta_scan.DeltaScan, "adjoint", 128),
     "delta_adjoint, wide": of_delta(delta_scan, delta_scan.DeltaPipeline, delta_scan.DeltaScan, "adjoint", 256),
     "delta_inverse": (inverse, inverse.InversePipeline.planned(128), dict(compute=4)),
     "delta_key_pairs": (pairs, pairs.PairsPipeline.planned(), dict(compute=1)),

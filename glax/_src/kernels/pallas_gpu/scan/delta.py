@@ -50,6 +50,18 @@ Who waits for whom, in a scan for "residuals":
     output                score                 scores stored
     score                 output                scores read
 
+for "adjoint":
+
+    waits                 for                   until
+    carry, score, output  load                  chunks full: k, d_output, v, factors, inverse, q
+    load                  carry, score, output  chunks free
+    output                carry                 state stored
+    carry                 output                state read
+    output                carry                 written stored
+    carry                 output                written read
+    carry                 score                 scores stored
+    score                 carry                 scores read
+
 and for "adjoint" where keys are wider than 128, so that v and R have one tile:
 
     waits                 for                   until
