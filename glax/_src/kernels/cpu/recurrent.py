@@ -31,6 +31,9 @@ class NativeConfig(Config):
     the number of operations does not.
 
     Raises ValueError for any other block.
+
+    >>> glax.configs.NativeConfig(block=16)
+    NativeConfig(block=16)
     """
 
     block: int = 24

@@ -44,9 +44,13 @@ def layout_of(V: int, columns: int, state_bytes: int) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class CudaConfig(Config):
-    """Configure the token-by-token kernels.
+    """Configure the CUDA kernels, which take the tokens one by one.
 
-    threads: the threads of a block, 32 to 1024. columns: the most columns of the state in a block, 1 to 256; see `layout_of`.
+    threads: the threads of a block, a power of two from 32 to 1024. columns: the most columns of the state in a block, a power of
+    two from 1 to 256; a block takes fewer where V is smaller. Raises ValueError, which names the field, for any other value.
+
+    >>> glax.configs.CudaConfig(threads=128)
+    CudaConfig(threads=128, columns=128)
     """
 
     threads: int = 256
@@ -86,7 +90,13 @@ class CudaConfig(Config):
 
 
 class ReplayConfig(CudaConfig):
-    """Configure the step of a `StatePool`, as `CudaConfig` does other kernels. States in 8 bits need columns of at least V."""
+    """Configure the CUDA kernel of a step of `glax.serving.StatePool`, with the fields and errors of `CudaConfig`.
+
+    States in 8 bits need columns of at least V.
+
+    >>> glax.configs.ReplayConfig(columns=64)
+    ReplayConfig(threads=256, columns=64)
+    """
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> "ReplayConfig":

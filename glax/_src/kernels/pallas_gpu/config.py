@@ -89,7 +89,11 @@ class HopperConfig(Config):
 
     parts: the segments of every sequence, 1 to 32; 1 for whole sequences, as packed sequences with initial states have to be. A
     gradient of final states takes packed sequences whole for any parts. columns: the columns of the state in a program, 64 or
-    128. With heads of 64 columns, 128 columns are two heads, which share queries and keys (`pair_scan`).
+    128. With heads of 64 columns, 128 columns are two heads, which share queries and keys (`pair_scan`). Raises ValueError, which
+    names the field, for any other value.
+
+    >>> glax.configs.HopperConfig(parts=4)
+    HopperConfig(parts=4, columns=64)
     """
 
     parts: int = 1

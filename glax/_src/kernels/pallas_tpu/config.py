@@ -14,10 +14,14 @@ from glax._src.kernels.pallas_tpu.sizes import SMEM_BYTES, VMEM_BYTES, packing, 
 
 @dataclasses.dataclass(frozen=True)
 class TPUChunkedConfig(Config):
-    """Configure the forward.
+    """Configure the TPU kernels of the forward.
 
-    chunk: the tokens of a chunk. units: the tiles of 128 lanes that a program computes in parallel. A tile is one head of 128
-    channels, or two of 64.
+    chunk: the tokens of a chunk, a power of two from 32 to 256. units: the tiles of 128 lanes that a program computes in
+    parallel, 1 to 1024; fewer where fewer fit the memory. A tile is one head of 128 channels, or two of 64. Raises ValueError,
+    which names the field, for any other value.
+
+    >>> glax.configs.TPUChunkedConfig(chunk=64)
+    TPUChunkedConfig(chunk=64, units=8)
     """
 
     chunk: int = 128
@@ -94,7 +98,7 @@ def pool_block_of(r: Recurrence) -> tuple[int, int] | None:
 
 @dataclasses.dataclass(frozen=True)
 class TPUGradientConfig(TPUChunkedConfig):
-    """Configure the gradient, with the fields of the forward's config."""
+    """Configure the TPU kernels of the gradient, with the fields and errors of `TPUChunkedConfig`."""
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> Self:

@@ -50,12 +50,18 @@ def segment_for(r: Recurrence, chunk: int, programs: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class TritonChunkedConfig(Config):
-    """Configure the forward.
+    """Configure the chunked Triton kernels of the forward.
 
     chunk: the tokens of a chunk. columns: the columns of the state in a program. segment: the tokens that a program scans, 0
-    for all of T. warps: the warps of a program. stages: the stages of its software pipeline. block: 0 for outputs in the scan
-    of the state; or the rows and columns of the state in a program that stores the states at all chunks, from which the
-    outputs of all chunks are computed in parallel.
+    for all of T. warps: the warps of a program, 1 to 32. stages: the stages of its software pipeline, 1 to 16. block: 0 for
+    outputs in the scan of the state; or the rows and columns of the state in a program that stores the states at all chunks,
+    from which the outputs of all chunks are computed in parallel.
+
+    chunk, columns, warps and block are powers of two, sizes of tiles at least 16. Raises ValueError, which names the field, for
+    any other value.
+
+    >>> glax.configs.TritonChunkedConfig(chunk=64).columns
+    64
     """
 
     former_names: ClassVar[tuple[str, ...]] = ("ChunkedConfig",)
@@ -163,13 +169,18 @@ class TritonChunkedConfig(Config):
 
 @dataclasses.dataclass(frozen=True)
 class GradientConfig(Config):
-    """Configure the gradient.
+    """Configure the chunked Triton kernels of the gradient.
 
     chunk: the tokens of a chunk; the states at both its ends are stored. rows: the rows of the states that are processed
     together. segment: the tokens that a program of the state kernels scans, 0 for all of T. block: the rows and columns of the
     state in such a program. warps, stages: the warps and the software pipeline's stages of the gradient kernel. columns: 0 for
     one kernel, whose programs hold all columns of the states; or the columns of a block in two kernels. Programs of the first
     have a block of rows and loop over blocks of columns; those of the second have a block of columns and loop over rows.
+
+    The fields are checked as those of `TritonChunkedConfig`.
+
+    >>> glax.configs.GradientConfig(rows=32).chunk
+    64
     """
 
     chunk: int = 64
@@ -259,7 +270,14 @@ class GradientConfig(Config):
 
 @dataclasses.dataclass(frozen=True)
 class TokenConfig(Config):
-    """Configure the token-by-token kernels. columns: the columns of the state in a program. warps: the warps of a program."""
+    """Configure the Triton kernels that take the tokens one by one.
+
+    columns: the columns of the state in a program, warps: its warps; both powers of two, warps at most 32. Raises ValueError,
+    which names the field, for any other value.
+
+    >>> glax.configs.TokenConfig(columns=32)
+    TokenConfig(columns=32, warps=4)
+    """
 
     columns: int = 16
     warps: int = 4

@@ -32,7 +32,11 @@ class ChunkedConfig(Config):
     """Configure XLA's kernels over chunks. chunk: the number of tokens per chunk, from 1 to 4096.
 
     The operations grow with it, and the memory of a chunk's pairs with its square. The numbers of steps and of stored states
-    shrink with it.
+    shrink with it. Raises ValueError for any other chunk.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> glax.recurrent(q, q, q, platform="xla", cfg=glax.configs.ChunkedConfig(chunk=4)).output.shape
+    (1, 8, 2, 4)
     """
 
     chunk: int = 64
