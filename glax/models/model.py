@@ -173,7 +173,8 @@ class CausalLM(nnx.Module):
 
         Logits are [T, vocabulary]. pools: as `initial_states` returns them. Sequence n has the tokens from cu_seqlens[n] up to,
         and without, cu_seqlens[n + 1]. It continues from row slots[n], or starts from zeros if fresh[n]. Slot -1 is no sequence:
-        its logits have no meaning, and no pool changes. See `glax.prefill_into`.
+        its logits have no meaning, and no pool changes. fresh: None if no sequence starts from zeros. Logits are in the
+        model's dtype. Raises TypeError or ValueError, which names the argument.
         """
         x, pools = self.prefill_hidden(tokens, pools, slots, cu_seqlens, fresh)
         return self.logits(x), pools

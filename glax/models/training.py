@@ -131,9 +131,9 @@ class TrainingConfig:
     text:       the file to train on; its last 5% are held out. Give either it or `documents`.
     documents:  tables, each with `files`: a folder, a glob or a file (text, .jsonl or .parquet). `weight` is the share of
         documents that a table gives, relative to the others; 1 if missing. `field` is the key of the text; "text" if missing.
-    held_out, held_out_tokens: the files to evaluate on, with the first table's `field`, and how many of their tokens; only with
-        `documents`. end_token: the token after each document; None for none. workers: the processes that read and tokenise
-        documents on each host; 0 for a thread.
+    held_out, held_out_tokens: the files to evaluate on, with the first table's `field`, and how many of their tokens. `documents`
+        need them, and a text takes none. end_token: the token after each document; None for none. workers: the processes
+        that read and tokenise documents on each host; 0 for a thread.
     tokenizer:  a file of the package tokenizers. If None, the tokenizer in the model's folder, or bytes. With a file, `out`/model
         gets this file alone, without the model's chat template, generation_config.json and tensors of other models.
     out:        the folder for checkpoints, the plot, and the model as `save_pretrained` writes it.
@@ -150,7 +150,7 @@ class TrainingConfig:
     ema:        the decay of an average of the parameters, which is evaluated and written as the model; None for none.
     z_loss:     the weight of the mean of (log sum exp logits)^2, which is added to the loss of a step and not to held-out losses.
     dtype:      the dtype of activations. Parameters are float32.
-    remat:      what the backward pass recomputes: "full", "dots", "dots_no_batch" or None.
+    remat:      what the backward pass recomputes: "full", "dots", "dots_no_batch" or None, as in `CausalLM.set_remat`.
     scan_layers: whether equal layers are stacked and run by one scan, so that one is compiled for all: True, or an error if there
         are none; False; or None for True where there are some, on TPUs alone: on CPUs and GPUs a step takes longer in a scan.
     checkpoint_every: the steps between checkpoints. seed: the seed of weights and of the order of the data.

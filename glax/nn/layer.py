@@ -38,7 +38,8 @@ class Layer(nnx.Module):
     or the number of packed sequences. A pool is the state of as many sequences as it has slots. x is floating point. y has
     the layer's `dtype`, or if that is None the dtype to which x and the parameters are promoted.
 
-    A subclass defines the layer once, by `mix(x, state, rows)`. It also sets `width` and defines `empty_state`.
+    A subclass defines the layer once, by `mix(x, state, rows)`, which returns (y, the new state) for rows of any packing, a
+    `glax.nn.passes.Rows`. It also sets `width` and defines `empty_state(batch, max_length)`, which returns a dict of zeros.
 
     Constructors and methods raise TypeError or ValueError, which names the argument: for sizes below 1, for heads that do not
     divide, for unknown names of functions, and for x or a state of another shape.

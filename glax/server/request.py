@@ -75,7 +75,7 @@ class Request:
     frequency_penalty:  is subtracted as often as the answer holds the token.
     logprobs:           how many of the likeliest tokens `Token.likeliest` holds, 0 to 20. If None, `Token.logprob` is None too.
     ends:               the tokens that end the answer; those of the scheduler if None.
-    deadline:           in seconds from its submission. Then the request ends with "timeout".
+    deadline:           in seconds from its submission; then the request ends with "timeout". None for none.
 
     Raises ValueError, which names the field.
 

@@ -27,9 +27,10 @@ class Ticket:
 
     request: what was asked. prompt: its tokens, int32. receive: its consumer. ends: the tokens that end its answer.
     deadline: the time at which it ends, by time.monotonic(). seed: of its draws. slot: its slot, -1 while it waits.
-    length: the tokens that its states have read, by programs that were called.
+    length: the tokens of the prompt and of the answer that programs have been called to read.
     cached_tokens: those of them that a stored prefix had. written: the tokens of its answer. prefix: the stored blocks with which
-    it begins. saved: the tokens up to whose last block states are saved, of which `prefix` may not have the last blocks yet.
+    it begins. saved: how many of its first tokens have states that were copied into blocks; `prefix` holds a block
+    a little later, once its program has ended.
     is_cancelled: whether `cancel` was called. has_ended: whether its last event was given.
 
     >>> scheduler, events = glax.server.Scheduler(model, capacity=2, max_length=64), []

@@ -26,6 +26,11 @@ class Recurrence:
     every sequence from its last token to its first. `segments` divides unpacked rows further; `folded` expresses this division
     by gates, which every kernel accepts.
 
+    The public functions make it of their arguments, with gates as logarithms. decay: the arrays `constant` [N, H], `head`
+    [B, T, H], `key` [B, T, H, K] and `value` [B, T, H, V], whose sum is the log decay; None for 0. erasure: None without a delta
+    rule, else `beta`, for which e = beta k and w = beta, or `erase` and `write`. initial_state: None for zeros. boundaries: None
+    if no sequences are packed. segments: None if rows are whole.
+
     With `states_every` the final state is `StoredStates`, and so is its cotangent. Kernels refuse it unless they store states.
 
     >>> from glax.testing.cases import CASES, recurrence

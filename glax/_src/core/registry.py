@@ -159,6 +159,9 @@ class KernelSpec:
     two_phase: (recurrence, config) -> the kernel in two phases, or None where that would add work to `run`
     stores_states: recurrence -> None, or why the kernel does not store the states behind every r.states_every tokens
 
+    If left out, `supports` refuses nothing, `priority` is 0 (XLA's kernels have 0 to 2, those of a device more),
+    `saves_residuals` is True, and the flags of a recurrence are False; there is no form in two phases, and states behind n tokens are not stored.
+
     >>> glax.kernel_registry.kernels["chunked/xla/any"].platform
     <Platform.XLA: 'xla'>
     """
@@ -385,7 +388,7 @@ class KernelRegistry:
         """Return (the able kernels of that role for r here, the chosen one first; the refusals of the others, by name).
 
         platform: the one whose kernels are asked; all if None. config: what must be of the kernel's class of configs; any if
-        None. role: what the kernels compute.
+        None. role: what the kernels compute, `KernelSpec.role`; the forward if left out.
         """
         facts = Facts.of(r)
         eligible = [s for s in self.kernels.values() if s.role is role and platform in (None, s.platform)]

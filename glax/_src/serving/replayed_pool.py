@@ -228,7 +228,8 @@ class StatePool:
         slots: Int[Array, "B"] | None = None,
         **options: Unpack[TokenOptions],
     ) -> tuple[Float[Array, "B T H V"], "StatePool"]:
-        """Return the outputs [B, T, H, V] of T draft tokens, and the pool with the drafts at the ends of its rings.
+        """Return the outputs [B, T, H, V] of T draft tokens, in the query's dtype, and the pool with the drafts at the ends
+        of its rings.
 
         No state is written. `commit` moves each sequence past its accepted drafts; without it they are forgotten. T is at most
         `drafts`. slots, options and errors: as in `step`, the options with an axis of T tokens after B.

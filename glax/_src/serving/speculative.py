@@ -110,8 +110,8 @@ def recurrent_verify(
         output, _ = recurrent(query, key, value, ..., initial_state=state)
 
     The state does not change. commit(state, draft, accepted) then moves it past each sequence's accepted tokens. The function
-    is for few tokens, up to about 16. query to write and the flags are as in `recurrent`. With `slots` [B], state is a pool
-    [P, H, K, V] as in `recurrent_step`, and slot -1 gives output 0.
+    is for few tokens, up to about 16. query to erase_along, the flags, platform and cfg are as in `recurrent`. With `slots`
+    [B], state is a pool [P, H, K, V] as in `recurrent_step`, and slot -1 gives output 0.
 
     state_slots: slots of the pool, [B, T], for the state behind each draft token. The function then also returns the pool with
     these states. No state is stored for a slot of -1, nor for a sequence whose own slot is -1. Each state is rounded to

@@ -18,7 +18,9 @@ class ConfigSelectorChain:
     the policy says so), heuristic.
 
     cache:      the configs in memory, a `ConfigCache`; a new one if None.
-    policy:     what to do without a measurement, an `AutotunePolicy`; if None, the one that GLAX_AUTOTUNE names at each choice.
+    policy:     what to do without a measurement, an `AutotunePolicy`; if None, the one that the
+                environment's GLAX_AUTOTUNE names at each choice, "heuristic", "autotune" or "error"; unset it is
+                "heuristic", which measures nothing.
     tuner:      what measures, a `Tuner`; the default one if None.
     persistent: the measurements on disk, a `PersistentCache`, which tuning writes; none if None.
     shipped:    measurements that are only read, a `PersistentCache`; none if None.
@@ -44,7 +46,8 @@ class ConfigSelectorChain:
 
     @property
     def policy(self) -> AutotunePolicy:
-        """Return the policy that holds now: of the innermost overlay that has one, else the chain's, else GLAX_AUTOTUNE's."""
+        """Return the policy that holds now: of the innermost overlay that has one, else the chain's, else the one that
+        GLAX_AUTOTUNE names, which measures nothing where it is unset."""
         return overlaid_policy() or self.own_policy or AutotunePolicy.from_environment()
 
     def choose(self, inv: Invocation) -> Chosen:
