@@ -70,8 +70,8 @@ def save_pretrained(model: CausalLM, folder: str | Path, *, others: bool = True,
     multi-token prediction, which glax does not read.
 
     max_shard_size: the most bytes of a file, as a number, or with a unit: "5GB" are 5 * 10^9, "1GiB" 2^30. Larger models are
-    divided into files model-00001-of-00002.safetensors and so on, with an index. The host holds one file's tensors at a time. A tensor that is
-    larger has a file of its own.
+    divided into files model-00001-of-00002.safetensors and so on, with an index. The host holds one file's tensors at a
+    time. A tensor that is larger has a file of its own.
 
     Raises ValueError, which names the parameters, for a model with others than its config describes. Raises OSError if a file
     cannot be written.

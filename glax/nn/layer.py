@@ -112,6 +112,7 @@ class Layer(nnx.Module):
 
         pool: as `initial_state` returns it. Sequence n has the rows from cu_seqlens[n] up to, and without, cu_seqlens[n + 1]. It
         goes on from row slots[n] of the pool, or from zeros where fresh[n], and its state is written there. Slot -1 is none.
+        Without `fresh` every sequence goes on.
         Raises TypeError or ValueError, which names the argument.
         """
         check_rows(x, self.width, "[T, width]", 2)

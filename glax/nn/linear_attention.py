@@ -21,8 +21,8 @@ class MixerOptions(TypedDict, total=False):
     """List the arguments that linear attentions and layers of the delta rule share.
 
     key_width, value_width: K and V of one head; width // num_heads if None.
-    use_short_conv, conv_size, conv_bias: whether a ShortConvolution follows each projection of q, k and v; its size (4);
-                   whether it has a bias (False).
+    use_short_conv, conv_size, conv_bias: whether a ShortConvolution follows each projection of q, k and v (False unless the
+                   layer says otherwise); its size (4); whether it has a bias (False).
     norm_eps, elementwise_affine: the epsilon of the norm of each head's output, and whether the norm has a scale (True).
     dtype:         the dtype of the projections and of q, k, v and y; the dtype of x and the parameters if None. The state is
                    float32.

@@ -149,7 +149,8 @@ class RWKV6FeedForward(Layer):
 
         y_t = sigmoid(W_r (x_t + mu_r d_t)) * W_v act(W_k (x_t + mu_k d_t))
 
-    width: the width of x and y. inside: the number of outputs of W_k. act: the name of a function; "sqrelu" is the squared ReLU.
+    width: the width of x and y. inside: the number of outputs of W_k. act: the name of a function in
+    `glax.nn.parts.ACTIVATIONS`; "sqrelu" is the squared ReLU.
     dtype, param_dtype and kernel_init are as in `glax.nn.linear_attention.Options`; mu_r and mu_k start as 0.
 
     layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.

@@ -228,7 +228,8 @@ class InitialValues:
 class RWKV7FeedForward(Layer):
     """Compute RWKV-7's channel mixing: y_t = W_v act(W_k (x_t + mu (x_{t-1} - x_t))).
 
-    width: the width of x and y. inside: the number of outputs of W_k. act: the name of a function; "sqrelu" is the squared ReLU.
+    width: the width of x and y. inside: the number of outputs of W_k. act: the name of a function in
+    `glax.nn.parts.ACTIVATIONS`; "sqrelu" is the squared ReLU.
     layer_idx, num_layers: as in `RWKV7Attention`. dtype, param_dtype and kernel_init are as in
     `glax.nn.linear_attention.Options`; but if kernel_init is None, W_k starts orthogonal and W_v as 0.
 

@@ -332,8 +332,9 @@ class Scheduler:
         """Read pieces of prompts, and write one token of every answer whose prompt is read. Then tell consumers what the round
         before has found, while the device works on what this one has called.
 
-        Return True, or False if there is nothing to do. An exception ends the requests that run with "error", or the first that
-        waits if none runs.
+        Return True, or False if there is nothing to do. An exception of a program is logged and does not leave this method:
+        it ends
+        the requests that run with "error", or the first that waits if none runs, and drops all states and stored prefixes.
         """
         with self.turn, jax.default_matmul_precision(self.precision):
             self.end_due()

@@ -170,8 +170,10 @@ def check_kernel(
 
 
 def check_kernels(cases: Sequence[Case] = CASES, backend: Backend | None = None) -> Iterator[Result]:
-    """Yield the `Result` of each registered kernel on each case, and of `recurrent` with its gradient on the quick cases.
+    """Yield the `Result` of each registered kernel on each case, and of `recurrent` with its gradient on some.
 
+    These are the cases named "key", "key, extreme", "constant", "all gates, packed, reverse" and "bfloat16, key". Their results
+    have the kernel "recurrent and its gradient".
     cases: as in `check_kernel`. backend: the `Backend` whose own kernels run, beside `recurrent`; all kernels if None. A kernel
     that does not run here is "refused". Cases run in up to eight threads. The results come in the order of the cases. Misses
     raise nothing.

@@ -160,7 +160,8 @@ class KernelSpec:
     stores_states: recurrence -> None, or why the kernel does not store the states behind every r.states_every tokens
 
     If left out, `supports` refuses nothing, `priority` is 0 (XLA's kernels have 0 to 2, those of a device more),
-    `saves_residuals` is True, and the flags of a recurrence are False; there is no form in two phases, and states behind n tokens are not stored.
+    `saves_residuals` is True, and the flags of a recurrence are False; there is no form in two phases, and states behind n
+    tokens are not stored.
 
     >>> glax.kernel_registry.kernels["chunked/xla/any"].platform
     <Platform.XLA: 'xla'>

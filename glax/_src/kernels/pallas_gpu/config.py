@@ -87,10 +87,11 @@ class Widths:
 class HopperConfig(Config):
     """Configure the Hopper kernels.
 
-    parts: the segments of every sequence, 1 to 32; 1 for whole sequences, as packed sequences with initial states have to be. A
-    gradient of final states takes packed sequences whole for any parts. columns: the columns of the state in a program, 64 or
-    128. With heads of 64 columns, 128 columns are two heads, which share queries and keys (`pair_scan`). Raises ValueError, which
-    names the field, for any other value.
+    parts: the segments of every sequence, 1 to 32; 1 for whole sequences. A call of packed sequences raises ValueError for more
+    where it has initial states, or per-key gates whose kernels do not read boundaries; a gradient of final states takes them
+    whole for any parts. columns: the columns of the state in a program, 64 or 128. 128 are two heads where heads have 64 columns,
+    which then have to share queries and keys in groups of even size. A call with beta or erase raises ValueError for 128. Raises
+    ValueError, which names the field, for any other value.
 
     >>> glax.configs.HopperConfig(parts=4)
     HopperConfig(parts=4, columns=64)
