@@ -11,6 +11,7 @@
 #define LANES 8
 #define TOKENS 4
 #define GLAX_CONVERTS_F16
+#define GLAX_LOAD_BYTES(p) _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))
 #define GLAX_STREAM _mm256_stream_ps
 #define GLAX_NAME "AVX2"
 #define GLAX_NAMESPACE of_avx2

@@ -237,35 +237,40 @@ inline void put_token(const Replay& p, int64_t at, int64_t h, const ReplayRows& 
   if (p.along.data) put(p.ring_along, x.key(0, 1)), put(p.ring_erased, x.value(0, 1));
 }
 
+// The bits of the largest |x|, which are ordered as the numbers, and NaN last.
+inline int32_t largest_of(const float* x, int64_t count) {
+  ivec most = {};
+  for (int64_t i = 0; i < count; i += LANES) {
+    const vec number = state_load<Type::f32>(reinterpret_cast<const char*>(x + i), count - i < LANES ? count - i : LANES);
+    const ivec bits = reinterpret_cast<ivec>(number) & 0x7fffffff;
+    most = bits > most ? bits : most;
+  }
+  int32_t found = 0;
+  for (int i = 0; i < LANES; ++i) found = most[i] > found ? most[i] : found;
+  return found;
+}
+
 // Stores a state [K, V] in 8 bits, with the scales of its rows. All numbers of a scale are NaN if one is not finite.
 template <Type TYPE>
 inline void store_in_8_bits(const Replay& p, const float* state, char* values, char* rests, float* scales) {
   constexpr float largest = TYPE == Type::i8 ? 127 : 448, factor = TYPE == Type::i8 ? 254 : 28;  // COMPACT of serving/stored_states.py
   const int64_t numbers = p.K / p.scales * p.V;
   for (int64_t s = 0; s < p.scales; ++s, state += numbers, values += numbers, rests += numbers) {
-    int32_t most = 0;  // the bits of the largest |x|, which are ordered as the numbers, and NaN last
-    for (int64_t i = 0; i < numbers; ++i) {
-      int32_t bits;
-      __builtin_memcpy(&bits, state + i, 4);
-      bits &= 0x7fffffff;
-      most = bits > most ? bits : most;
-    }
+    const int32_t most = largest_of(state, numbers);
     float scale;
     __builtin_memcpy(&scale, &most, 4);
     scale /= largest;
     const bool finite = scale <= 3.4e38f;
     if (scale < 1.17549435e-38f) scale = 1.17549435e-38f;
     scales[s] = finite ? scale : __builtin_nanf("");
-    const float inverse = finite ? 1 / scale : 0;
-    for (int64_t i = 0; i < numbers; ++i) {
-      const float x = finite ? state[i] * inverse : 0;
-      if (TYPE == Type::i8) {
-        const int8_t value = int8_t(to_i8(x));
-        values[i] = char(value), rests[i] = char(to_i8((x - float(value)) * factor));
-      } else {
-        const uint8_t value = to_f8(x);
-        values[i] = char(value), rests[i] = char(to_f8((x - from_f8(value)) * factor));
-      }
+    const vec inverse = broadcast(1 / scale);
+    for (int64_t i = 0; i < numbers; i += LANES) {
+      const int64_t count = numbers - i < LANES ? numbers - i : LANES;
+      const vec x = finite ? state_load<Type::f32>(reinterpret_cast<const char*>(state + i), count) * inverse : vec{};
+      const uvec value = TYPE == Type::i8 ? to_i8(x) : to_f8(x);
+      const vec number = TYPE == Type::i8 ? from_i8(value) : from_f8(value);
+      const vec rest = (x - number) * broadcast(factor);
+      store_bytes(values + i, value, count), store_bytes(rests + i, TYPE == Type::i8 ? to_i8(rest) : to_f8(rest), count);
     }
   }
 }

@@ -14,7 +14,7 @@ inline vec state_load(const char* p, int64_t count) {
     char part[LANES] = {};
     if (count < LANES) __builtin_memcpy(part, p, count);
     const char* const from = count < LANES ? part : p;
-    return TYPE == Type::i8 ? load_i8(from) : load_f8(from);
+    return TYPE == Type::i8 ? from_i8(load_bytes(from)) : from_f8(load_bytes(from));
   }
   float copy[LANES];
   for (int i = 0; i < LANES; ++i) copy[i] = 0;

@@ -198,53 +198,49 @@ inline void store_bf16(uint16_t* p, vec x) {
 
 // ---- 8 bits --------------------------------------------------------------------------------------------------------------
 
-typedef int8_t i8_in_memory __attribute__((vector_size(LANES), aligned(1), may_alias));
-typedef uint8_t f8_in_memory __attribute__((vector_size(LANES), aligned(1), may_alias));
-
-inline vec load_i8(const char* p) {
-  return __builtin_convertvector(__builtin_convertvector(*reinterpret_cast<const i8_in_memory*>(p), ivec), vec);
+// Loads LANES bytes, and stores the last byte of the first `count` lanes, by intrinsics where there are some: compilers take the lanes of
+// the equivalent loops one by one.
+inline uvec load_bytes(const char* p) {
+#ifdef GLAX_LOAD_BYTES
+  return reinterpret_cast<uvec>(GLAX_LOAD_BYTES(p));
+#else
+  uvec x;
+  for (int i = 0; i < LANES; ++i) x[i] = uint8_t(p[i]);
+  return x;
+#endif
 }
 
-// Loads float8. No intermediate value is a float32 denormal.
-inline vec load_f8(const char* p) {
-  const uvec x = __builtin_convertvector(*reinterpret_cast<const f8_in_memory*>(p), uvec), rest = x & 0x7f;
+inline void store_bytes(char* p, uvec x, int64_t count) {
+#ifdef GLAX_STORE_BYTES
+  if (count == LANES) return GLAX_STORE_BYTES(p, x);
+#endif
+  for (int64_t i = 0; i < count; ++i) p[i] = char(x[i]);
+}
+
+// The number of an int8, which is in the last bits of x.
+inline vec from_i8(uvec x) { return __builtin_convertvector(reinterpret_cast<ivec>(x << 24) >> 24, vec); }
+
+// The number of a float8, which is in the last bits of x. No intermediate value is a float32 denormal.
+inline vec from_f8(uvec x) {
+  const uvec rest = x & 0x7f;
   const vec small = __builtin_convertvector(reinterpret_cast<ivec>(x & 7), vec) * broadcast(0.001953125f);  // 2^-9
   const uvec normal = (rest << 20) + (120u << 23), number = rest < 8 ? reinterpret_cast<uvec>(small) : normal;  // biases: 127 here, 7 there
   return reinterpret_cast<vec>((rest == 0x7f ? (number | 0x7fc00000u) : number) | (x & 0x80) << 24);
 }
 
-inline float from_f8(uint8_t x) {
-  const uint32_t rest = x & 0x7f, sign = uint32_t(x & 0x80) << 24;
-  if (rest < 8) return (sign ? -float(rest) : float(rest)) * 0.001953125f;  // 2^-9
-  const uint32_t bits = sign | (rest == 0x7f ? 0x7fc00000u : (rest << 20) + (120u << 23));
-  float y;
-  __builtin_memcpy(&y, &bits, 4);
-  return y;
-}
-
 // Rounds to the nearest, ties to even. Numbers beyond the largest become the largest.
-inline uint8_t to_i8(float x) {
-  x = x < -127 ? -127 : x;
-  x = x > 127 ? 127 : x;
-  const float shifted = x + 12582912.f;  // 1.5 * 2^23
-  int32_t bits;
-  __builtin_memcpy(&bits, &shifted, 4);
-  return uint8_t(bits - 0x4b400000);
+inline uvec to_i8(vec x) {
+  x = minimum(maximum(x, broadcast(-127)), broadcast(127));
+  return reinterpret_cast<uvec>(x + broadcast(12582912.f)) - 0x4b400000u;  // 1.5 * 2^23
 }
 
-inline uint8_t to_f8(float x) {
-  uint32_t bits;
-  __builtin_memcpy(&bits, &x, 4);
-  const uint32_t sign = (bits >> 24) & 0x80, size = bits & 0x7fffffff;
-  if (size >= 0x43e00000) return uint8_t(sign | 0x7e);  // 448
-  if (size < 0x3c800000) {  // denormal there: adding 1.5 * 2^23 * 2^-9 rounds the last bit to 2^-9
-    float y;
-    __builtin_memcpy(&y, &size, 4);
-    y += 24576.f;
-    __builtin_memcpy(&bits, &y, 4);
-    return uint8_t(sign | (bits - 0x46c00000));
-  }
-  return uint8_t(sign | ((size - 0x3c000000 + 0x7ffff + ((size >> 20) & 1)) >> 20));
+inline uvec to_f8(vec x) {
+  const uvec bits = reinterpret_cast<uvec>(x), size = bits & 0x7fffffff;
+  // Denormal there: adding 1.5 * 2^23 * 2^-9 rounds the last bit to 2^-9.
+  const uvec small = reinterpret_cast<uvec>(reinterpret_cast<vec>(size) + broadcast(24576.f)) - 0x46c00000u;
+  const uvec normal = (size - 0x3c000000u + 0x7ffffu + ((size >> 20) & 1)) >> 20;
+  const uvec rounded = size < 0x3c800000u ? small : normal;
+  return (size >= 0x43e00000u ? uvec{} + 0x7e : rounded) | ((bits >> 24) & 0x80);  // 448
 }
 
 // Stores past the caches, where the machine can: a line that is written whole need not be read first. `to` is aligned to a vector.
