@@ -42,8 +42,8 @@ Measured, and not in a table of this page:
   At gates near 0 it takes 1.25 to 3.9 times glax's time.
 - JAX 0.12 slows Hopper's kernels down: [](troubleshooting.md#jax-0-12-on-hopper-gpus). The tables are of JAX 0.11.
 - Packed sequences on Hopper pay for a check that their results are finite: 21 to 31 us a forward, 64 to 200 us with gradient.
-- `erase_along`, as in RWKV-7, has no chunked kernel of its own on GPUs.
-  Triton runs it as two rows a token, and CUDA's kernels token by token.
+- `erase_along` has chunked kernels of its own on GPUs with per-key gates and heads up to 64 wide alone, as in RWKV-7.
+  Elsewhere Triton runs it as two rows a token, and CUDA's kernels token by token.
 - Sharded parameters in a plain `jit` train GLA-1.3B only 1.66 times as fast on four H100 as on one.
 """
 

@@ -2,7 +2,8 @@
 
 python -m tests.triton_compile 90 "key bfloat16 128" prints a line of JSON per kernel, for compute capability 9.0. The last
 argument is a gate, a dtype and a width, or two as in 256x512 for K and V. delta or kda in the place of a gate is the delta rule
-with a per-head or a per-key gate, and delta-erase or kda-erase has erase and write in the place of beta. "key bfloat16 256x512
+with a per-head or a per-key gate, delta-erase or kda-erase has erase and write in the place of beta, and rwkv7 erase and
+erase_along, read before the decay. "key bfloat16 256x512
 chunked" prints the kernels of that algorithm alone. Per-key gates have the dtype of the queries; "key/float32 bfloat16 128" gives
 them another. TRITON_INTERPRET must not be set.
 """
@@ -109,7 +110,7 @@ def shipped(gate: str, dtype: str, widths: str, algorithm: str = "") -> list[Lau
     B, T, H = 8, 2048, 16
     gate, _, gate_dtype = gate.partition("/")
     gate, _, erase = gate.partition("-")
-    if gate_dtype and gate not in ("key", "kda"):
+    if gate_dtype and gate not in ("key", "kda", "rwkv7"):
         raise ValueError(f"{gate}/{gate_dtype}: expected a dtype of per-key gates, key or kda, got {gate}")
     K, V = (int(x) for x in (widths.split("x") * 2)[:2])
 
@@ -117,7 +118,9 @@ def shipped(gate: str, dtype: str, widths: str, algorithm: str = "") -> list[Lau
         x = jnp.zeros((B, T, H, K), dtype)
         gates = dict(gk=x.astype(gate_dtype or dtype)) if gate in ("key", "kda") else dict(g=jnp.zeros((B, T, H)))
         gates = dict(g_gamma=jnp.zeros(H)) if gate == "constant" else gates
-        if erase:
+        if gate == "rwkv7":
+            gates = dict(gk=x.astype(gate_dtype or dtype), erase=x, erase_along=x, erase_before_decay=True)
+        elif erase:
             gates |= dict(erase=x, write=jnp.zeros((B, T, H, V), dtype))
         elif gate in ("delta", "kda"):
             gates["beta"] = jnp.zeros((B, T, H), dtype)
@@ -132,7 +135,7 @@ def shipped(gate: str, dtype: str, widths: str, algorithm: str = "") -> list[Lau
     token = jax.eval_shape(lambda: jax.tree.map(lambda x: x[:, :1] if x.ndim > 2 else x, call()))
     slots = jax.ShapeDtypeStruct((B,), jnp.int32)
     algorithms = {"chunked": (r,), "chunked.vjp": (r, r.v, state)}
-    if gate not in ("delta", "kda"):
+    if gate not in ("delta", "kda", "rwkv7"):
         algorithms |= {"recurrent": (token,), "recurrent.step": (token, state, slots)}
     return [each for name, given in algorithms.items() if algorithm in ("", name) for each in runs(name, *given)]
 

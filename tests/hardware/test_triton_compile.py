@@ -81,6 +81,16 @@ WIDE = {
     ("head", "wide_value_gradient"): [(24_576, 194, 0), (73_728, 138, 0), (73_760, 94, 0)],
     ("head", "wide_key_gradient"): [(49_152, 255, 40), (81_920, 226, 0), (98_352, 231, 0)],
 }
+# RWKV-7, heads of 64 in bfloat16, in the same form.
+NARROW = {
+    ("rwkv7", "along_pairs"): [(16_384, 255, 8), (24_576, 255, 136), (32_768, 255, 336)],
+    ("rwkv7", "exact_along_pairs"): [(36_864, 255, 400), (55_296, 255, 392), (32_768, 255, 344)],
+    ("rwkv7", "along_outputs"): [(49_152, 223, 0), (100_352, 170, 0), (57_624, 174, 0)],
+    ("rwkv7", "along_states"): [(20_480, 132, 0), (73_728, 166, 0), (35_080, 168, 0)],
+    ("rwkv7", "along_products"): [(14_336, 255, 8), (40_960, 204, 0), (41_008, 225, 0)],
+    ("rwkv7", "along_gradient"): [(44_032, 254, 0), (102_400, 255, 160), (94_216, 255, 240)],
+    ("rwkv7", "exact_along_gradient"): [(34_816, 255, 328), (112_640, 255, 1368), (79_880, 255, 700)],
+}
 # Kernels that consist of products of the tensor cores of their generation.
 MULTIPLYING = (
     "outputs",
@@ -94,6 +104,10 @@ MULTIPLYING = (
     "delta_states",
     "delta_gradient",
     "delta_key_gradient",
+    "along_outputs",
+    "along_states",
+    "along_products",
+    "along_gradient",
 )
 PRODUCTS = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
 
@@ -130,6 +144,11 @@ def test_budgets_of_wide_heads(capability):
     kernels = [f"{gate} bfloat16 256x512 {each}" for gate in ("key", "head") for each in ("chunked", "chunked.vjp")]
     kernels.append("constant bfloat16 256x512 chunked")  # in chunks of its own
     check_budgets(capability, usages(capability, *kernels), WIDE)
+
+
+@pytest.mark.parametrize("capability", LIMITS)
+def test_budgets_along_another_key(capability):
+    check_budgets(capability, usages(capability, "rwkv7 bfloat16 64"), NARROW)
 
 
 def check_budgets(capability: int, found: dict, budgets: dict):

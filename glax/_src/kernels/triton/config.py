@@ -11,6 +11,7 @@ from glax._src.kernels.common.gpu import capability, multiprocessors
 from glax._src.kernels.triton.segments import segment_count
 
 WIDEST = 512
+WIDEST_ALONG = 64
 LONG_CHUNKS = ("constant", "none")  # forms of gates
 MOST_STATES = 2**33  # bytes of stored states, in bfloat16, that the heuristic lets the forward take
 
@@ -18,6 +19,11 @@ MOST_STATES = 2**33  # bytes of stored states, in bfloat16, that the heuristic l
 def width(n: int) -> int:
     """Return the smallest block that holds n columns. Tensor cores need at least 16."""
     return max(16, 1 << (n - 1).bit_length())
+
+
+def is_direct(r: Recurrence) -> bool:
+    """Return whether the kernels of `delta_along` run r, which has `along`. Wider heads would spill registers."""
+    return r.erasing.along is not None and r.decay.form == "key" and max(r.state_shape[2:]) <= WIDEST_ALONG
 
 
 def check_fields(config: "TritonChunkedConfig | GradientConfig", *tiles: str):
@@ -147,7 +153,9 @@ class TritonChunkedConfig(Config):
     def candidates(cls, r: Recurrence) -> list[Self]:
         guess = cls.heuristic(r)
         if r.erasure is not None:
-            return list(dict.fromkeys((guess, *(cls(64, columns, 0, 4, n) for columns in (32, 64) for n in (2, 3)))))
+            shapes = [(64, columns, n) for columns in (32, 64) for n in (2, 3)]
+            shapes += [(32, 64, 2), (32, 32, 3)] if is_direct(r) else []
+            return list(dict.fromkeys((guess, *(cls(chunk, columns, 0, 4, n) for chunk, columns, n in shapes))))
         if guess.block:
             return guess.other_forms(r)
         found = [guess]
@@ -243,6 +251,8 @@ class GradientConfig(Config):
             block = 64 if has_large_tiles() else 32
         if r.decay.form == "key":
             plain = cls.narrow(r.replace(erasure=None))
+            if is_direct(r):
+                return cls.along(plain, r, block)
             return dataclasses.replace(plain, segment=0, block=block, stages=min(plain.stages, 3))
         if r.q.dtype != "bfloat16":
             return cls(16, 16, 0, block, warps=8, stages=1)
@@ -251,10 +261,21 @@ class GradientConfig(Config):
         return cls(64, 16, 0, block, warps=4 if r.erasing.beta is not None or has_large_tiles() else 8, stages=1)
 
     @classmethod
+    def along(cls, plain: Self, r: Recurrence, block: int) -> Self:
+        """Return the config of the kernels of `delta_along`, in smaller chunks where `along_products` would spill registers.
+
+        One stage lets two programs share a multiprocessor, each with ten matrices of a chunk in shared memory.
+        """
+        chunk = plain.chunk if r.q.dtype == "bfloat16" and has_large_tiles() else plain.chunk // 2
+        return dataclasses.replace(plain, chunk=chunk, segment=0, block=block, stages=1)
+
+    @classmethod
     def candidates(cls, r: Recurrence) -> list[Self]:
         guess = cls.heuristic(r)
         if r.erasure is not None:
-            others = (dataclasses.replace(guess, rows=rows, stages=n) for rows, n in ((16, 2), (32, 1), (32, 2)))
+            others = [dataclasses.replace(guess, rows=rows, stages=n) for rows, n in ((16, 2), (32, 1), (32, 2))]
+            if is_direct(r):
+                others += [dataclasses.replace(guess, chunk=32, stages=n) for n in (1, 2, 3)]
             return list(dict.fromkeys((guess, *others)))
         if guess.columns:
             shapes = ((32, 64, 4, 3), (64, 64, 4, 3), (64, 64, 8, 3), (128, 64, 8, 3), (32, 128, 4, 2), (32, 64, 4, 2))

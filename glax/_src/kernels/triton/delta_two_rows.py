@@ -1,6 +1,7 @@
-"""Run the delta rule with `along` in the kernels without it, as two rows a token.
+"""Choose the kernels of a recurrence with an erasure, and run the delta rule with `along` as two rows a token where need be.
 
-A token of S = S_bar + k (w * v)^T - b (S_bar^T e)^T, with b the array `along`, is two rows of the delta rule:
+With per-key gates and heads up to 64 wide the kernels of `delta_along` run `along`. In the others a token of
+S = S_bar + k (w * v)^T - b (S_bar^T e)^T, with b the array `along`, is two rows of the delta rule:
 
     S_1 = S_bar - b (S_bar^T e)^T      key b, value 0, erase vector e, the token's decay
     S_2 = S_1 + k (w * v)^T            key k, value v, erase vector 0, no decay, and the token's query
@@ -12,7 +13,8 @@ from jaxtyping import Array
 
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, Recurrence, spread_heads
-from glax._src.kernels.triton.config import GradientConfig, TritonChunkedConfig
+from glax._src.kernels.triton.config import GradientConfig, TritonChunkedConfig, is_direct
+from glax._src.kernels.triton.delta_along_chunked import along_chunked, along_chunked_vjp
 from glax._src.kernels.triton.delta_chunked import delta_chunked, delta_chunked_vjp
 
 
@@ -51,6 +53,8 @@ def forward(r: Recurrence, config: TritonChunkedConfig) -> Outputs:
     """Compute the outputs and final states of a recurrence with an erasure."""
     if r.erasing.along is None:
         return delta_chunked(r, config)
+    if is_direct(r):
+        return along_chunked(r, config)
     output, final = delta_chunked(two_rows(r), config)
     return Outputs(output[:, 0 if r.reverse else 1 :: 2], final)
 
@@ -59,6 +63,8 @@ def gradient(r: Recurrence, d_output, d_final, config: GradientConfig) -> Recurr
     """Compute the gradient of every input of a recurrence with an erasure."""
     if r.erasing.along is None:
         return delta_chunked_vjp(r, d_output, d_final, config)
+    if is_direct(r):
+        return along_chunked_vjp(r, d_output, d_final, config)
     _, pull = jax.vjp(lambda x: two_rows(x.with_integers(r)).floats, r.floats)
     (d,) = pull(delta_chunked_vjp(two_rows(r), interleaved(None, d_output, r.reverse), d_final, config, per_token=2))
     return d

@@ -48,7 +48,8 @@ class Dimensions:
     and columns of a state. C: the tokens of a chunk. BK, BV, BH: the rows, columns and heads of a block. SIGN: -1 if a scan is
     from the last token to the first, else 1. DTYPE, PRECISION: of products (`tiles.dot`). FORM: the form of the decay, and GATE
     what the scans of the delta rule read of it. ERASURE: the form of the erasure. BEFORE: whether e
-    reads the state before the token's decay. PER_TOKEN: the rows of a token.
+    reads the state before the token's decay. PER_TOKEN: the rows of a token. GRADIENT: whether what the gradient alone reads is
+    stored.
     GROUP: the heads that a program takes in order, GQ, GK and GV how many of them share a query, key or value. PAIRS: the
     (chunk, head) pairs that a program of an exact kernel tests.
     """
@@ -86,6 +87,7 @@ class Dimensions:
     ERASURE: str | None = None
     BEFORE: bool | None = None
     PER_TOKEN: int | None = None
+    GRADIENT: bool | None = None
 
     def __repr__(self):
         """Return the given constants in letters that a symbol of a program may have."""
