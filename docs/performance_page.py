@@ -44,6 +44,8 @@ Measured, and not in a table of this page:
 - Packed sequences on Hopper pay for a check that their results are finite: 21 to 31 us a forward, 64 to 200 us with gradient.
 - `erase_along` has chunked kernels of its own on GPUs with per-key gates and heads up to 64 wide alone, as in RWKV-7.
   Elsewhere Triton runs it as two rows a token, and CUDA's kernels token by token.
+- `from_pretrained` loads Qwen3.5-4B onto an H200 in 3.6 seconds, transformers in 1.6, with 1.1 GiB of the host's memory for 7.8.
+  The device's peak is 9.5 GiB for 8.1.
 - Sharded parameters in a plain `jit` train GLA-1.3B only 1.66 times as fast on four H100 as on one.
 """
 
@@ -262,6 +264,7 @@ def decoding(results: list[Result]) -> str:
 def training(results: list[Result]) -> str:
     rows = []
     chosen = [x for x in results if x.get("tokens_per_second") and not x.get("requests")]  # those serve
+    chosen = [x for x in chosen if x.get("mode") in (None, "training step", "lora", "full")]
 
     def title(x):
         return (x.get("model") or x.about["method"].split(", batch")[0], x.get("implementation"), x.device)
@@ -278,6 +281,22 @@ def training(results: list[Result]) -> str:
             )
         )
     return table(["model", "implementation", "device", "runs", "tokens per second", "GiB"], rows)
+
+
+def whole_models(results: list[Result]) -> str:
+    """Return a table of models that write tokens or read prompts."""
+    rows = []
+    chosen = [
+        x for x in results if x.get("tokens_per_second") and x.get("model") and x.get("mode") in ("decode", "prefill")
+    ]
+
+    def title(x):
+        return (x.get("model"), x.get("mode"), x.get("problem"), x.get("implementation"), x.device)
+
+    for names, group in sorted(grouped(chosen, title).items()):
+        figures = f"{median_of(group, 'tokens_per_second'):,.0f}", number(median_of(group, "gib"))
+        rows.append((*names, len(group), *figures))
+    return table(["model", "mode", "problem", "implementation", "device", "runs", "tokens per second", "GiB"], rows)
 
 
 def parallel(results: list[Result]) -> str:
@@ -371,6 +390,7 @@ def page() -> str:
         "Packed sequences": packing(results),
         "Decoding": decoding(results),
         "Training a model": training(results),
+        "Decoding by whole models": whole_models(results),
         "Several GPUs, the sequence sharded": parallel(results),
         "CPUs": cpus(results),
         "Memory and length": lengths(results),

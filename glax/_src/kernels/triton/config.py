@@ -264,16 +264,18 @@ class GradientConfig(Config):
     def along(cls, plain: Self, r: Recurrence, block: int) -> Self:
         """Return the config of the kernels of `delta_along`, in smaller chunks where `along_products` would spill registers.
 
-        One stage lets two programs share a multiprocessor, each with ten matrices of a chunk in shared memory.
+        A second stage loads the next rows of the states ahead. On sm_90 two programs share a multiprocessor all the same; on sm_100
+        it would spill registers.
         """
-        chunk = plain.chunk if r.q.dtype == "bfloat16" and has_large_tiles() else plain.chunk // 2
-        return dataclasses.replace(plain, chunk=chunk, segment=0, block=block, stages=1)
+        is_large = r.q.dtype == "bfloat16" and has_large_tiles()
+        chunk = plain.chunk if is_large else plain.chunk // 2
+        return dataclasses.replace(plain, chunk=chunk, segment=0, block=block, stages=2 if is_large and capability()[0] == 9 else 1)
 
     @classmethod
     def candidates(cls, r: Recurrence) -> list[Self]:
         guess = cls.heuristic(r)
         if r.erasure is not None:
-            others = [dataclasses.replace(guess, rows=rows, stages=n) for rows, n in ((16, 2), (32, 1), (32, 2))]
+            others = [dataclasses.replace(guess, rows=rows, stages=n) for rows, n in ((16, 1), (16, 2), (32, 1), (32, 2))]
             if is_direct(r):
                 others += [dataclasses.replace(guess, chunk=32, stages=n) for n in (1, 2, 3)]
             return list(dict.fromkeys((guess, *others)))
