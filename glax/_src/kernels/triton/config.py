@@ -264,12 +264,13 @@ class GradientConfig(Config):
     def along(cls, plain: Self, r: Recurrence, block: int) -> Self:
         """Return the config of the kernels of `delta_along`, in smaller chunks where `along_products` would spill registers.
 
-        A second stage loads the next rows of the states ahead. On sm_90 two programs share a multiprocessor all the same; on sm_100
-        it would spill registers.
+        A second stage loads the next rows of the states ahead. On sm_90 two programs share a multiprocessor all the same; on
+        sm_100 it would spill registers.
         """
         is_large = r.q.dtype == "bfloat16" and has_large_tiles()
         chunk = plain.chunk if is_large else plain.chunk // 2
-        return dataclasses.replace(plain, chunk=chunk, segment=0, block=block, stages=2 if is_large and capability()[0] == 9 else 1)
+        stages = 2 if is_large and capability()[0] == 9 else 1
+        return dataclasses.replace(plain, chunk=chunk, segment=0, block=block, stages=stages)
 
     @classmethod
     def candidates(cls, r: Recurrence) -> list[Self]:
