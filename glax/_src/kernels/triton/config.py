@@ -276,7 +276,9 @@ class GradientConfig(Config):
     def candidates(cls, r: Recurrence) -> list[Self]:
         guess = cls.heuristic(r)
         if r.erasure is not None:
-            others = [dataclasses.replace(guess, rows=rows, stages=n) for rows, n in ((16, 1), (16, 2), (32, 1), (32, 2))]
+            others = [
+                dataclasses.replace(guess, rows=rows, stages=n) for rows, n in ((16, 1), (16, 2), (32, 1), (32, 2))
+            ]
             if is_direct(r):
                 others += [dataclasses.replace(guess, chunk=32, stages=n) for n in (1, 2, 3)]
             return list(dict.fromkeys((guess, *others)))
