@@ -8,7 +8,7 @@ import pathlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -96,11 +96,15 @@ class Running:
             response = connection.getresponse()
             return response.status, {k.lower(): v for k, v in response.getheaders()}, response.read()
 
-    def wait_until_free(self, seconds: float = 20):
+    def wait_until(self, holds: Callable[[], object], seconds: float = 60):
+        """Wait until holds() is true, and fail after `seconds`, so that an error of the server is no test without an end."""
         end = time.monotonic() + seconds
-        while not self.is_free():
+        while not holds():
             assert time.monotonic() < end, (self.scheduler.counts(), self.app.num_open)
-            time.sleep(0.01)
+            time.sleep(0.001)
+
+    def wait_until_free(self, seconds: float = 20):
+        self.wait_until(self.is_free, seconds)
 
     def is_free(self) -> bool:
         counts = self.scheduler.counts()

@@ -166,8 +166,7 @@ def test_a_client_that_leaves_frees_its_slots(server, alone, stream, n):
         client.sendall(head + body)
         if stream:
             assert b"200 OK" in client.recv(100)
-        while not server.scheduler.counts().running:
-            time.sleep(0.001)
+        server.wait_until(lambda: server.scheduler.counts().running)
     server.wait_until_free()
     assert server.scheduler.counts().finished["cancelled"] == before + n
     assert server.complete("The quick", max_tokens=9).choices[0].text == alone.text("The quick", 9)
@@ -179,10 +178,9 @@ def test_calls_beyond_the_queue_are_told_to_come_again(folder):
         held = [http.client.HTTPConnection("127.0.0.1", server.port, timeout=60) for _ in range(2)]
         for i, connection in enumerate(held):
             connection.request("POST", PATHS[0], body)
-            while server.scheduler.counts().running + server.scheduler.counts().waiting <= i or (
-                i == 0 and not server.scheduler.counts().running
-            ):
-                time.sleep(0.001)
+            server.wait_until(
+                lambda i=i: (server.scheduler.counts().running, server.scheduler.counts().waiting) == (1, i)
+            )
         status, headers, content = server.call("POST", PATHS[0], json.dumps(LONG))
         error = json.loads(content)["error"]
         assert (status, headers["retry-after"], error["code"]) == (429, "1", "queue_full")
@@ -193,8 +191,7 @@ def test_calls_beyond_the_queue_are_told_to_come_again(folder):
         assert "\nglax_running 1\n" in metrics and "\nglax_waiting 1\n" in metrics
         assert 'glax_http_responses_total{status="429"} 2' in metrics
         held[1].close()  # its request still waits
-        while server.scheduler.counts().waiting:
-            time.sleep(0.01)
+        server.wait_until(lambda: not server.scheduler.counts().waiting)
         held[0].close()
         server.wait_until_free()
 
@@ -207,8 +204,7 @@ def test_samples_that_do_not_all_fit_leave_none_behind(folder):
                 b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
             )
             assert client.recv(10)
-            while not server.scheduler.counts().running:
-                time.sleep(0.01)
+            server.wait_until(lambda: server.scheduler.counts().running)
             with server.scheduler.turn:  # no round takes away what would wait
                 with pytest.raises(openai.RateLimitError):
                     server.complete("The", n=4)
@@ -231,8 +227,7 @@ def test_a_request_without_finite_logits_fails_alone(server, alone):
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         prompts = [f"The {i}" for i in range(4)]
         found = [pool.submit(server.complete, prompt, max_tokens=500) for prompt in prompts]
-        while not server.poison():
-            time.sleep(0.001)
+        server.wait_until(server.poison)
         errors = [each.exception() for each in found]
     assert sum(error is not None for error in errors) == 1
     (error,) = [error for error in errors if error is not None]
@@ -323,13 +318,11 @@ def test_a_server_that_stops_refuses_calls_and_ends_the_open_ones(folder, grace,
         with concurrent.futures.ThreadPoolExecutor(2) as pool, server.client() as client:
             client.models.list()  # a connection that stays
             one = pool.submit(server.complete, "The", max_tokens=1000 if reason == "length" else 2900)
-            while not server.scheduler.counts().running:
-                time.sleep(0.001)
+            server.wait_until(lambda: server.scheduler.counts().running)
             loop = server.listener.servers[0].get_loop()
             loop.call_soon_threadsafe(server.listener.begin_end, signal.SIGTERM)
             if reason == "length":
-                while not server.app.is_stopping:
-                    time.sleep(0.001)
+                server.wait_until(lambda: server.app.is_stopping)
                 assert server.call("GET", "/health")[::2] == (503, b'{"status":"stopping"}')
                 with pytest.raises(openai.InternalServerError, match="stopping"):
                     server.complete("The")
