@@ -161,9 +161,9 @@ class Experts(nnx.Module):
         no gate.
     act:   the name of a function in `glax.nn.parts.ACTIVATIONS`. limit: as in `SwiGLU`, for forms with a gate.
     param_dtype, kernel_init: the dtype and the first values of the parameters, as in `glax.nn.linear_attention.Options`.
-    dtype: without effect; products have the dtype of x.
+    dtype: of the products and of y; the dtype of x if None.
 
-    experts(x [M, D], (p [M, k], e [M, k])) returns y [M, D] in the dtype of x: e are the numbers of each token's k experts, from
+    experts(x [M, D], (p [M, k], e [M, k])) returns y [M, D]: e are the numbers of each token's k experts, from
     0 to E - 1, and p their weights, of any float dtype. Raises TypeError or ValueError, which names the argument.
 
     The attribute `rows` is the sharding of x on a mesh whose devices each sort their own rows and gather the parameters. If it
@@ -213,7 +213,7 @@ class Experts(nnx.Module):
         self.down = stack(inside, width, MLP, EMBED)
 
     def __call__(self, x: Float[Array, "M D"], chosen: Chosen) -> Float[Array, "M D"]:
-        """Return y [M, D] in the dtype of x. chosen: (the weights [M, k], the numbers of the experts [M, k]) of each token."""
+        """Return y [M, D]. chosen: (the weights [M, k], the numbers of the experts [M, k]) of each token."""
         weights, experts = chosen
         check_floats("x", x, self.width)
         check_floats("weights", weights)
@@ -221,6 +221,7 @@ class Experts(nnx.Module):
         for name, y in (("weights", weights), ("experts", experts)):
             if y.ndim != 2 or y.shape != (x.shape[0], experts.shape[-1]):
                 raise ValueError(f"{name} must be [M, k] with M={x.shape[0]} as x has rows, got shape {y.shape}")
+        x = x if self.dtype is None else x.astype(self.dtype)
         kernels = {
             name: param[...].astype(x.dtype) for name, param in vars(self).items() if isinstance(param, nnx.Param)
         }
@@ -286,7 +287,7 @@ class SparseMLP(nnx.Module):
         whose two greatest of sigmoid(logits) + correction have the greatest sum.
 
     sum_floor, scaling, corrected, groups and best_groups are for "sigmoid" alone. dtype, param_dtype and kernel_init are as in
-    `Experts`. mlp(x [..., D]) returns y [..., D], in the dtype of x unless `shared` returns another. Raises TypeError or
+    `Experts`. mlp(x [..., D]) returns y [..., D]; the router reads x as it is. Raises TypeError or
     ValueError, which names the argument. Liu et al. 2024, https://arxiv.org/abs/2412.19437.
 
     >>> mlp = nn.SparseMLP(64, 128, count=4, top_k=2, rngs=nnx.Rngs(0))
@@ -338,7 +339,7 @@ class SparseMLP(nnx.Module):
         self.experts = Experts(width, inside, count, form=form, act=act, limit=limit, **options)
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        """Return y, in the shape and dtype of x [..., D]."""
+        """Return y [..., D] of x [..., D]."""
         check_floats("x", x, self.experts.width)
         flat = x.reshape(-1, x.shape[-1])
         y = self.experts(flat, self.chosen(flat)).reshape(x.shape)

@@ -412,3 +412,15 @@ def test_attention_over_rows_without_a_token():
     for options in ({}, dict(cu_seqlens=jnp.zeros(2, jnp.int32)), dict(segment_ids=jnp.zeros((1, 0), jnp.int32))):
         out, _ = layer(jnp.ones((1, 0, WIDTH)), **options)
         assert out.shape == (1, 0, WIDTH)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_experts_multiply_in_their_dtype(dtype):
+    experts = nn.Experts(6, 5, 2, dtype=dtype, rngs=nnx.Rngs(0))
+    x, chosen = jnp.linspace(-2, 2, 24).reshape(4, 6), (jnp.full((4, 1), 0.5), jnp.array([[0], [1], [1], [0]]))
+    y = experts(x, chosen)
+    assert y.dtype == dtype
+    np.testing.assert_array_equal(y, nn.Experts(6, 5, 2, rngs=nnx.Rngs(0))(x.astype(dtype), chosen))
+    mlp = nn.SparseMLP(6, 5, 2, 1, dtype=dtype, rngs=nnx.Rngs(0))
+    assert mlp(x).dtype == dtype and mlp.experts(x, chosen).dtype == dtype
