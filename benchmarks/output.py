@@ -82,7 +82,8 @@ def without(arguments: list[str], *options: str) -> list[str]:
 
 
 def write(path: Path, lines: list[dict]):
-    """Write the lines with the date, the device, the versions, and the command but for its file of results."""
+    """Write the lines with the date, the device, the versions, and the command but for its file of results and the folders of
+    this machine."""
     device = jax.devices()[0]
     versions = dict(glax=glax.__version__) | {
         name: found for name in LIBRARIES if (found := version_of(name)) is not None
@@ -91,6 +92,8 @@ def write(path: Path, lines: list[dict]):
         date=datetime.date.today().isoformat(),
         device=platform.machine() if device.platform == "cpu" else device.device_kind,
         versions=versions,
-        method=shlex.join(["python", *without(sys.argv, "--json")]),
+        method=shlex.join(
+            ["python", *(Path(x).name if Path(x).is_absolute() else x for x in without(sys.argv, "--json"))]
+        ),
     )
     path.write_text(json.dumps(about | dict(results=lines), indent=1) + "\n")

@@ -1,15 +1,12 @@
 """Launch the kernel of device/replay.cu: one token, from a stored state and the tokens since it was written."""
 
-import dataclasses
 import math
-from typing import Any
 
 import jax
 from jax import Array
 
-from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Recurrence
-from glax._src.core.ring import Ring, RingedStates
+from glax._src.core.ring import RingedStates
 from glax._src.kernels.common.foreign import NONE
 from glax._src.kernels.common.gpu import capability
 from glax._src.kernels.cuda import scan
@@ -29,7 +26,7 @@ def recurrent_replay(
     A slot outside of the pool is no sequence. Without slots, sequence b is in row b. The pool is updated in place if the caller
     donates it.
     """
-    before = arrays_of(pool)
+    before = pool.arrays()
     operands = [*tokens_of(r), slots, *before]
     first = len(operands) - len(before)
     output = jax.ShapeDtypeStruct((r.q.shape[0], r.num_heads, r.v.shape[3]), r.q.dtype)
@@ -39,28 +36,12 @@ def recurrent_replay(
     numbers = pool.states.shape[0], pool.replay
     found = scan.launch_kernel("replay", constants, blocks, config.threads, operands, results, numbers, aliases)
     after = [None if x is None else y for x, y in zip(before, found[1:], strict=True)]
-    return found[0], with_arrays(pool, after)
-
-
-def arrays_of(pool: RingedStates) -> list[Array | None]:
-    """Return the arrays of a pool in the order of the kernel's arguments."""
-    ring, stored = pool.ring, jax.tree.leaves(pool.states)
-    stored += [None] * (3 - len(stored))  # of states in 8 bits there are values, rests and scale
-    gates = ring.decay.head, ring.decay.key, ring.decay.value
-    return [*stored, ring.key, ring.value, *gates, ring.along, ring.erased, pool.length, pool.drafted]
-
-
-def with_arrays(pool: RingedStates, arrays: list[Any]) -> RingedStates:
-    """Return the pool with other arrays, in that order."""
-    *stored, key, value, head, row, column, along, erased, length, drafted = arrays
-    states = jax.tree.unflatten(jax.tree.structure(pool.states), [x for x in stored if x is not None])
-    ring = Ring(key, value, Decay(head=head, key=row, value=column), along, erased)
-    return dataclasses.replace(pool, states=states, ring=ring, length=length, drafted=drafted)
+    return found[0], pool.with_arrays(after)
 
 
 def plan(r: Recurrence, pool: RingedStates, config: ReplayConfig) -> tuple[dict[str, int], int]:
     """Return the constants of device/replay.cu, and the number of blocks. Raises ValueError for a config that does not fit."""
-    stored, ring = arrays_of(pool)[0], pool.ring
+    stored, ring = pool.arrays()[0], pool.ring
     constants, blocks = constants_of(r, config, stored)
     if (why := unfit(constants)) is not None:
         raise ValueError(f"{config} does not fit K={constants['K']} and V={constants['V']}: {why}")
