@@ -1,4 +1,4 @@
-"""Measure a published model at its published sizes with random weights, glax beside transformers with fla's kernels, on one GPU.
+"""Measure models of public sizes with random weights, glax beside transformers with fla's kernels, on one GPU.
 
 python benchmarks/checkpoints.py --folder DIR --json FILE                      # Qwen3.5-4B, every part, by both libraries
 python benchmarks/checkpoints.py --folder DIR --model kimi --what load decode prefill --by glax
@@ -120,6 +120,7 @@ def lines_of(options, name: str, part: str, by: str) -> Iterator[dict[str, Any]]
         environment |= dict(JAX_PLATFORMS="cpu", CUDA_VISIBLE_DEVICES="")
     command = [sys.executable, __file__, "--child", part, by, "--model", name, "--folder", str(options.folder)]
     command += ["--dtype", options.dtype, "--began", str(began), "--compile", str(options.compile)]
+    command += ["--batches", *map(str, options.batches)] if options.batches else []
     output, errors, failure = ended(command, environment, min(options.limit, left))
     for line in output.splitlines():
         if line.startswith(MARK):
@@ -154,7 +155,7 @@ def rounded(x: Any) -> Any:
 
 
 def share_of(name: str, line: dict[str, Any]) -> float | None:
-    """Return the share of the device's peak that a call's formulas come to; None of decoding, and of a device without a peak."""
+    """Return the share of the device's peak that a call's formulas come to; None of decoding and lora, and without a peak."""
     import jax
 
     from glax.models.config import ModelConfig

@@ -5,9 +5,10 @@ python benchmarks/named.py rwkv7 --by glax jla       # rows in whose name the te
 python benchmarks/named.py --compile 16              # the peers' candidates compiled first, by 16 processes
 python benchmarks/named.py --errors                  # against float64, in thousandths, on short rows; nothing is timed
 
-A row's subjects are timed in turns in one process; medians of calls one after another. Inputs are bfloat16 and gates float32, but
-for RWKV-7, all of whose inputs are bfloat16. "with gradient" is a forward and the gradient of every input. kernels: those that
-glax chose. times_glax: a peer's time over glax's. Small calls of PyTorch may be bound by launching their kernels: see --device.
+A row's subjects are timed in turns in one process; medians of calls one after another. Inputs are bfloat16; log gates, beta and
+biases are float32, but for RWKV-7, all of whose inputs are bfloat16. "with gradient" is a forward and the gradient of every
+input. kernels: those that glax chose. times_glax: a peer's time over glax's. Small calls of PyTorch may be bound by launching
+their kernels: see --device.
 """
 
 import argparse

@@ -279,9 +279,9 @@ class SparseMLP(nnx.Module):
 
     width, inside, count: as in `Experts`, D, I and E. top_k: how many experts a token has. form, act, limit: as in `Experts`.
     shared:  a module from x [..., D] to rows of the same shape; none if None.
-    routing: "softmax" or "sigmoid", the function of the logits x router; router [D, E] is a parameter.
+    routing: "softmax" or "sigmoid", the function of the logits x @ router; router [D, E] is a parameter.
         With "softmax" p_e is the softmax over the top_k, or over all experts if not normalize.
-        With "sigmoid" p_e is sigmoid(logit), divided by the sum over the top_k + sum_floor if normalize, times scaling.
+        With "sigmoid" p_e is sigmoid(logit), if normalize divided by (sum_floor + the sum of the top_k), then times scaling.
     corrected: whether the parameter `correction` [E], which starts as 0, is added to sigmoid(logits) where experts are chosen.
     groups, best_groups: into how many equal groups experts are divided, and in how many of these a token's top_k lie: those
         whose two greatest of sigmoid(logits) + correction have the greatest sum.

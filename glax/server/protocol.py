@@ -158,7 +158,7 @@ def read_call(served: Served, raw: bytes, *, is_chat: bool) -> Call:
     try:
         requests = [
             Request(prompt, read_max_tokens(served, body, len(prompt), is_chat), seed=seed, **common)
-            for prompt in [as_tokens("prompt", each) for each in prompts]  # once for all samples
+            for prompt in [as_tokens("prompt", each) for each in prompts]  # samples share one conversion
             for seed in seeds
         ]
     except ValueError as error:

@@ -336,3 +336,12 @@ def test_refusals(case, reason):
     for gates in (("gk",), ("g",), ("g_gamma",), ()):
         for erasure in ERASURES:
             assert support.chunked_refusal(DeltaCase("", gates, erasure, T=4).recurrence(Draw())) is None
+
+
+@pytest.mark.parametrize("case", [ALL["head"], FreeCase("along", ("gk",), ("erase",), T=40, along=True)], ids=str)
+def test_a_config_that_divides_sequences_is_refused(case):
+    r = case.recurrence(case.draws[0])
+    with pytest.raises(ValueError, match="segment must be 0 with beta or erase"):
+        chunked(r, config=TritonChunkedConfig(32, 32, segment=32))
+    with pytest.raises(ValueError, match="segment must be 0 with beta or erase"):
+        chunked_vjp(r, *case.cotangents(r), config=GradientConfig(32, 16, segment=32, block=32))

@@ -22,7 +22,8 @@ def width(n: int) -> int:
 
 
 def is_direct(r: Recurrence) -> bool:
-    """Return whether the kernels of `delta_along` run r, which has `along`. Wider heads would spill registers."""
+    """Return whether the kernels of `delta_along` run r: `along`, per-key gates, heads up to WIDEST_ALONG, for wider ones would
+    spill registers."""
     return r.erasing.along is not None and r.decay.form == "key" and max(r.state_shape[2:]) <= WIDEST_ALONG
 
 
@@ -63,8 +64,8 @@ class TritonChunkedConfig(Config):
     outputs in the scan of the state; or the rows and columns of the state in a program that stores the states at all chunks,
     from which the outputs of all chunks are computed in parallel.
 
-    chunk, columns, warps and block are powers of two, sizes of tiles at least 16. Raises ValueError, which names the field, for
-    any other value.
+    chunk, columns and a block other than 0 are powers of two from 16 on, and warps is a power of two. Raises ValueError,
+    which names the field, for any other value.
 
     >>> glax.configs.TritonChunkedConfig(chunk=64).columns
     64

@@ -18,7 +18,7 @@ The scan needs no matrix of pairs but P': the folded operands hold what the toke
     O  = Q' S + P' X                                    Q' = scale Q - P_b E'        P' = P_k + P_b A
     S' = D S + K'^T X - B^T (E' S)                      K' = K + A^T B
 
-Its gradient needs them alone as well, with dS' = dL/dS behind the chunk, and dX, the gradient of X, too:
+The gradients of S and X need no more than these. On S and dS a prime means behind the chunk, elsewhere folded:
 
     dS = D dS' + Q'^T dO - E'^T (B dS')                 dX = K' dS' + P'^T dO
 
@@ -92,7 +92,7 @@ def along_pairs(
 
     q_read, e_read, k_written, b_written [rows, H, K]: Q', E', K', B. scores [chunks, H, C, C]: P'. inverse, passed, scores_along:
     (I + L_b)^-1 - I, A and P_b, of that shape, which are not touched without GRADIENT. decays [chunks, H, 4, K], max_abs_cumsum
-    [chunks, H]: those of `delta_key_pairs`.
+    [chunks, H]: those of `delta_key_pairs`, but for the fourth row of decays, which nothing reads.
     """
     h, e = tl.program_id(0) % D.H, tl.program_id(0) // D.H
     largest = store_chunk(
@@ -472,7 +472,8 @@ def split_nearest(x, nearest, undecayed, place, D: tl.constexpr):
 
 @triton.jit
 def load_products(products, pair, tokens, count, D: tl.constexpr):
-    """Load dP_b, dP_k, dL_b, dL_k and what rounding the last two lost, [C, C], which is read in bfloat16 alone."""
+    """Load dP_b, dP_k, dL_b, dL_k and in bfloat16 what rounding the last two lost, [C, C]; else these two again, which are
+    not read."""
     place = pair * num_products(D)
     LOW: tl.constexpr = 2 if tl.bfloat16 == D.DTYPE else 0
     dP_b, dP_k = load_pairs(products, place, tokens, count, D), load_pairs(products, place + 1, tokens, count, D)

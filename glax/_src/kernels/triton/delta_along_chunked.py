@@ -7,7 +7,7 @@ from jaxtyping import Array
 
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, Recurrence, gradient_recurrence, spread_heads
-from glax._src.kernels.triton.chunked import by_sequence, segments_and_chunks, start_of_sequences
+from glax._src.kernels.triton.chunked import by_sequence, start_of_sequences
 from glax._src.kernels.triton.compile_ahead import compile_in_parallel
 from glax._src.kernels.triton.config import GradientConfig, TritonChunkedConfig, width
 from glax._src.kernels.triton.delta_along import (
@@ -21,12 +21,12 @@ from glax._src.kernels.triton.delta_along import (
     exact_along_pairs,
     exact_along_pairs_passed_outputs,
 )
-from glax._src.kernels.triton.delta_chunked import constants, d_erasing, like, write_of
+from glax._src.kernels.triton.delta_chunked import constants, d_erasing, like, sequences_and_chunks, write_of
 from glax._src.kernels.triton.launch import ALIASES_ARE_PASSED, launch
 from glax._src.kernels.triton.operands import EXACT_WARPS, PAIRS_PER_PROGRAM
 from glax._src.kernels.triton.segments import Segments
 
-KEY_BLOCK = 32  # channels of an iteration of `along_pairs` and `along_written`
+KEY_BLOCK = 32  # channels of an iteration of `along_pairs` and `along_products`
 
 
 class Folded(NamedTuple):
@@ -94,7 +94,7 @@ def products_of(r: Recurrence) -> int:
 @compile_in_parallel
 def along_chunked(r: Recurrence, config: TritonChunkedConfig) -> Outputs:
     """Compute the outputs and final states, in one scan of every sequence."""
-    segments, chunks = segments_and_chunks(r, config)
+    segments, chunks = sequences_and_chunks(r, config)
     f, x = folded(r, chunks, config.chunk, False), written_values(r)
     start, kind = start_of_sequences(r)
     (B, T), (_, H, K, V) = r.q.shape[:2], r.state_shape
@@ -113,7 +113,7 @@ def along_chunked(r: Recurrence, config: TritonChunkedConfig) -> Outputs:
 @compile_in_parallel
 def along_chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig) -> Recurrence:
     """Compute the gradient of every input. S is scanned forward and dL/dS in reverse; then all chunks follow in parallel."""
-    segments, chunks = segments_and_chunks(r, config)
+    segments, chunks = sequences_and_chunks(r, config)
     f, x = folded(r, chunks, config.chunk, True), written_values(r)
     start, kind = start_of_sequences(r)
     (_, H, K, V), M, f32 = r.state_shape, chunks.count, jnp.float32

@@ -91,6 +91,15 @@ def gate_of(r: Recurrence) -> str:
     return "head" if r.decay.form == "constant" else r.decay.form
 
 
+def sequences_and_chunks(r: Recurrence, config: TritonChunkedConfig | GradientConfig) -> tuple[Segments, Segments]:
+    """Return `segments_and_chunks`, for scans of whole sequences. Raises ValueError for a config that divides them."""
+    if config.segment:
+        raise ValueError(
+            f"segment must be 0 with beta or erase, whose scans take whole sequences, got {config.segment}: leave it out of cfg"
+        )
+    return segments_and_chunks(r, config)
+
+
 class Scanned(NamedTuple):
     """What the scans read beside v and w: q, k, e_read and decays of `delta_outputs`, and the pairs.
 
@@ -137,7 +146,7 @@ def scanned(r: Recurrence, chunks: Segments, chunk: int) -> Scanned:
 @compile_in_parallel
 def delta_chunked(r: Recurrence, config: TritonChunkedConfig) -> Outputs:
     """Compute the outputs and final states of a recurrence with an erasure, in one scan of every sequence."""
-    segments, chunks = segments_and_chunks(r, config)
+    segments, chunks = sequences_and_chunks(r, config)
     q, k, e_read, decays, pairs, _ = scanned(r, chunks, config.chunk)
     start, kind = start_of_sequences(r)
     (B, T), (_, H, K, V) = r.q.shape[:2], r.state_shape
@@ -198,7 +207,7 @@ def delta_chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig, 
     per_token: the rows of a token. The gates of all but the first are 0, and have no gradient.
     S is scanned forward and dL/dS in reverse. Then all chunks are processed in parallel.
     """
-    segments, chunks = segments_and_chunks(r, config)
+    segments, chunks = sequences_and_chunks(r, config)
     scan = scanned(r, chunks, config.chunk)
     ends = chunk_ends(r, d_output, d_final, config, segments, chunks, scan)
     if r.decay.form == "key":

@@ -103,7 +103,7 @@ inline void add_row(float* x, const float* y, int64_t width) {
   for (int64_t c = 0; c < width; c += LANES) store(x + c, load(x + c) + load(y + c));
 }
 
-// Sums of many equal logs round alike. Those of so many tokens are therefore summed apart, and then added to the sums of all.
+// The roundings of a long sum of equal logs add up. So these many tokens are summed apart, and their sum is then added to the total.
 constexpr int64_t RECENT = 64;
 
 inline void join_recent(float* sum, float* recent, int64_t width) {
