@@ -46,6 +46,7 @@ def launch(
     arrays, structure = jax.tree.flatten(operands)
     found, of_results = jax.tree.flatten(results)
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in found]
+    key = name, plan, programs, tuple((x.shape, x.dtype) for x in types)
     barriers = [] if pipeline is None else [list(pipeline.barriers(roles).values())]
     inputs, outputs = len(arrays), len(types)
 
@@ -75,7 +76,6 @@ def launch(
         kernel(*operands[:inputs], *refs)
         return [ref[...] for ref in refs]
 
-    key = name, plan, programs, tuple((x.shape, x.dtype) for x in types)
     found = [unfused(x) for x in found] if over else []
     call = in_place if over else kernel
     written = once(key, call, *arrays, *found, results=types, is_longest=is_longest)

@@ -138,8 +138,9 @@ class Tiles(NamedTuple):
 
     @classmethod
     def types(cls, n: Items) -> "Tiles":
-        tile, state, slots = tiled(n.teams * SLOTS, n.team, C, 64), tiled(n.teams, n.D, n.D), SLOTS * n.teams
-        scores = tiled(n.teams, C, C) if n.team == 1 else None
+        teams, team, slots = n.teams, n.team, SLOTS * n.teams
+        tile, state = tiled(slots, team, C, 64), tiled(teams, n.D, n.D)
+        scores = tiled(teams, C, C) if team == 1 else None
         return cls(
             *(tile,) * 5,
             *(state,) * 2,
