@@ -48,9 +48,9 @@ def gradient_two_phase(r: Recurrence, config: GradientConfig) -> TwoPhase | None
 def chunked(r: Recurrence, *, config: TritonChunkedConfig) -> Outputs:
     """Compute the chunked form in one pass over q, k, v and the gates, or with config.block from states at every chunk."""
     if r.erasure is not None:
-        from glax._src.kernels.triton import delta_two_rows
+        from glax._src.kernels.triton import delta
 
-        return delta_two_rows.forward(r, config)
+        return delta.forward(r, config)
     from glax._src.kernels.triton import chunked as chunks
 
     return chunks.chunked(r, config)
@@ -74,9 +74,9 @@ def chunked(r: Recurrence, *, config: TritonChunkedConfig) -> Outputs:
 def chunked_vjp(r: Recurrence, d_output, d_final, *, config: GradientConfig) -> Recurrence:
     """Compute the gradient in every input from the states at both ends of each chunk."""
     if r.erasure is not None:
-        from glax._src.kernels.triton import delta_two_rows
+        from glax._src.kernels.triton import delta
 
-        return delta_two_rows.gradient(r, d_output, d_final, config)
+        return delta.gradient(r, d_output, d_final, config)
     from glax._src.kernels.triton import chunked as chunks
 
     return chunks.chunked_vjp(r, d_output, d_final, config)
