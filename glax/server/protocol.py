@@ -166,7 +166,7 @@ def read_call(served: Served, raw: bytes, *, is_chat: bool) -> Call:
     return Call(
         is_chat=is_chat,
         requests=tuple(requests),
-        context=tuple(() if is_chat else request.tokens[-WINDOW:].tolist() for request in requests),
+        context=tuple(() if is_chat else [int(token) for token in request.prompt[-WINDOW:]] for request in requests),
         prompt_tokens=sum(map(len, prompts)),
         samples=samples,
         stops=stops,

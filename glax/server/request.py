@@ -57,11 +57,11 @@ class Finished:
 Event = Token | Finished
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Request:
     """Ask a `Scheduler` for at most max_tokens tokens that continue a prompt.
 
-    prompt:             at least one token: a list, a tuple, bytes, or an array of integers.
+    prompt:             at least one token: a list, a tuple, bytes, or an array of integers. The request holds an array of int64.
     max_tokens:         at least 0.
     temperature:        0, and anything below 1e-5, takes the likeliest token, whatever top_k and top_p are. Otherwise a token is
                         drawn from softmax(logits / temperature).
@@ -79,8 +79,8 @@ class Request:
 
     Raises ValueError, which names the field.
 
-    >>> glax.server.Request([1, 2, 3], max_tokens=5, temperature=0.7, seed=1).top_p
-    1.0
+    >>> glax.server.Request([1, 2, 3], max_tokens=5, temperature=0.7, seed=1).prompt
+    array([1, 2, 3])
     """
 
     prompt: Sequence[int] | np.ndarray
@@ -95,7 +95,6 @@ class Request:
     logprobs: int | None = None
     ends: frozenset[int] | None = None
     deadline: float | None = None
-    tokens: np.ndarray = dataclasses.field(init=False, repr=False, compare=False)  # the prompt as an array of integers
 
     def __post_init__(self):
         self.check_integer("max_tokens", 0)
@@ -115,7 +114,7 @@ class Request:
         if isinstance(self.prompt, str) or not hasattr(self.prompt, "__len__") or not len(self.prompt):
             raise ValueError(f"prompt must be a sequence of at least one token, got {self.prompt!r:.80}")
         as_tokens("ends", self.ends or ())
-        object.__setattr__(self, "tokens", as_tokens("prompt", self.prompt))
+        object.__setattr__(self, "prompt", as_tokens("prompt", self.prompt))
 
     def check_integer(self, name: str, least: int, most: int | None = None):
         value = getattr(self, name)
@@ -129,7 +128,7 @@ class Request:
 
     def check_tokens(self, vocabulary: int):
         """Raise ValueError unless all tokens are below `vocabulary`."""
-        for name, largest in (("prompt", self.tokens.max()), ("ends", max(self.ends or (), default=0))):
+        for name, largest in (("prompt", np.max(self.prompt)), ("ends", max(self.ends or (), default=0))):
             if largest >= vocabulary:
                 raise ValueError(f"{name} must hold tokens from 0 to {vocabulary - 1}, got {largest!s:.80}")
 

@@ -25,7 +25,7 @@ logger = logging.getLogger("glax")
 class Ticket:
     """Hold a request from its submission to its end, and cancel it. `Scheduler.submit` returns it; users read its fields alone.
 
-    request: what was asked. prompt: its tokens, int32. receive: its consumer. ends: the tokens that end its answer.
+    request: what was asked. prompt: that of the request in int32. receive: its consumer. ends: the tokens that end its answer.
     deadline: the time at which it ends, by time.monotonic(). seed: of its draws. slot: its slot, -1 while it waits.
     length: the tokens of the prompt and of the answer that programs have been called to read.
     cached_tokens: those of them that a stored prefix had. written: the tokens of its answer. prefix: the stored blocks with which
@@ -235,7 +235,7 @@ class Scheduler:
         ends = self.ends if request.ends is None else frozenset(request.ends)
         deadline = float("inf") if request.deadline is None else time.monotonic() + request.deadline
         seed = secrets.randbits(63) if request.seed is None else int(request.seed)
-        return Ticket(request, receive, request.tokens.astype(np.int32), ends, deadline, seed)
+        return Ticket(request, receive, np.asarray(request.prompt, np.int32), ends, deadline, seed)
 
     def check(self, request: Request):
         """Raise ValueError, which names the field, for a request that cannot be served."""

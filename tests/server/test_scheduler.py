@@ -641,12 +641,12 @@ def test_no_tokens_are_an_answer_of_none():
     assert one.events == [Finished("length")]
 
 
-def test_a_request_holds_its_tokens_whatever_sequence_they_came_in():
+def test_a_request_holds_its_prompt_whatever_sequence_it_came_in():
     prompts = ([3, 1, 2], (3, 1, 2), bytes([3, 1, 2]), np.array([3, 1, 2], np.uint8), [np.int64(3), 1, np.uint8(2)])
     for prompt in prompts:
-        np.testing.assert_array_equal(glax.server.Request(prompt, 1).tokens, [3, 1, 2])
+        np.testing.assert_array_equal(glax.server.Request(prompt, 1).prompt, [3, 1, 2])
     request = glax.server.Request([1], 1)
-    np.testing.assert_array_equal(dataclasses.replace(request, prompt=[2]).tokens, [2])
+    np.testing.assert_array_equal(dataclasses.replace(request, prompt=[2]).prompt, [2])
     for wrong, shown in (
         (np.array([1.0]), "1.0"),
         ([1, np.float32(2)], "2.0"),
