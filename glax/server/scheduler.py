@@ -25,7 +25,7 @@ logger = logging.getLogger("glax")
 class Ticket:
     """Hold a request from its submission to its end, and cancel it. `Scheduler.submit` returns it; users read its fields alone.
 
-    request: what was asked. prompt: that of the request in int32. receive: its consumer. ends: the tokens that end its answer.
+    request: what was asked. prompt: the request's, in int32. receive: its consumer. ends: the tokens that end its answer.
     deadline: the time at which it ends, by time.monotonic(). seed: of its draws. slot: its slot, -1 while it waits.
     length: the tokens of the prompt and of the answer that programs have been called to read.
     cached_tokens: those of them that a stored prefix had. written: the tokens of its answer. prefix: the stored blocks with which
