@@ -25,10 +25,7 @@ by the formulas of glax.models.operations.
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,12 +36,12 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs
 import numpy as np
 from checkpoints_folder import CONFIGS, weight_files, write_folder
 from checkpoints_job import Job
+from children import ended, lines_in, say
 from output import table, write
 
 PARTS = ("load", "decode", "prefill", "lora", "full", "first")
 BY = ("glax", "transformers")
 SMALL = {"qwen3.5-4b": "qwen3.5-1.5b", "tiny-qwen3.5": "tiny-qwen3.5-4-layers"}  # trained whole
-MARK = "LINE "
 LEAST = 20.0  # seconds, below which no part begins
 CHECKED = 1e-3  # of the largest logit, in float32
 # What glax's rate should be over transformers', for all cases of a part or by case.
@@ -74,9 +71,9 @@ def child(options, part: str, by: str):
         about = parts.about()
         print("transformers:", json.dumps(about), file=sys.stderr)
     for line in parts.PARTS[part](job):
-        print(MARK + json.dumps(line), flush=True)
+        say(line)
     if by != "glax":
-        print(MARK + json.dumps(dict(problem="kernels", **about, fallbacks=parts.FALLBACKS.lines)), flush=True)
+        say(dict(problem="kernels", **about, fallbacks=parts.FALLBACKS.lines))
 
 
 def compile_kernels(options, job: Job, parts):
@@ -88,24 +85,6 @@ def compile_kernels(options, job: Job, parts):
         return
     again = [__file__, *sys.argv[1:], "--part"]
     triton_tuning.compile_in_parts(again, options.compile)
-
-
-def ended(command: list[str], environment: dict[str, str], limit: float) -> tuple[str, str, str | None]:
-    """Return the output, the errors and how a process failed, or None. It and its children end with the limit."""
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=errors, start_new_session=True)
-        try:
-            code = process.wait(limit)
-            failure = f"exit status {code}" if code else None
-        except subprocess.TimeoutExpired:
-            failure = f"ran past {limit:.0f} s"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        output.seek(0)
-        errors.seek(0)
-        return output.read(), errors.read(), failure
 
 
 def lines_of(options, name: str, part: str, by: str) -> Iterator[dict[str, Any]]:
@@ -122,9 +101,7 @@ def lines_of(options, name: str, part: str, by: str) -> Iterator[dict[str, Any]]
     command += ["--dtype", options.dtype, "--began", str(began), "--compile", str(options.compile)]
     command += ["--batches", *map(str, options.batches)] if options.batches else []
     output, errors, failure = ended(command, environment, min(options.limit, left))
-    for line in output.splitlines():
-        if line.startswith(MARK):
-            yield json.loads(line[len(MARK) :])
+    yield from lines_in(output)
     if failure:
         last = [x for x in errors.splitlines() if x.strip()][-3:]
         yield dict(failure=f"{failure}: {' '.join(last)[:300]}")

@@ -2,8 +2,9 @@
 
 import math
 import pathlib
+import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -84,11 +85,14 @@ def plan(way: Way):
 
 
 class DeviceEvent(NamedTuple):
-    """One execution on the device. instruction: the instruction of the compiled program that it belongs to."""
+    """One execution on the device. instruction: the instruction of the compiled program that it belongs to. device: the name of
+    the GPU in the profile. began: milliseconds since a moment that all events of a profile share."""
 
     name: str
     instruction: str
     milliseconds: float
+    device: str
+    began: float
 
 
 def device_events(run: Callable) -> Iterator[DeviceEvent]:
@@ -96,13 +100,52 @@ def device_events(run: Callable) -> Iterator[DeviceEvent]:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
-        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
-        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-            streams = [line for line in plane.lines if line.name.startswith("Stream")]
-            for stream in streams if plane.name.startswith("/device:GPU") else ():
-                for event in stream.events:
-                    instruction = str(dict(event.stats).get("hlo_op", event.name))
-                    yield DeviceEvent(event.name, instruction, event.duration_ns / 1e6)
+        yield from events_of(pathlib.Path(folder))
+
+
+def events_of(folder: pathlib.Path) -> Iterator[DeviceEvent]:
+    """Return what ran on the streams of GPUs, from a folder with one profile; nothing if it has no GPU."""
+    (path,) = folder.rglob("*.xplane.pb")
+    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+        streams = [line for line in plane.lines if line.name.startswith("Stream")]
+        for stream in streams if plane.name.startswith("/device:GPU") else ():
+            for event in stream.events:
+                instruction = str(dict(event.stats).get("hlo_op", event.name))
+                yield DeviceEvent(event.name, instruction, event.duration_ns / 1e6, plane.name, event.start_ns / 1e6)
+
+
+COLLECTIVE = re.compile(r"nccl|all-?_?(gather|reduce|to-?_?all)|reduce-?_?scatter|collective|memcpyp2p", re.IGNORECASE)
+
+
+def is_collective(event: DeviceEvent) -> bool:
+    """Return whether an event moves data between devices, by the name of its kernel or of its instruction."""
+    return bool(COLLECTIVE.search(event.name) or COLLECTIVE.search(event.instruction))
+
+
+def exposed(events: Sequence[DeviceEvent]) -> dict[str, float]:
+    """Return milliseconds of one device from its events, the means of all devices: from the first to the last event, `all_ms`;
+    in which anything but collectives runs, `compute_ms`; in which collectives run, `collectives_ms`; in which they alone run,
+    `exposed_ms`; in which nothing runs, `idle_ms`. No events are no entries."""
+    found: list[dict[str, float]] = []
+    for device in sorted({event.device for event in events}):
+        spans = [
+            [(x.began, x.began + x.milliseconds) for x in events if x.device == device and is_collective(x) in kinds]
+            for kinds in ((False,), (True,), (False, True))
+        ]
+        compute, moving, busy = map(union_length, spans)
+        whole = max(end for _, end in spans[2]) - min(begin for begin, _ in spans[2])
+        times = dict(all_ms=whole, compute_ms=compute, collectives_ms=moving)
+        found.append(times | dict(exposed_ms=busy - compute, idle_ms=whole - busy))
+    return {name: sum(x[name] for x in found) / len(found) for name in found[0]} if found else {}
+
+
+def union_length(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals (begin, end)."""
+    length, reached = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        length += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return length
 
 
 def kernels(way: Way, runs: int = 10) -> dict[str, list[float]]:

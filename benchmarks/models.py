@@ -159,15 +159,14 @@ def glax_loss(args) -> tuple:
     return params, loss
 
 
-def jla_config(args):
-    """Return jla's config with the sizes of `config_of`.
+def jla_config(sizes: dict, scan: bool):
+    """Return jla's config with the sizes of a config of fla. scan: whether its layers run in one loop.
 
     The other settings are those of jla's own benchmark of Gated DeltaNet at 16,384 tokens per step on one GPU: nothing
-    recomputed, layers unrolled unless --scan, and norms, SwiGLU and gates that store their inputs alone.
+    recomputed, layers unrolled unless `scan`, and norms, SwiGLU and gates that store their inputs alone.
     """
     from jla.models import AttentionConfig, LinearAttentionConfig, ModelConfig
 
-    sizes = config_of(args)
     heads, width, layers = sizes["num_heads"], sizes["head_dim"], sizes["num_hidden_layers"]
     value_width = int(width * sizes["expand_v"])
     return ModelConfig(
@@ -176,12 +175,12 @@ def jla_config(args):
         n_layers=layers,
         d_ff=sizes["intermediate_size"],
         tie_embeddings=sizes["tie_word_embeddings"],
-        layer_types=(args.model,) * layers,
+        layer_types=(sizes["model_type"],) * layers,
         linear_attention=LinearAttentionConfig(heads, heads, head_k_dim=width, head_v_dim=value_width),
         attention=AttentionConfig(heads, heads, width),  # of no layer here, but a required field
         remat="none",
         lean_vjp=True,
-        scan_layers=args.scan,
+        scan_layers=scan,
     )
 
 
@@ -198,7 +197,8 @@ def jla_loss(args) -> tuple:
     from jla.training.step import LossConfig, lm_loss
 
     launch(RuntimeConfig(xla_tuning_level=1))
-    config, sum_of_losses = jla_config(args), lm_loss(LossConfig(impl="auto", grad_in_forward=True))
+    config = jla_config(config_of(args), args.scan)
+    sum_of_losses = lm_loss(LossConfig(impl="auto", grad_in_forward=True))
 
     def build():
         return equinox.partition(build_model(config, key=jax.random.key(0)), equinox.is_inexact_array)

@@ -60,3 +60,34 @@ def test_a_suite_runs_and_writes_results(tmp_path):
     assert all(line["right"] and line["ms"] > 0 for line in ran)
     assert len(lines) == len(ran) + 2
     assert "bars met" in done.stdout
+
+
+def test_the_trainer_is_measured_on_one_device_and_on_four(tmp_path):
+    """At tiny sizes: rates, and a quarter of the memory with fsdp = 4."""
+    command = [sys.executable, FOLDER / "training.py", "--tiny", "--devices", "4", "--steps", "2"]
+    command += ["--only", "gla-1.3b/1", "*/fsdp", "--json", tmp_path / "x.json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = {line["case"]: line for line in json.loads((tmp_path / "x.json").read_text())["results"]}
+    assert list(lines) == ["gla-1.3b/1", "gla-1.3b/fsdp", "gdn-1.3b/fsdp"]
+    one, four = lines["gla-1.3b/1"], lines["gla-1.3b/fsdp"]
+    assert one["devices"] == 1 and four["devices"] == 4 and four["problem"] == "16 x 64"
+    assert four["speedup"] == pytest.approx(four["tokens_per_second"] / one["tokens_per_second"])
+    assert one["optimizer_gib"] == pytest.approx(2 * one["parameters_gib"], rel=1e-3)
+    assert 0.25 <= four["memory_share"] <= 0.27
+    assert 0 < one["begun_s"] < one["first_s"]
+
+
+def test_exposed_is_the_time_in_which_collectives_alone_run(suites):
+    """Of two devices, one of which also computes beside its second collective."""
+    from meters import DeviceEvent, exposed
+
+    def events(device, *parts):
+        return [DeviceEvent(name, name, end - begin, device, begin) for name, begin, end in parts]
+
+    collectives = ("ncclDevKernel_AllGather", 10.0, 14.0), ("fusion", 12.0, 16.0), ("reduce-scatter.1", 20.0, 30.0)
+    one = events("/device:GPU:0", *collectives, ("gemm", 22.0, 24.0))
+    assert exposed(one) == dict(all_ms=20.0, compute_ms=6.0, collectives_ms=14.0, exposed_ms=10.0, idle_ms=4.0)
+    two = events("/device:GPU:1", *collectives)
+    assert exposed([*one, *two])["exposed_ms"] == (10.0 + 12.0) / 2
+    assert exposed([]) == {}
