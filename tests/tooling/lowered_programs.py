@@ -62,9 +62,11 @@ GATES = {
     "delta-head": ("g", "beta"),
     "delta-key": ("gk", "beta"),
     "delta-erase": ("gk", "erase", "write"),
+    "delta-along": ("gk", "erase", "erase_along", "write"),
 }
 PACKINGS = ("whole", "packed", "segments")
-IN_CHUNKS = tuple(name for name in GATES if "value" not in name and name != "delta-erase")  # what most kernels take
+# What most kernels take.
+IN_CHUNKS = tuple(name for name, gates in GATES.items() if "value" not in name and "erase" not in gates)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +94,7 @@ TARGETS = {
     "xla-cuda": Target("xla", "cuda", "bfloat16", None, ("head", "key", "delta-head"), WITHOUT_SEGMENTS),
     "cpp": Target("cpp", "cpu", "float32"),
     "cuda": Target("cuda", "cuda", "bfloat16", packings=WITHOUT_SEGMENTS),
-    "triton": Target("triton", "cuda", "bfloat16", None, IN_CHUNKS),
+    "triton": Target("triton", "cuda", "bfloat16", None, (*IN_CHUNKS, "delta-erase", "delta-along")),
     "triton-tokens": Target(
         "triton", "cuda", "bfloat16", "recurrent/triton/gpu", ("head", "key", "key+value"), WITHOUT_SEGMENTS
     ),
@@ -180,6 +182,7 @@ def arrays(gates: tuple[str, ...], packing: str, shape: Shape, dtype: str) -> di
     key, value = (array((B, T, H, D), gate) for D in (shape.K, shape.V))
     head, constant = array((B, T, H), jnp.float32), array((H,), jnp.float32)
     each = dict(g=head, g_gamma=constant, gk=key, gv=value, beta=array((B, T, H), v.dtype), erase=key, write=value)
+    each |= dict(erase_along=key)
     given = dict(query=q, key=q, value=v) | {name: each[name] for name in gates}
     given |= dict(cu_seqlens=array((4,), jnp.int32)) if packing == "packed" else {}
     given |= dict(segment_ids=array((B, T), jnp.int32)) if packing == "segments" else {}

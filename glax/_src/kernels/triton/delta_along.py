@@ -48,7 +48,14 @@ its edges are those of `delta_pairs`. States are stored transposed, [chunks, H, 
 """
 
 from glax._src.kernels.triton.delta_gradient import added_dot, store_written_gradients
-from glax._src.kernels.triton.delta_pairs import edge_operands, load_first_gate, unit_inverse
+from glax._src.kernels.triton.delta_pairs import (
+    edge_operands,
+    erase_decay,
+    largest_sums,
+    load_first_gate,
+    store_middle_decays,
+    unit_inverse,
+)
 from glax._src.kernels.triton.delta_scan import load_key_decay, load_start, store_columns
 from glax._src.kernels.triton.gradient import term_sums
 from glax._src.kernels.triton.launch import tl, triton
@@ -170,7 +177,11 @@ def store_chunk(
         if EXACT or tl.bfloat16 != D.DTYPE:
             read, e_read_decay, written = edge_operands(1.0, 1.0, 1.0, gates, place_k, ck, D)
         else:
-            read, e_read_decay, written = middle_decays(gates, g, origin, h, place_k, ck, count, D)
+            M = fine_gate_sums(middle_matrix(tokens, D.C), gates, D)
+            first_gate = load_first_gate(g, origin, h, ck, count, D)[None, :]
+            read, written = tl.exp2(M * LOG2E), tl.exp2(M * -LOG2E)
+            store_middle_decays(place_k, read, written, first_gate, ck, D)
+            e_read_decay = erase_decay(M, read, gates, D)
         E = load_tokens(erase, origin, h, D.H, D.K, tokens, ck, count, D) * e_read_decay
         E += dot(T, E, D)
         store_tile(at(e_read, origin, h, D.H, D.K), E, tokens, ck, count, D.H, D.K, D.SIGN)
@@ -225,11 +236,7 @@ def pair_products(
                 by_k += tl.where(mask, add_fine_dot(none, read, tk * decay, D), 0.0)
         else:
             M = fine_gate_sums(middle_matrix(tokens, D.C), gates, D)
-            # Row -1 of M would be minus the sum over the first half: M less the first gate.
-            first_gate = load_first_gate(g, origin, h, ck, count, D)[None, :]
-            largest = tl.maximum(
-                largest, tl.max(tl.maximum(tl.abs(M), tl.abs(tl.where(i == 0, first_gate, 0.0) - M)), 1)
-            )
+            largest = tl.maximum(largest, largest_sums(M, load_first_gate(g, origin, h, ck, count, D)[None, :]))
             read = tx * tl.exp2(((M - gates) if BEFORE else M) * LOG2E)
             down = tl.exp2(M * -LOG2E)
             by_b = add_fine_dot(by_b, read, tb * down, D)
@@ -237,20 +244,6 @@ def pair_products(
     if EXACT:
         by_b, by_k = tl.where(i == j, own_b, by_b), tl.where(i == j, own_k, by_k)
     return by_b, by_k, tl.max(largest, 0)
-
-
-@triton.jit
-def middle_decays(gates, g, origin, h, place, ck, count, D: tl.constexpr):
-    """Return e^M, the decay e^M of what is read for e, and e^-M, [C, BK], and store the decays of a state read at the middle."""
-    tokens = tl.arange(0, D.C)
-    i = tokens[:, None]
-    M = fine_gate_sums(middle_matrix(tokens, D.C), gates, D)
-    first_gate = load_first_gate(g, origin, h, ck, count, D)[None, :]
-    up, down, inside = tl.exp2(M * LOG2E), tl.exp2(M * -LOG2E), (ck < D.K)[None, :]
-    tl.store(place, down * exp(first_gate), mask=(i == 0) & inside)
-    tl.store(place + D.K, tl.full([D.C, D.BK], 0, tl.float32) + 1.0, mask=(i == 0) & inside)
-    tl.store(place + 2 * D.K, up, mask=(i == D.C - 1) & inside)
-    return up, tl.exp2((M - gates) * LOG2E) if D.BEFORE else up, down
 
 
 @triton.jit
@@ -537,7 +530,7 @@ def along_gradient(
         dS = load_state(d_states, e, h, cv, ck, limit, D.H, D.V, D.K)
         M = fine_gate_sums(middle_matrix(tokens, D.C), gates, D)
         up, down = tl.exp2(M * LOG2E), tl.exp2(M * -LOG2E)
-        e_up = tl.exp2((M - gates) * LOG2E) if D.BEFORE else up
+        e_up = erase_decay(M, up, gates, D)
         if tl.bfloat16 != D.DTYPE:  # whose states are those at the edges of the chunk
             S *= exp(tl.sum(tl.where(i < D.C // 2, gates, 0.0).to(tl.float32), 0))[None, :]
             dS *= exp(tl.sum(tl.where(i >= D.C // 2, gates, 0.0).to(tl.float32), 0))[None, :]
@@ -557,10 +550,10 @@ def along_gradient(
         tde = added_dot(dL_b, u, added_dot(dL_k, y, dot(N, S, D), D), D)
         if tl.bfloat16 == D.DTYPE:
             tde = tl.dot(low_b, u, tl.dot(low_k, y, tde))
-        erased = z * tde
+        e_terms = z * tde
         if D.BEFORE:
-            erased = tl.where(i > 0, erased, 0.0)
-        gate_terms += erased
+            e_terms = tl.where(i > 0, e_terms, 0.0)
+        gate_terms += e_terms
         tde = tde * e_up
         if D.BEFORE:
             tde += load_undecayed(undecayed, pair, 3, tokens, D) * load_near(
@@ -593,7 +586,7 @@ def along_gradient(
         # Not the total less the sum from token i on: the terms that no gate decays would drown those behind a strong gate.
         tdg += term_sums(tl.where(j < i, 1.0, 0.0), leaving, tl.bfloat16 == D.DTYPE)
         if D.BEFORE:
-            tdg -= erased
+            tdg -= e_terms
         store_tile(at(dg, origin, h, D.H, D.K), tdg, tokens, ck, length, D.H, D.K, D.SIGN)
     tl.store(dscale + pair, tl.sum(d_scale, 0))
 
@@ -666,7 +659,8 @@ def exact_gradient_of_chunk(
         S = load_state(states, e, h, cv, ck, limit, D.H, D.V, D.K)
         dS = load_state(d_states, e, h, cv, ck, limit, D.H, D.V, D.K)
         none = tl.full([D.C, D.BK], 0, tl.float32)
-        dq_pairs, de_pairs, dk_pairs, db_pairs, pairs, own_erased = none, none, none, none, none, none
+        # gate_pairs: what pairs add to the gradient of the sums of gates. e_pairs: the part of it in which e reads.
+        dq_pairs, de_pairs, dk_pairs, db_pairs, gate_pairs, e_pairs = none, none, none, none, none, none
         for level in range(0, runtime_bound(num_halvings(D.C), length)):
             mask, matrix = halving(tokens, (D.C // 2) >> level)
             decay = exp(fine_gate_sums(matrix, gates, D))
@@ -674,17 +668,17 @@ def exact_gradient_of_chunk(
                 exp(fine_gate_sums(later_half_before(tokens, (D.C // 2) >> level), gates, D)) if D.BEFORE else decay
             )
             r, z, y, u = tq * (decay * factor), te * before, tk * decay, tb * decay
-            of_b, of_k = tl.where(mask, dP_b, 0.0), tl.where(mask, dP_k, 0.0)
-            erased_b, erased_k = tl.where(mask, dL_b, 0.0), tl.where(mask, dL_k, 0.0)
-            level_dq = half_fine_dot(of_b, u, D) + half_fine_dot(of_k, y, D)
-            level_de = half_fine_dot(erased_b, u, D) + half_fine_dot(erased_k, y, D)
+            level_P_b, level_P_k = tl.where(mask, dP_b, 0.0), tl.where(mask, dP_k, 0.0)
+            level_L_b, level_L_k = tl.where(mask, dL_b, 0.0), tl.where(mask, dL_k, 0.0)
+            level_dq = half_fine_dot(level_P_b, u, D) + half_fine_dot(level_P_k, y, D)
+            level_de = half_fine_dot(level_L_b, u, D) + half_fine_dot(level_L_k, y, D)
             if tl.bfloat16 == D.DTYPE:
                 level_de += dot(tl.where(mask, low_b, 0.0), u, D) + dot(tl.where(mask, low_k, 0.0), y, D)
-            level_db = half_fine_dot(tl.trans(of_b), r, D) + half_fine_dot(tl.trans(erased_b), z, D)
-            level_dk = half_fine_dot(tl.trans(of_k), r, D) + half_fine_dot(tl.trans(erased_k), z, D)
-            erased = z * level_de
-            pairs += r * level_dq + erased - y * level_dk - u * level_db
-            own_erased += erased
+            level_db = half_fine_dot(tl.trans(level_P_b), r, D) + half_fine_dot(tl.trans(level_L_b), z, D)
+            level_dk = half_fine_dot(tl.trans(level_P_k), r, D) + half_fine_dot(tl.trans(level_L_k), z, D)
+            level_e = z * level_de
+            gate_pairs += r * level_dq + level_e - y * level_dk - u * level_db
+            e_pairs += level_e
             dq_pairs += level_dq * decay
             de_pairs += level_de * before
             dk_pairs += level_dk * decay
@@ -696,14 +690,14 @@ def exact_gradient_of_chunk(
         tdq = dot(tdo, S, D) * up
         tde = dot(N, S, D) * (exp(gate_sums(tl.where(j < i, 1.0, 0.0), gates)) if D.BEFORE else up)
         tdk, tdb = dot(X, dS, D) * down, dot(Z, dS, D) * down
-        erased = te * tde
+        e_states = te * tde
         if D.BEFORE:
-            erased = tl.where(i > 0, erased, 0.0)
-        suffix_terms = tq * tdq * factor + erased + pairs
-        tdg = term_sums(tl.where(j >= i, 1.0, 0.0), suffix_terms, tl.bfloat16 == D.DTYPE)
+            e_states = tl.where(i > 0, e_states, 0.0)
+        gate_terms = tq * tdq * factor + e_states + gate_pairs
+        tdg = term_sums(tl.where(j >= i, 1.0, 0.0), gate_terms, tl.bfloat16 == D.DTYPE)
         tdg += dot(tl.where(j < i, 1.0, 0.0), tk * tdk + tb * tdb, D) + edge[None, :]
         if D.BEFORE:
-            tdg -= erased + own_erased
+            tdg -= e_states + e_pairs
             near_b, near_k = (
                 load_undecayed(undecayed, pair, 2, tokens, D),
                 load_undecayed(undecayed, pair, 3, tokens, D),

@@ -30,18 +30,18 @@ KEY_BLOCK = 32  # channels of an iteration of `along_pairs` and `along_products`
 
 
 class Folded(NamedTuple):
-    """Hold the results of `along_pairs`. The last three are arrays that are not read where only the outputs are computed."""
+    """Hold the results of `along_pairs` in its order. inverse, passed and scores_along are read by the gradient alone."""
 
     q_read: Array
     e_read: Array
     k_written: Array
     b_written: Array
     scores: Array
-    decays: Array
-    max_abs_cumsum: Array
     inverse: Array
     passed: Array
     scores_along: Array
+    decays: Array
+    max_abs_cumsum: Array
 
 
 def stored(r: Recurrence):
@@ -75,7 +75,7 @@ def folded(r: Recurrence, chunks: Segments, chunk: int, gradient: bool) -> Folde
         [wide, wide, wide, wide, pairs, other, other, other, ((M, H, 4, K), f32), ((M, H), f32)],
         **shape, BK=min(KEY_BLOCK, width(K)), warps=4, stages=1,
     )  # fmt: skip
-    q_read, e_read, k_written, b_written, scores, *others, decays = launch(
+    found = launch(
         exact_along_pairs_passed_outputs if ALIASES_ARE_PASSED else exact_along_pairs,
         -(-H * M // PAIRS_PER_PROGRAM),
         (*operands, max_abs_cumsum, jnp.full(1, H * M, jnp.int32), *found),
@@ -83,7 +83,7 @@ def folded(r: Recurrence, chunks: Segments, chunk: int, gradient: bool) -> Folde
         in_place={9 + i: i for i in range(9)},
         **shape, BK=16, PAIRS=PAIRS_PER_PROGRAM, warps=EXACT_WARPS, stages=1,
     )  # fmt: skip
-    return Folded(q_read, e_read, k_written, b_written, scores, decays, max_abs_cumsum, *others)
+    return Folded(*found, max_abs_cumsum)
 
 
 def products_of(r: Recurrence) -> int:

@@ -41,7 +41,7 @@ Where they are out of range, `exact_delta_key_gradient` computes dq, dk, dg, dsc
 products, each with a reference between its tokens, so that no exponent is positive. dv, dbeta and dw do not change.
 """
 
-from glax._src.kernels.triton.delta_pairs import load_beta, load_erase, load_rows
+from glax._src.kernels.triton.delta_pairs import erase_decay, load_beta, load_erase, load_rows
 from glax._src.kernels.triton.gradient import term_sums
 from glax._src.kernels.triton.launch import tl, triton
 from glax._src.kernels.triton.tiles import (
@@ -340,7 +340,7 @@ def delta_key_gradient(
             M = gate_sums(middle_matrix(tokens, D.C), gates)
             up, down = tl.exp2(M * LOG2E), tl.exp2(M * -LOG2E)
             te = load_erase(erasure, tk, origin, h, tokens, ck, count, D)
-            x, z, y = tq * up, te * (tl.exp2((M - gates) * LOG2E) if D.BEFORE else up), tk * down
+            x, z, y = tq * up, te * erase_decay(M, up, gates, D), tk * down
             S *= exp(tl.sum(tl.where(i < D.C // 2, gates, 0.0).to(tl.float32), 0))[None, :]
             dS *= exp(tl.sum(tl.where(i >= D.C // 2, gates, 0.0).to(tl.float32), 0))[None, :]
         edge = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
@@ -376,8 +376,8 @@ def delta_key_gradient(
         if D.ERASURE == "beta":
             tdk += tde * up
         else:
-            e_up = tl.exp2((M - gates) * LOG2E) if D.BEFORE else up
-            store_tile(at(d_erasure, origin, h, D.H, D.K), tde * e_up, tokens, ck, length, D.H, D.K, D.SIGN)
+            tde *= erase_decay(M, up, gates, D)
+            store_tile(at(d_erasure, origin, h, D.H, D.K), tde, tokens, ck, length, D.H, D.K, D.SIGN)
         store_tile(at(dk, origin, h, D.H, D.K), tdk, tokens, ck, length, D.H, D.K, D.SIGN)
     tl.store(dscale + pair, tl.sum(d_scale, 0))
 

@@ -170,18 +170,15 @@ def delta_key_pairs(
         tk = load_tokens(k, origin, h, D.HK, D.K, tokens, ck, count, D)
         te = load_erase(erasure, tk, origin, h, tokens, ck, count, D)
         M = fine_gate_sums(middle_matrix(tokens, D.C), gates, D)
-        # The last row of M is R, and row -1 would be -E: M less the first gate. Rows need no sums over the tile.
         first_gate = load_first_gate(g, origin, h, ck, count, D)[None, :]
-        largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(M), tl.abs(tl.where(i == 0, first_gate, 0.0) - M)), 1))
+        largest = tl.maximum(largest, largest_sums(M, first_gate))
         up, down = tl.exp2(M * LOG2E), tl.exp2(M * -LOG2E)
-        xq, xe, y = tq * up, te * (tl.exp2((M - gates) * LOG2E) if D.BEFORE else up), tk * down
+        xq, xe, y = tq * up, te * erase_decay(M, up, gates, D), tk * down
         L = add_fine_dot(L, xe, y, D)
         P = add_fine_dot(P, xq, y, D)
         place = decays + pair * 4 * D.K + ck[None, :] + 0 * i
         if tl.bfloat16 == D.DTYPE:
-            tl.store(place, down * exp(first_gate), mask=(i == 0) & (ck < D.K)[None, :])
-            tl.store(place + D.K, tl.full([D.C, D.BK], 0, tl.float32) + 1.0, mask=(i == 0) & (ck < D.K)[None, :])
-            tl.store(place + 2 * D.K, up, mask=(i == D.C - 1) & (ck < D.K)[None, :])
+            store_middle_decays(place, up, down, first_gate, ck, D)
             tl.store(place + 3 * D.K, M, mask=(i == D.C - 1) & (ck < D.K)[None, :])
         else:
             xq, xe, y = edge_operands(tq, te, tk, gates, place, ck, D)
@@ -197,6 +194,31 @@ def load_first_gate(g, origin, h, ck, count, D: tl.constexpr):
     """Load the log gates of a chunk's first token, [BK], clamped at LOG_OF_ZERO; 0 where it has no token."""
     x = tl.load(at(g, origin, h, D.H, D.K) + ck, mask=ck < tl.where(count > 0, D.K, 0), other=0.0)
     return tl.maximum(x.to(tl.float32), LOG_OF_ZERO)
+
+
+@triton.jit
+def largest_sums(M, first_gate):
+    """Return the largest |sum| of gates between each token's edges and the middle, [C], from M [C, BK].
+
+    The last row of M is R, and row -1 would be -E: M less the first gate. Rows need no sums over the tile.
+    """
+    i = tl.arange(0, M.shape[0])[:, None]
+    return tl.max(tl.maximum(tl.abs(M), tl.abs(tl.where(i == 0, first_gate, 0.0) - M)), 1)
+
+
+@triton.jit
+def erase_decay(M, up, gates, D: tl.constexpr):
+    """Return the decay of e, [C, BK]: up = e^M, or with BEFORE the same without the token's own gate."""
+    return tl.exp2((M - gates) * LOG2E) if D.BEFORE else up
+
+
+@triton.jit
+def store_middle_decays(place, up, down, first_gate, ck, D: tl.constexpr):
+    """Store the decays of a state that is read at the chunk's middle. up, down: e^M and e^-M."""
+    i, inside = tl.arange(0, D.C)[:, None], (ck < D.K)[None, :]
+    tl.store(place, down * exp(first_gate), mask=(i == 0) & inside)
+    tl.store(place + D.K, tl.full([D.C, ck.shape[0]], 0, tl.float32) + 1.0, mask=(i == 0) & inside)
+    tl.store(place + 2 * D.K, up, mask=(i == D.C - 1) & inside)
 
 
 @triton.jit
