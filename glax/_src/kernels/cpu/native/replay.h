@@ -24,7 +24,7 @@ struct ReplayRows {
   float *whole, *rest, *column_whole, *column_rest;
   float *row, *column;  // rows of other types, widened
   float* state;         // [K, V], for one of 8 bits
-  float head = 0;       // the token's log decay of all rows
+  float head_gate = 0;  // the token's log decay of all rows
 
   ReplayRows(Scratch& scratch, const Replay& p) : rows(padded(p.K)), columns(padded(p.V)), terms(p.along.data ? 2 : 1) {
     const int64_t all = terms * (p.places + 1);
@@ -66,7 +66,7 @@ inline void read_token(const Replay& p, int64_t b, int64_t h, ReplayRows& x) {
   const auto read = [&](const Tensor& from, float* to) { widen(row_of(p, from, b, h), from.type, from.width, to); };
   float scalar[LANES] = {};
   if (p.head.data) read(p.head, scalar);
-  x.head = p.constant ? p.constant[b * p.H + h] : scalar[0];
+  x.head_gate = p.constant ? p.constant[b * p.H + h] : scalar[0];
   if (p.key.data) read(p.key, x.gate);
   if (p.value.data) read(p.value, x.column_gate);
   float *const q = x.reads, *const e = x.reads + x.rows, *const v = x.value(0);
@@ -88,7 +88,7 @@ inline void read_token(const Replay& p, int64_t b, int64_t h, ReplayRows& x) {
     x.by_q[term] = sum(sums);
   }
   // Of the tokens before, q reads behind the token's decay, and with `before_decay` e does not.
-  if (p.before_decay && decays_rows(p)) decay_row(q, p.key.data ? x.gate : nullptr, exponential_of(x.head), x.rows);
+  if (p.before_decay && decays_rows(p)) decay_row(q, p.key.data ? x.gate : nullptr, exponential_of(x.head_gate), x.rows);
 }
 
 // A row as float32: where it lies, or widened to `copy`.
@@ -144,17 +144,17 @@ inline void read_key(const ReplayRows& x, const RingKey& k, int64_t i) {
 template <bool ERASES, bool KEEPS>
 inline void read_ring(const Replay& p, int64_t slot, int64_t h, int64_t count, ReplayRows& x) {
   const bool by_row = p.key.data, by_column = p.value.data;
-  float head = p.before_decay ? 0 : x.head, recent = 0;
+  float head_sum = p.before_decay ? 0 : x.head_gate, head_recent = 0;
   for (int64_t c = 0; c < x.rows && by_row; ++c) x.sum[c] = p.before_decay ? 0 : x.gate[c], x.recent[c] = 0;
   for (int64_t c = 0; c < x.columns && by_column; ++c) x.column_sum[c] = p.before_decay ? 0 : x.column_gate[c], x.column_recent[c] = 0;
   const auto join = [&] {
     if (by_row) join_recent(x.sum, x.recent, x.rows);
     if (by_column) join_recent(x.column_sum, x.column_recent, x.columns);
-    head += recent, recent = 0;
+    head_sum += head_recent, head_recent = 0;
   };
   for (int64_t token = 1; token <= count; ++token) {
     const int64_t at = slot * p.places + count - token;
-    const float factor = by_row || !decays_rows(p) ? 1 : exponential_of(head + recent);
+    const float factor = by_row || !decays_rows(p) ? 1 : exponential_of(head_sum + head_recent);
     for (int64_t term = x.terms - 1; term >= 0; --term) {
       const Tensor &keys = term ? p.ring_along : p.ring_key, &values = term ? p.ring_erased : p.ring_value;
       const int64_t i = token * x.terms + term;
@@ -171,11 +171,11 @@ inline void read_ring(const Replay& p, int64_t slot, int64_t h, int64_t count, R
       }
     }
     if (by_column) add_row(x.column_recent, row_or_copy(p, p.ring_column, at, h, x.column), x.columns);
-    if (p.ring_head.data) recent += row_or_copy(p, p.ring_head, at, h, x.row)[0];
+    if (p.ring_head.data) head_recent += row_or_copy(p, p.ring_head, at, h, x.row)[0];
     if (token % RECENT == 0) join();
   }
   join();
-  for (int64_t c = 0; c < x.rows && !by_row; ++c) x.sum[c] = head;
+  for (int64_t c = 0; c < x.rows && !by_row; ++c) x.sum[c] = head_sum;
 }
 
 // Prefetches the ring of a head, whose rows are all heads' width apart, so that the hardware does not prefetch them.
@@ -232,7 +232,7 @@ inline void put_token(const Replay& p, int64_t at, int64_t h, const ReplayRows& 
   const auto put = [&](const Tensor& ring, const float* row) {
     if (ring.data && h % (p.H / ring.heads) == 0) narrow(row, row_of(p, ring, at, h), ring.type, ring.width);
   };
-  put(p.ring_key, x.key(0)), put(p.ring_value, x.value(0)), put(p.ring_head, &x.head);
+  put(p.ring_key, x.key(0)), put(p.ring_value, x.value(0)), put(p.ring_head, &x.head_gate);
   put(p.ring_row, x.gate), put(p.ring_column, x.column_gate);
   if (p.along.data) put(p.ring_along, x.key(0, 1)), put(p.ring_erased, x.value(0, 1));
 }
@@ -250,16 +250,21 @@ inline int32_t largest_of(const float* x, int64_t count) {
   return found;
 }
 
+// The largest number of a type of 8 bits, and the factor of rests: COMPACT of serving/stored_states.py.
+template <Type TYPE>
+constexpr float LARGEST = TYPE == Type::i8 ? 127 : 448;
+template <Type TYPE>
+constexpr float REST_FACTOR = TYPE == Type::i8 ? 254 : 28;
+
 // Stores a state [K, V] in 8 bits, with the scales of its rows. All numbers of a scale are NaN if one is not finite.
 template <Type TYPE>
 inline void store_in_8_bits(const Replay& p, const float* state, char* values, char* rests, float* scales) {
-  constexpr float largest = TYPE == Type::i8 ? 127 : 448, factor = TYPE == Type::i8 ? 254 : 28;  // COMPACT of serving/stored_states.py
   const int64_t numbers = p.K / p.scales * p.V;
   for (int64_t s = 0; s < p.scales; ++s, state += numbers, values += numbers, rests += numbers) {
     const int32_t most = largest_of(state, numbers);
     float scale;
     __builtin_memcpy(&scale, &most, 4);
-    scale /= largest;
+    scale /= LARGEST<TYPE>;
     const bool finite = scale <= 3.4e38f;
     if (scale < 1.17549435e-38f) scale = 1.17549435e-38f;
     scales[s] = finite ? scale : __builtin_nanf("");
@@ -269,7 +274,7 @@ inline void store_in_8_bits(const Replay& p, const float* state, char* values, c
       const vec x = finite ? state_load<Type::f32>(reinterpret_cast<const char*>(state + i), count) * inverse : vec{};
       const uvec value = TYPE == Type::i8 ? to_i8(x) : to_f8(x);
       const vec number = TYPE == Type::i8 ? from_i8(value) : from_f8(value);
-      const vec rest = (x - number) * broadcast(factor);
+      const vec rest = (x - number) * broadcast(REST_FACTOR<TYPE>);
       store_bytes(values + i, value, count), store_bytes(rests + i, TYPE == Type::i8 ? to_i8(rest) : to_f8(rest), count);
     }
   }
@@ -278,7 +283,7 @@ inline void store_in_8_bits(const Replay& p, const float* state, char* values, c
 // Reads a state of 8 bits with its rests.
 template <Type TYPE>
 inline void load_of_8_bits(const Replay& p, const char* values, const char* rests, const float* scales, float* state) {
-  const vec share = broadcast(TYPE == Type::i8 ? 1.f / 254 : 1.f / 28);
+  const vec share = broadcast(1 / REST_FACTOR<TYPE>);
   for (int64_t r = 0; r < p.K; ++r) {
     for (int64_t c = 0; c < p.V; c += LANES) {
       const int64_t count = p.V - c < LANES ? p.V - c : LANES, i = r * p.V + c;
@@ -288,23 +293,23 @@ inline void load_of_8_bits(const Replay& p, const char* values, const char* rest
   }
 }
 
-// Writes S_t in the place of S_0, behind `count` tokens of the ring.
+// Writes S_t in the place of S_0, behind `count` tokens of the ring. index: of the state among those of all slots and heads.
 template <Type TYPE>
-inline void write_stored(const Replay& p, char* state, int64_t head, int64_t count, ReplayRows& x) {
+inline void write_stored(const Replay& p, char* state, int64_t index, int64_t count, ReplayRows& x) {
   const int64_t ring = x.terms * count;
   for (int64_t i = x.terms; i < x.terms + ring && p.before_decay; ++i) {  // decayed to where q reads
-    if (decays_rows(p)) decay_row(x.keys + i * x.rows, p.key.data ? x.gate : nullptr, exponential_of(x.head), x.rows);
+    if (decays_rows(p)) decay_row(x.keys + i * x.rows, p.key.data ? x.gate : nullptr, exponential_of(x.head_gate), x.rows);
     if (p.value.data) decay_row(x.values + i * x.columns, x.column_gate, 1, x.columns);
   }
-  for (int64_t c = 0; c < x.rows && p.before_decay; ++c) x.sum[c] += p.key.data ? x.gate[c] : x.head;
+  for (int64_t c = 0; c < x.rows && p.before_decay; ++c) x.sum[c] += p.key.data ? x.gate[c] : x.head_gate;
   if (p.before_decay && p.value.data) add_row(x.column_sum, x.column_gate, x.columns);
   for (int64_t c = 0; c < x.rows; c += LANES) split_decay(load(x.sum + c), x.whole + c, x.rest + c);
   for (int64_t c = 0; c < x.columns && p.value.data; c += LANES) split_decay(load(x.column_sum + c), x.column_whole + c, x.column_rest + c);
   const Terms terms{x.keys, x.values, x.terms + ring, x.rows, x.columns};
   const Decays of_rows{x.whole, x.rest}, of_columns{x.column_whole, x.column_rest};
   if constexpr (TYPE == Type::i8 || TYPE == Type::f8) {
-    char* const rests = p.rests + head * p.K * p.V;
-    float* const scales = p.scale_of_rows + head * p.scales;
+    char* const rests = p.rests + index * p.K * p.V;
+    float* const scales = p.scale_of_rows + index * p.scales;
     load_of_8_bits<TYPE>(p, state, rests, scales, x.state);
     add_terms<Type::f32>(p, terms, of_rows, of_columns, reinterpret_cast<char*>(x.state));
     store_in_8_bits<TYPE>(p, x.state, state, rests, scales);
@@ -315,9 +320,9 @@ inline void write_stored(const Replay& p, char* state, int64_t head, int64_t cou
 
 template <Type TYPE>
 inline void replay_head(const Replay& p, int64_t b, int64_t h, int64_t slot, ReplayRows& x) {
-  const int64_t length = p.length[slot], head = slot * p.H + h;
+  const int64_t length = p.length[slot], index = slot * p.H + h;
   const int64_t count = length < 0 ? 0 : length < p.places ? length : p.places;
-  char* const state = p.state.data + head * p.K * p.V * size_of(TYPE);
+  char* const state = p.state.data + index * p.K * p.V * size_of(TYPE);
   const bool is_full = count + 1 >= p.replay;
   read_token(p, b, h, x);
   const auto run = [&](auto erasing) {
@@ -325,12 +330,12 @@ inline void replay_head(const Replay& p, int64_t b, int64_t h, int64_t slot, Rep
     const auto read = is_full ? read_ring<ERASES, true> : read_ring<ERASES, false>;
     read(p, slot, h, count, x);
     if (h + 1 < p.H) prefetch_ring(p, slot, h + 1, count);
-    read_stored<TYPE>(p, state, p.rests ? p.scale_of_rows + head * p.scales : nullptr, x);
+    read_stored<TYPE>(p, state, p.rests ? p.scale_of_rows + index * p.scales : nullptr, x);
     finish_token<ERASES>(p, b, h, count, x);
   };
   erases(p) ? run(Count<1>{}) : run(Count<0>{});
   if (is_full) {
-    write_stored<TYPE>(p, state, head, count, x);
+    write_stored<TYPE>(p, state, index, count, x);
   } else if (count < p.places) {
     put_token(p, slot * p.places + count, h, x);
   }

@@ -146,7 +146,8 @@ inline void read_state(const Step& p, const char* state, const Reads& x) {
     }
   };
   int64_t c = 0;
-  // One or two vectors read whole rows where they fit into registers: memory is then read in its order.
+  // One or two vectors read two tiles of columns together where 32 registers hold their sums: rows of 128 columns are then read in
+  // the order of memory.
   for (; LANES == 16 && x.count <= 2 && c + 2 * TILE_COLUMNS <= p.V; c += 2 * TILE_COLUMNS) {
     const auto read = x.count == 1 ? read_tile<1, TYPE, 2 * TILE_VECTORS> : read_tile<2, TYPE, 2 * TILE_VECTORS>;
     read(state + c * size, p.K, p.V, x.vectors, x.rows, x.found + c, x.columns);
