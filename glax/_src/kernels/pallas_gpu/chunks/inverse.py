@@ -77,7 +77,6 @@ BF16 = jnp.bfloat16
 FACTORS = 5
 BETA, ERASING, LEAVING, WITHIN, GATES = range(FACTORS)  # rows of `Results.factors`
 READING = BETA  # the same row, with e
-WARPS = 4
 BLOCK = 16  # rows of a warp
 TILE = 8  # rows and columns of a tile of registers; a lane holds two neighbouring columns of one row
 COLUMN = C, BLOCK
@@ -315,7 +314,7 @@ def store_inverse(L: Callable, reverse: bool, pair: tuple[Ref, Ref], result: Ref
     """
     i, j = remainder(iota(COLUMN, 0), BLOCK), iota(COLUMN, 1)
     own = L(BLOCK, range(0, C, BLOCK), i < j if reverse else i > j)
-    X = inverses_of_stacked_blocks(own, reverse)
+    X = inverses_of_blocks(own, reverse)
     between = across([X], L, reverse, pair, *PLACES[0])
     further = across(joined([X], between, reverse), L, reverse, pair, *PLACES[1])
     rest = joined([jnp.where(i == j, 0.0, X)], between, reverse)
@@ -382,44 +381,17 @@ def products(left: list, pair, place: int, size: int, rows: list[int]):
 
 
 def inverses_of_blocks(L, reverse: bool):
-    """Return the inverses of the blocks of 16 on the diagonal of I + L, and 0 elsewhere: [C, C] in float32, as L is.
-
-    reverse: whether L is upper triangular. The rows are then final from the last to the first.
-    """
-    return inline(substitute, (C, C), reverse)(L)
-
-
-def inverses_of_stacked_blocks(L, reverse: bool):
     """Return the inverses of I + the blocks of 16 in L [C, 16], one below the other: [C, 16] in float32, as L is.
 
     reverse: whether the blocks are upper triangular.
     """
-    return inline(substitute_stacked, (C, BLOCK), reverse)(L)
-
-
-def inline(f, shape, reverse: bool):
-    """Return f as an operation on float32 arrays of this shape, in registers as products leave them."""
     layout = plgpu.Layout.WGMMA
-    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
-    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(functools.partial(f, reverse=reverse))
+    result = plgpu.ShapeDtypeStruct((C, BLOCK), jnp.float32, layout=layout)
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(functools.partial(substitute, reverse=reverse))(L)
 
 
 def substitute(context, L, *, reverse: bool):
     """Compute `inverses_of_blocks` of a FragmentedArray in a kernel that is being lowered."""
-    del context
-    lane = Lane()
-    registers = L.registers.reshape(C // TILE, 2)  # [tile of columns, tile of the warp's rows], of two columns each
-    # [tile of rows, tile of columns, column]: the lane's part of its warp's block
-    block = [[lane.columns(lane.of_own_warp(registers[column::2, row])) for column in range(2)] for row in range(2)]
-    X = inverse_of_block(lane, block, reverse)
-    found = registers.copy()
-    for tile, row in ((tile, row) for tile in range(C // TILE) for row in range(2)):
-        found[tile, row] = lane.only_in_warp(tile // 2, lane.pair(X[row][tile % 2]))
-    return type(L)(_registers=found.reshape(L.registers.shape), _layout=L.layout, _is_signed=None)
-
-
-def substitute_stacked(context, L, *, reverse: bool):
-    """Compute `inverses_of_stacked_blocks` of a FragmentedArray in a kernel that is being lowered."""
     del context
     lane = Lane()
     registers = L.registers.reshape(2, 2)  # [tile of columns, tile of the warp's rows], of two columns each
@@ -463,25 +435,9 @@ class Lane:
         self.float = ir.F32Type.get()
         self.vector = ir.VectorType.get((2,), self.float)
         self.number = arith.remui(utils.thread_idx(), self.constant(32))
-        self.warp = arith.remui(utils.warp_idx(), self.constant(WARPS))
 
     def constant(self, x: int):
         return utils.c(x, self.integer)
-
-    def equal(self, x, y: int):
-        return arith.cmpi(arith.CmpIPredicate.eq, x, self.constant(y))
-
-    def of_own_warp(self, x):
-        """Return the entry of x [WARPS] whose place is the lane's warp."""
-        found = x[-1]
-        for warp in range(WARPS - 1):
-            found = arith.select(self.equal(self.warp, warp), x[warp], found)
-        return found
-
-    def only_in_warp(self, warp: int, pair):
-        """Return the pair in that warp, and 0 in others."""
-        zero = utils.c(0.0, self.float)
-        return arith.select(self.equal(self.warp, warp), pair, self.pair([zero, zero]))
 
     def columns(self, pair) -> list:
         place = ir.DenseI64ArrayAttr.get

@@ -28,12 +28,14 @@ not tried below 8.
 
 A token's score with itself is formed from q and k as they are. e^M q, e^M k and e^{-M} k have two terms of bfloat16.
 
+M and the sums of the scan's decays are products of a matrix of 1, -1 and 0 with the gates. The matrix lies in shared memory and
+is formed once for all channels, for to form it takes as many instructions as to use what it sums.
+
 The scan reads decays from one token to a later one, which are right for all gates:
 
     scale Q e^G          K e^G or E e^H          K e^{G_last - G}          e^{G_last}
 
-Blocks of 16 on the diagonal of I + L are inverted by substitution, and neighbours merged by the formula of `inverse.py`, by
-products of all 64 columns.
+`inverse.py` has how I + L is inverted.
 
 Roles. A program has one chunk of one head, and one warpgroup. Memory: `Tiles`. Gates in float32 are divided into two terms, and
 the tile that they were loaded into then holds the `Pairs`. Who waits for whom:
@@ -46,6 +48,7 @@ or e in the place of beta.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -71,14 +74,12 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
     tiled,
     transposed,
 )
-from glax._src.kernels.pallas_gpu.plan import PAIRS, C, chunk_of, quotient, remainder
+from glax._src.kernels.pallas_gpu.plan import PAIRS, C, chunk_of, quotient
 
 BF16 = jnp.bfloat16
 CHANNELS = 64  # channels of K that registers hold together
 NUMBERS = 3
 BETA, LARGEST, OWN = range(NUMBERS)  # rows of `Tiles.numbers`; with e the first row is not read
-SIZES = 16, 32  # of the blocks whose inverses `merged` merges
-STEP = 16  # rows of the right side of a product
 LEVELS = C.bit_length() - 1  # of a chunk for gates of any size. As a last level: none takes the pairs that are left
 FAST_LEVELS = 3  # that are tried as the last: s of 32, 16 and 8
 # No sum is across warps. Without memory for such sums two programs fit on a multiprocessor with e, too.
@@ -126,6 +127,7 @@ class Tiles(NamedTuple):
     k: Ref  # [C, K]; with beta at last K e^G
     gates: tuple[Ref, ...]  # [C, K] each, the terms of the gates; the first at last K e^{G_last - G}
     numbers: Ref  # [NUMBERS, C], of every token: beta, the largest |M|, and q_i . k_i
+    sums: Ref  # [C, C]: the matrix whose product with gates is M; at last that of e^G
     shared: Any  # a `Pairs`, or the union of float32 gates as they are loaded, [C, K], and a `Pairs`
     e: Ref  # [C, K]; at last E e^H; None with beta
 
@@ -138,6 +140,7 @@ class Tiles(NamedTuple):
             k=tile,
             gates=(tile,) * (2 if wide else 1),
             numbers=plgpu.SMEM((NUMBERS, C), jnp.float32),
+            sums=tiled(C, C),
             shared=plgpu.RefUnion(tiled(C, K, columns=32, dtype=gates), tuple(pairs)) if wide else (None, tuple(pairs)),
             e=tile if has_erase else None,
         )
@@ -159,12 +162,13 @@ class Tiles(NamedTuple):
 class Pairs(NamedTuple):
     """Hold the shared memory of matrices in two terms, each a pair of tiles: the high part and the rest."""
 
-    y: tuple[Ref, Ref]  # [C, CHANNELS]: first a matrix of `measure`, then K e^-M; at last P and R
-    inverse: tuple[Ref, Ref]  # [C, C]: P while L is formed; then X and L' X of `merged`
+    # [C, CHANNELS]: first a matrix of `measure`, then K e^-M; at last P, and in turns the matrix of e^{G_last - G} and R
+    y: tuple[Ref, Ref]
+    inverse: tuple[Ref, Ref]  # [C, C]: what `store_inverse` multiplies
 
     @classmethod
     def types(cls) -> "Pairs":
-        return cls((tiled(C, CHANNELS), tiled(C, CHANNELS)), (tiled(C, C, columns=STEP), tiled(C, C, columns=STEP)))
+        return cls((tiled(C, CHANNELS),) * 2, (tiled(C, C, columns=inverses.BLOCK),) * 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,36 +250,39 @@ class Program:
 
 def form_chunk(p: Program):
     """Form the results of one chunk and head."""
-    t = p.tiles
+    t, (b, c, h) = p.tiles, p.place()
     load_chunk(p)
-    last = measure(p)
-    # P waits in a tile: while L is formed, registers have no room
-    t.inverse[0][...] = with_own_scores(p, scores(p, t.q, last)).astype(BF16)
-    L = scores(p, t.erasing, last)
-    P = plgpu.load(t.inverse[0], layout=tiles.WGMMA)
+    P, L = scores(p, measure(p))
     if t.e is None:
         L = L * by_row(plgpu.load(t.numbers.at[BETA], layout=BY_ROW), PAIRS)
-    plgpu.commit_smem()  # all warps have read y
-    t.y[0][...] = P.astype(BF16)
-    X = inverses.inverses_of_blocks(L, p.reverse)
-    for size in SIZES:
-        X = merged(X, L, size, p.reverse, t.inverse, t.inverse)
-    i, j = tiles.positions(p.reverse)  # again, so that no register holds them throughout
-    t.y[1][...] = jnp.where(i == j, 0.0, X).astype(BF16)
+    plgpu.commit_smem()  # all warps have read y and the matrix of M
+    t.y[0][...] = with_own_scores(p, P)
+    t.y[1][...] = edge_matrix(p, within=False)
+    t.sums[...] = edge_matrix(p, within=True)
+    plgpu.commit_smem()
     scale_tokens(p)
     plgpu.commit_smem()
-    b, c, h = p.place()
-    stored = p.results.scores, p.results.inverse, p.results.queries, p.results.erasing, p.results.leaving
-    for tile, result in zip((*t.y, t.q, t.erasing, t.gates[0]), stored, strict=True):
+    stored = p.results.scores, p.results.queries, p.results.erasing, p.results.leaving
+    for tile, result in zip((t.y[0], t.q, t.erasing, t.gates[0]), stored, strict=True):
         plgpu.copy_smem_to_gmem(tile, result.at[b, c, h])
+
+    def part(size: int, places, is_counted=None):
+        """Return part of L as `store_inverse` reads it. L is 0 where nothing counts."""
+        del is_counted
+        return inverses.of_rows(size, [L[:, at : at + inverses.BLOCK] for at in places])
+
+    inverses.store_inverse(part, p.reverse, t.inverse, t.y[1])
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(t.y[1], p.results.inverse.at[b, c, h])
     plgpu.wait_smem_to_gmem(0)
 
 
 def with_own_scores(p: Program, P):
-    """Return P times the scale, with each token's score with itself. P: the other scores."""
+    """Return P with each token's score with itself. P: the other scores."""
     # In memory's order, which L does not read either: no register then holds the positions until they are read again.
     i, j = tiles.positions_again(False)
-    return jnp.where(i == j, by_row(plgpu.load(p.tiles.numbers.at[OWN], layout=BY_ROW), PAIRS), P) * p.scale()
+    own = by_row(plgpu.load(p.tiles.numbers.at[OWN], layout=BY_ROW) * p.scale(), PAIRS)
+    return jnp.where(i == j, own.astype(BF16), P)
 
 
 def load_chunk(p: Program):
@@ -322,12 +329,13 @@ def measure(p: Program):
     t.numbers[OWN] = lax.fori_loop(0, p.blocks, advance, zeros)
 
     def is_in_range(level):
-        size = lax.shift_right_logical(p.hidden(jnp.int32(HALF)), level)
+        size = lax.shift_right_logical(jnp.int32(HALF), level)
 
         def larger(block, found):
-            M = p.summed(block_sums(p, size), pl.ds(block * CHANNELS, CHANNELS))
+            M = p.summed(t.sums, pl.ds(block * CHANNELS, CHANNELS))
             return jnp.maximum(found, jnp.max(jnp.abs(M), axis=1))
 
+        store_block_sums(p, size)
         return is_small(t.numbers.at[LARGEST], lax.fori_loop(0, p.blocks, larger, zeros))
 
     return find_last_level(is_in_range)
@@ -360,63 +368,95 @@ def is_small(row: Ref, largest):
     return jnp.max(lax.bitcast_convert_type(found, jnp.int32)) <= FAST_BITS
 
 
+def in_interval(reverse: bool, bounds: Callable):
+    """Return whether the token of column j lies in an interval of the token of row i, [C, C]. bounds: a function of i, [C], that
+    returns the interval's first and last token; all are positions in scanning order."""
+    # Behind a barrier, so that registers do not hold them through loops.
+    i = lax.optimization_barrier(plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=BY_ROW))
+    first, last = bounds(C - 1 - i if reverse else i)
+    if reverse:
+        first, last = C - 1 - last, C - 1 - first
+    j = tiles.iota(PAIRS, 1)
+    return (j >= by_row(first, PAIRS)) & (j <= by_row(last, PAIRS))
+
+
 def block_sums(p: Program, size, own: bool = True):
     """Return the matrix [C, C] whose product with gates is M, for blocks of `size` tokens, a power of two.
 
     own: whether a token's own gate counts to the gates through it, as in M; else to those behind it.
     """
-    # Positions in memory. The later of two blocks in scanning order has the bit of `size` set, and in reverse clear.
-    i, j = tiles.positions_again(False)
-    half, in_block = i & size, (i ^ j) < size
-    if p.reverse:
-        through = in_block & (half == 0) & ((j >= i) if own else (j > i))
-        behind = in_block & (half != 0) & ((j < i) if own else (j <= i))
-    else:
-        through = in_block & (half != 0) & ((j <= i) if own else (j < i))
-        behind = in_block & (half == 0) & ((j > i) if own else (j >= i))
-    return (jnp.where(through, 1.0, 0.0) - jnp.where(behind, 1.0, 0.0)).astype(BF16)
+
+    def is_second(i):
+        return (i & size) != 0
+
+    def bounds(i):
+        through, behind = (i, i + 1) if own else (i - 1, i)
+        return jnp.where(is_second(i), i & -size, behind), jnp.where(is_second(i), through, i | (size - 1))
+
+    i = lax.optimization_barrier(plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=BY_ROW))
+    sign = jnp.where(is_second(C - 1 - i if p.reverse else i), 1.0, -1.0)
+    return jnp.where(in_interval(p.reverse, bounds), by_row(sign, PAIRS), 0.0).astype(BF16)
 
 
-def scores(p: Program, tile, last):
-    """Return the sums over K of x_i k_j e^{G_i - G_j} for the rows x of a tile, for j before i, and else 0: [C, C]. For the tile
-    of e it is e^{H_i - G_j}. last: the level that takes all pairs that are left.
+def store_block_sums(p: Program, size):
+    """Store the matrix of `block_sums`."""
+    plgpu.commit_smem()  # all warps have read the one before
+    p.tiles.sums[...] = block_sums(p, size)
+    plgpu.commit_smem()
 
-    Q and K, or E, take a call each. Registers have no room for both.
+
+def scores(p: Program, last):
+    """Return P without the scores of tokens with themselves, in bfloat16, and L before it is multiplied by beta: [C, C] each.
+
+    last: the level that takes all pairs that are left. `measure` has stored its matrix.
     """
 
     def advance(level, found):
-        size = lax.shift_right_logical(p.hidden(jnp.int32(HALF)), level)
-        x = product(p, size, tile)
-        i, j = p.in_order(*tiles.positions_again(False))
-        # The highest bit in which the positions of two tokens differ is the s of the level whose neighbouring blocks have them.
-        apart = i ^ j
-        return jnp.where((i > j) & (apart >= jnp.where(level == last, 0, size)) & (apart < 2 * size), x, found)
+        size = lax.shift_right_logical(jnp.int32(HALF), level)
+        pl.when(last > 0)(lambda: store_block_sums(p, size))
+        P, L = products(p, size)
 
-    return lax.fori_loop(0, jnp.minimum(last + 1, LEVELS), advance, tiles.zeros(PAIRS))
+        def bounds(i):
+            """Return those of the block before a token's own, and in the last level those of all tokens of both before it."""
+            return i & -(2 * size), (i & jnp.where(level == last, -1, -size)) - 1
+
+        is_of_level = in_interval(p.reverse, bounds)
+        return jnp.where(is_of_level, (P * p.scale()).astype(BF16), found[0]), jnp.where(is_of_level, L, found[1])
+
+    nothing = tiles.zeros(PAIRS)
+    return lax.fori_loop(0, jnp.minimum(last + 1, LEVELS), advance, (nothing.astype(BF16), nothing))
 
 
-def product(p: Program, size, tile):
-    """Return (x e^M) (K e^-M)^T, [C, C], for the rows x of a tile and blocks of `size` tokens. The M of e may be without its
-    token's own gate."""
+def products(p: Program, size):
+    """Return (x e^M) (K e^-M)^T, [C, C], for the rows x of Q, and for those of K or E. `Tiles.sums` holds the matrix of M, for
+    blocks of `size` tokens. The M of e may be without its token's own gate."""
     t = p.tiles
 
     def advance(block, found):
         channels = pl.ds(block * CHANNELS, CHANNELS)
-        # [C, CHANNELS]. The matrix is formed again, so that no register holds it.
-        M = p.summed(block_sums(p, size), channels)
+        M = p.summed(t.sums, channels) * LOG2E  # [C, CHANNELS]
         plgpu.commit_smem()  # all warps have read y
-        store_split(t.y, read(t.k.at[:, channels]) * jnp.exp2(M * -LOG2E))
-        if p.before_decay and tile is t.e:
-            M = p.summed(block_sums(p, size, own=False), channels)
-        x, lost = split(read(tile.at[:, channels]) * jnp.exp2(M * LOG2E))
+        store_split(t.y, read(t.k.at[:, channels]) * jnp.exp2(-M))
+        up = jnp.exp2(M)
+        queries = split(read(t.q.at[:, channels]) * up)
+        if p.before_decay:
+            up = jnp.exp2(p.summed(block_sums(p, p.hidden(size), own=False), channels) * LOG2E)
+        erasing = split(read(t.erasing.at[:, channels]) * up)
         high, rest = (transposed(term) for term in t.y)
-        return tiles.added(found, (x, high), (lost, high), (x, rest))
+        return tiles.added_all(found, *([(x, high), (lost, high), (x, rest)] for x, lost in (queries, erasing)))
 
-    return lax.fori_loop(0, p.blocks, advance, tiles.zeros(PAIRS))
+    return lax.fori_loop(0, p.blocks, advance, (tiles.zeros(PAIRS), tiles.zeros(PAIRS)))
+
+
+def edge_matrix(p: Program, within: bool):
+    """Return the matrix [C, C] whose product with gates is G_last - G or, with `within`, G."""
+    i, j = p.in_order(*tiles.positions_again(False))
+    return tiles.indicator(j <= i if within else j > i)
 
 
 def scale_tokens(p: Program):
-    """Replace Q, the gates, and K, or E where it is an operand, by the operands of the scan."""
+    """Replace Q, the gates, and K, or E where it is an operand, by the operands of the scan. `Tiles` says where the matrices
+    lie."""
     t = p.tiles
 
     @pl.loop(0, p.blocks)
@@ -424,55 +464,18 @@ def scale_tokens(p: Program):
         channels = pl.ds(block * CHANNELS, CHANNELS)
         q, k, erasing, gates = (x.at[:, channels] for x in (t.q, t.k, t.erasing, t.gates[0]))
 
-        def decays(side: float):
-            """Return e^{G_last - G} or, with side = 1, e^G, [C, CHANNELS]."""
-            matrix = tiles.edge_matrix(p.reverse, p.hidden(jnp.float32(side)))
+        def decays(matrix):
+            """Return e^{G_last - G} or e^G, [C, CHANNELS]."""
             return jnp.exp2(p.summed(matrix, channels) * LOG2E)
 
-        leaving = lax.optimization_barrier((read(k) * decays(0.0)).astype(BF16))
+        leaving = lax.optimization_barrier((read(k) * decays(t.y[1])).astype(BF16))
         reads = None
         if p.before_decay:
             i, j = p.in_order(*tiles.positions_again(False))
             matrix = jnp.where(j < i, p.hidden(jnp.float32(1.0)), 0.0).astype(BF16)
-            decayed = read(erasing) * jnp.exp2(p.summed(matrix, channels) * LOG2E)
-            reads = lax.optimization_barrier(decayed.astype(BF16))
-        within = decays(1.0)
+            reads = lax.optimization_barrier((read(erasing) * decays(matrix)).astype(BF16))
+        within = decays(t.sums)
         plgpu.commit_smem()  # all warps have read the gates
         gates[...] = leaving
         q[...] = (read(q) * (within * p.scale())).astype(BF16)
         erasing[...] = (read(erasing) * within).astype(BF16) if reads is None else reads
-
-
-def split_product(a, pair, rows: list[int]):
-    """Return a @ b in float32, without the product of what both lose in bfloat16, from the rows of b that begin at `rows`, STEP
-    each. a: in registers. pair: the terms of b."""
-    high, rest = split(a)
-    terms = (high, pair[0]), (high, pair[1]), (rest, pair[0])
-    return tiles.product(PAIRS, *((x[:, row : row + STEP], b.at[pl.ds(row, STEP)]) for row in rows for x, b in terms))
-
-
-def between_neighbours(L, size: int, reverse: bool):
-    """Return the blocks of L between the first and the second of every two blocks of `size` on the diagonal, and 0 elsewhere."""
-    i, j = tiles.positions(reverse)
-    block_i, block_j = quotient(i, size), quotient(j, size)
-    return jnp.where((block_i == block_j + 1) & (remainder(block_j, 2) == 0), L, 0.0)
-
-
-def tokens_of(size: int, second: bool, reverse: bool) -> list[int]:
-    """Return where the tokens of the first, or the second, of every two blocks of `size` begin, STEP at a time."""
-    rows = range(0, C, STEP)
-    return [row for row in rows if (C - STEP - row if reverse else row) // size % 2 == second]
-
-
-def merged(X, L, size: int, reverse: bool, inverse: tuple[Ref, Ref], product: tuple[Ref, Ref]):
-    """Return the inverses of the blocks of 2 * size on the diagonal of I + L, from X [C, C], the inverses of the blocks of
-    `size`. inverse, product: the tiles of X and of L' X, which may be the same. L': the result of `between_neighbours`."""
-    if product is inverse:
-        plgpu.commit_smem()  # all warps have read the product before
-    store_split(inverse, X)
-    between = between_neighbours(L, size, reverse)
-    through = split_product(between, inverse, tokens_of(size, False, reverse))
-    if product is inverse:
-        plgpu.commit_smem()  # all warps have read X
-    store_split(product, through)
-    return X - split_product(X, product, tokens_of(size, True, reverse))
