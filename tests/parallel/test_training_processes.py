@@ -1,94 +1,20 @@
 """`glax train` by several processes: the losses of one process, after kills at any time too."""
 
-import dataclasses
 import json
-import os
-import pathlib
 import random
-import re
 import shutil
 import signal
-import socket
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
-import glax
-from tests.compiling import UNOPTIMIZED
-
-GLA = dict(model_type="gla", vocab_size=256, hidden_size=32, num_hidden_layers=1, num_heads=4, intermediate_size=32)
-
-
-@dataclasses.dataclass
-class Runs:
-    """Start `glax train` in the folder `root`, in as many processes of as many simulated devices as a call names."""
-
-    root: pathlib.Path
-    started: list = dataclasses.field(default_factory=list)
-
-    def start(self, out: str, processes: int, devices: int, **changes) -> list[subprocess.Popen]:
-        values = dict(model=GLA, text="text.txt", out=out, steps=8, batch=4, length=32, learning_rate=4e-3)
-        path = self.root / f"{out}-{len(self.started)}.json"
-        path.write_text(json.dumps(values | dict(checkpoint_every=4) | changes))
-        options = dict(xla_force_host_platform_device_count=devices) | UNOPTIMIZED
-        env = os.environ | dict(JAX_PLATFORMS="cpu", PYTHONPATH=str(pathlib.Path(glax.__file__).parents[1]))
-        env["XLA_FLAGS"] = " ".join(f"--{name}={value}" for name, value in options.items())
-        if processes > 1:
-            env |= dict(JAX_COORDINATOR_ADDRESS=f"127.0.0.1:{free_port()}", JAX_NUM_PROCESSES=str(processes))
-        made = []
-        for number in range(processes):
-            errors = open(self.root / f"{path.stem}-{number}.err", "w+")  # noqa: SIM115 - closed by `runs`
-            command = [sys.executable, "-u", "-m", "glax_cli", "train", str(path)]
-            process = subprocess.Popen(
-                command, env=env | dict(JAX_PROCESS_ID=str(number)), text=True, stdout=subprocess.PIPE, stderr=errors
-            )
-            self.started.append((process, errors))
-            made.append(process)
-        return made
-
-    def finish(self, made: list[subprocess.Popen], code: int = 0) -> str:
-        """Return what process 0 wrote."""
-        outputs = [process.communicate(timeout=300)[0] for process in made]
-        for process in made:
-            errors = next(file for other, file in self.started if other is process)
-            errors.seek(0)
-            assert process.returncode == code, errors.read()[-3000:]
-        # Threads of Gloo write its lines in pieces, which may come one within another.
-        gloo = re.compile(r"\[Gloo\]|Rank \d+ is|peer ranks|^[\d\s]*$")
-        said = [line for output in outputs[1:] for line in output.splitlines() if not gloo.search(line)]
-        assert said == []  # process 0 speaks for all
-        return outputs[0]
-
-    def losses(self, out: str) -> dict[int, float]:
-        """By step, in all digits."""
-        lines = [json.loads(line) for line in (self.root / out / "history.jsonl").read_text().splitlines()]
-        return {line["step"]: line["loss"] for line in lines if "loss" in line}
-
-    def parameters(self, out: str) -> dict[str, np.ndarray]:
-        return load_file(self.root / out / "model" / "model.safetensors")
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+from tests.training_runs import GLA, Runs, kill
 
 
 @pytest.fixture
 def runs(tmp_path):
-    text = "".join(f"{i} is followed by {i + 1}, and {i * i} is its square\n" for i in range(2000))
-    (tmp_path / "text.txt").write_text(text)
-    made = Runs(tmp_path)
-    yield made
-    for process, errors in made.started:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        errors.close()
+    with Runs(tmp_path) as made:
+        yield made
 
 
 def test_two_and_four_processes_have_the_losses_of_one(runs):
@@ -138,16 +64,6 @@ def test_parts_of_documents_have_the_losses_of_whole_batches_on_two_processes(ru
         np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5, err_msg=name)
 
 
-def kill(process: subprocess.Popen, line: str, delay: float):
-    """End a process by SIGKILL, so many seconds after it wrote a line."""
-    for written in process.stdout:
-        if line in written:
-            break
-    time.sleep(delay)
-    process.kill()
-    process.wait()
-
-
 @pytest.mark.parametrize(("processes", "kills"), [(1, 7), (2, 3)])
 def test_a_run_that_is_killed_at_random_points_is_equal_in_every_bit(runs, processes, kills):
     """Any process is killed at random moments, of which some lie within a checkpoint; the others end with it."""
@@ -159,13 +75,7 @@ def test_a_run_that_is_killed_at_random_points_is_equal_in_every_bit(runs, proce
         victim = draw.randrange(processes)
         reached = len(runs.losses("killed")) if i else 0
         line = "tokens to train on" if i % 3 == 0 or reached > 30 else ": resumes"
-        if victim:  # it writes nothing: the first process says when it begins
-            kill_other(made, line, draw.uniform(0.0, 2.0), victim)
-        else:
-            kill(made[0], line, draw.uniform(0.0, 2.0))
-        for process in made:
-            process.kill()
-            process.wait()
+        kill(made, victim, line, draw.uniform(0.0, 2.0))
     shutil.copytree(runs.root / "killed", runs.root / "other")
     runs.finish(runs.start("killed", processes, 4 // processes, **mesh))
     assert runs.losses("killed") == runs.losses("whole")
@@ -174,14 +84,6 @@ def test_a_run_that_is_killed_at_random_points_is_equal_in_every_bit(runs, proce
     runs.finish(runs.start("other", 1, 2, **mesh | dict(fsdp=1, data=1, sequence=2)))
     got, want = (np.array(list(runs.losses(out).values())) for out in ("other", "whole"))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
-
-
-def kill_other(made: list[subprocess.Popen], line: str, delay: float, victim: int):
-    for written in made[0].stdout:
-        if line in written:
-            break
-    time.sleep(delay)
-    made[victim].kill()
 
 
 @pytest.mark.parametrize("processes", [1, 2])
