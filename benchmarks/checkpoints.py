@@ -23,6 +23,7 @@ by the formulas of glax.models.operations.
 """
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -70,7 +71,11 @@ def child(options, part: str, by: str):
             return
         about = parts.about()
         print("transformers:", json.dumps(about), file=sys.stderr)
-    for line in parts.PARTS[part](job):
+    run = dict(
+        load=parts.load, logits=parts.logits, prefill=parts.prefill, decode=parts.decode,
+        lora=functools.partial(parts.tune, whole=False), full=functools.partial(parts.tune, whole=True), first=parts.first,
+    )[part]  # fmt: skip
+    for line in run(job):
         say(line)
     if by != "glax":
         say(dict(problem="kernels", **about, fallbacks=parts.FALLBACKS.lines))

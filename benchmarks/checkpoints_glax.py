@@ -1,7 +1,6 @@
 """What checkpoints.py measures of glax. Each part is a function, which runs in a process of its own and yields results."""
 
 import contextlib
-import functools
 import os
 import subprocess
 import sys
@@ -142,14 +141,3 @@ def first(job: Job) -> Iterator[dict[str, Any]]:
             if process.returncode:
                 raise RuntimeError(f"glax generate failed: {errors[-2000:]}")
             yield dict(problem=case, seconds=seconds)
-
-
-PARTS = dict(
-    load=load,
-    logits=logits,
-    prefill=prefill,
-    decode=decode,
-    lora=functools.partial(tune, whole=False),
-    full=functools.partial(tune, whole=True),
-    first=first,
-)

@@ -3,7 +3,6 @@
 Without a GPU checkpoints.py hides fla, which runs on GPUs alone: transformers then computes by its own formulas in PyTorch.
 """
 
-import functools
 import gc
 import logging
 import time
@@ -233,14 +232,3 @@ def compile_a_part(job: Job, part: tuple[int, ...]):
     with torch.autocast(DEVICE, torch.bfloat16):
         model.train()(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     wait()
-
-
-PARTS = dict(
-    load=load,
-    logits=logits,
-    prefill=prefill,
-    decode=decode,
-    lora=functools.partial(tune, whole=False),
-    full=functools.partial(tune, whole=True),
-    first=first,
-)

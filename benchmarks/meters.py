@@ -21,6 +21,7 @@ from glax.testing.reference import reference, reference_gradient
 
 MIB = 2**20
 LONG = 1000.0  # milliseconds
+PROFILED = 10  # calls in a profile
 WARM = 10.0  # milliseconds; after one run alone the next of a small candidate takes a tenth longer
 
 
@@ -148,7 +149,7 @@ def union_length(spans: Iterable[tuple[float, float]]) -> float:
     return length
 
 
-def kernels(way: Way, runs: int = 10) -> dict[str, list[float]]:
+def kernels(way: Way, runs: int = PROFILED) -> dict[str, list[float]]:
     """Return the milliseconds of every execution of each kernel in calls one after another, by the kernel's name."""
 
     def several():
@@ -164,6 +165,11 @@ def kernels(way: Way, runs: int = 10) -> dict[str, list[float]]:
             "--device and --profile: expected streams of a GPU in the profile, got none: they need a GPU"
         )
     return found
+
+
+def kernels_ms(way: Way) -> float:
+    """Return the milliseconds of all kernels of a call together, the mean of PROFILED calls."""
+    return sum(map(sum, kernels(way, PROFILED).values())) / PROFILED
 
 
 # ---- errors ----

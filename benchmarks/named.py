@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import triton_tuning
-from meters import distance, kernels, peak_mib
+from meters import distance, kernels_ms, peak_mib
 from output import table, without, write
 
 import glax
@@ -96,6 +96,22 @@ def mamba3_inputs(B: int, T: int, H: int, K: int, V: int) -> Arrays:
 
 
 # ---- glax ----
+
+
+def glax_rwkv7(r, w, k, v, a, b, **insist) -> jax.Array:
+    return glax.rwkv7(r, w, k, v, a, b, **insist).output
+
+
+def glax_product(q, k, v, g, beta, **insist) -> jax.Array:
+    return glax.gated_delta_product(q, k, v, g, beta, num_updates=2, **insist).output
+
+
+def glax_comba(q, k, v, p, g, beta, **insist) -> jax.Array:
+    return glax.comba(q, k, v, p, g, beta, **insist).output
+
+
+def glax_gates(q, k, v, g, b, w, **insist) -> jax.Array:
+    return glax.gated_delta_rule_2(q, k, v, g, b, w, **insist).output
 
 
 def glax_mlstm(q, k, v, i, f, **insist) -> jax.Array:
@@ -188,22 +204,6 @@ class Row(NamedTuple):
         return self._replace(shape=(1, 512, 4, *self.shape[3:]))
 
 
-def rwkv7(r, w, k, v, a, b, **insist):
-    return glax.rwkv7(r, w, k, v, a, b, **insist).output
-
-
-def product(q, k, v, g, beta, **insist):
-    return glax.gated_delta_product(q, k, v, g, beta, num_updates=2, **insist).output
-
-
-def comba(q, k, v, p, g, beta, **insist):
-    return glax.comba(q, k, v, p, g, beta, **insist).output
-
-
-def gates(q, k, v, g, b, w, **insist):
-    return glax.gated_delta_rule_2(q, k, v, g, b, w, **insist).output
-
-
 # As fla's own layer calls it: right only where the gates are above lower_bound. glax and jax-linear-attention take any gates.
 SAFE = dict(safe_gate=True, lower_bound=-0.6065306597126334, chunk_size=64)
 MLSTM = {
@@ -212,16 +212,16 @@ MLSTM = {
 }
 ROWS = (
     *(
-        Row("rwkv7", shape, rwkv7_inputs, rwkv7, dict(jla=jla_rwkv7), dict(fla=by_fla("rwkv7.chunk_rwkv7", **SAFE)))
+        Row("rwkv7", shape, rwkv7_inputs, glax_rwkv7, dict(jla=jla_rwkv7), dict(fla=by_fla("rwkv7.chunk_rwkv7", **SAFE)))
         for shape in ((4, 2048, 32, 64, 64), (2, 4096, 64, 64, 64))
     ),
     Row(
-        "gated_delta_product, 2 updates", (4, 2048, 16, 128, 128), functools.partial(delta_inputs, n=2), product,
+        "gated_delta_product, 2 updates", (4, 2048, 16, 128, 128), functools.partial(delta_inputs, n=2), glax_product,
         dict(jla=by_jla("gated_deltaproduct")),
         dict(fla=by_fla("gated_delta_product.chunk_gated_delta_product", num_householder=2)),
     ),
-    Row("comba", (4, 2048, 16, 128, 128), comba_inputs, comba, torch=dict(fla=by_fla("comba.chunk_comba"))),
-    Row("gated_delta_rule_2", (4, 2048, 16, 128, 128), gates_inputs, gates, dict(jla=by_jla("gdn2"))),
+    Row("comba", (4, 2048, 16, 128, 128), comba_inputs, glax_comba, torch=dict(fla=by_fla("comba.chunk_comba"))),
+    Row("gated_delta_rule_2", (4, 2048, 16, 128, 128), gates_inputs, glax_gates, dict(jla=by_jla("gdn2"))),
     Row("mlstm", (4, 2048, 4, 256, 512), mlstm_inputs, glax_mlstm, dict(jla=jla_mlstm), MLSTM),
     Row("mamba3", (4, 2048, 32, 128, 64), mamba3_inputs, glax_mamba3, dict(jla=jla_mamba3)),
 )  # fmt: skip
@@ -280,6 +280,11 @@ def in_full(subject: str) -> str:
     return " ".join(filter(None, (distribution, version_of(distribution), rest)))
 
 
+def line_of(row: Row, mode: str, subject: str) -> dict[str, Any]:
+    """Return what names a line of the results."""
+    return dict(problem=",".join(map(str, row.shape)), gate=row.name, mode=mode, implementation=in_full(subject))
+
+
 def measured(row: Row, args) -> list[dict]:
     arrays, d_output = operands(row)
     lines = []
@@ -288,9 +293,7 @@ def measured(row: Row, args) -> list[dict]:
         ready = {name: way for name, way in found.items() if isinstance(way, measure.Way)}
         times = dict(zip(ready, measure.interleaved(list(ready.values()), args.iters), strict=True))
         for name, way in found.items():
-            line: dict = dict(
-                problem=",".join(map(str, row.shape)), gate=row.name, mode=title, implementation=in_full(name)
-            )
+            line = line_of(row, title, name)
             lines.append(line)
             if name not in ready:
                 line["refusal"] = way
@@ -299,7 +302,7 @@ def measured(row: Row, args) -> list[dict]:
             if "glax" in times:
                 line["times_glax"] = round(times[name].median / times["glax"].median, 2)
             if args.device:
-                line["kernels_ms"] = round(sum(map(sum, kernels(ready[name]).values())) / 10, 4)
+                line["kernels_ms"] = round(kernels_ms(ready[name]), 4)
             line |= dict(mib=round(mib, 1)) if (mib := peak_mib(ready[name])) else {}
             if name == "glax":
                 line["kernels"] = kernels_of(row, mode, arrays, d_output)
@@ -322,9 +325,7 @@ def errors_of(row: Row, args) -> list[dict]:
     arrays, d_output = operands(row)
     want, lines = exact(row, arrays, d_output), []
     for name, way in ways(row, "train", arrays, d_output, args.by):
-        line: dict = dict(
-            problem=",".join(map(str, row.shape)), gate=row.name, mode="errors", implementation=in_full(name)
-        )
+        line = line_of(row, "errors", name)
         if isinstance(way, measure.Way):
             output, gradients = way.run()
             gradients = [gradients[x] for x in arrays] if isinstance(gradients, dict) else gradients

@@ -46,6 +46,7 @@ from meters import (
     expected,
     interleaved,
     kernels,
+    kernels_ms,
     named,
     peak_mib,
     repeats,
@@ -122,7 +123,7 @@ def measured(group: list[Call], suite: Suite, args) -> list[dict]:
         with turns:
             gbytes = copy_gbytes(7) if mode == "forward" else lines[0]["copy_gbytes"]
             times = interleaved([each.way for each in ready], args.iters, args.seconds)
-            alone = [sum(map(sum, kernels(each.way).values())) / 10 if args.device else None for each in ready]
+            alone = [kernels_ms(each.way) if args.device else None for each in ready]
         for each in found:
             line = each.call.named() | dict(mode=MODES[mode], implementation=each.name, copy_gbytes=round(gbytes, 1))
             lines.append(line)
