@@ -17,6 +17,7 @@ NAMES = {
     "TritonChunkedConfig": "chunked/triton/gpu",
     "GradientConfig": "chunked.vjp/triton/gpu",
     "TokenConfig": "recurrent/triton/gpu",
+    "TritonReplayConfig": "recurrent.replay/triton/gpu",
     "CudaConfig": "recurrent/cuda/gpu",
     "ReplayConfig": "recurrent.replay/cuda/gpu",
     "HopperConfig": "chunked/pallas/gpu",

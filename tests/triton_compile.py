@@ -3,9 +3,9 @@
 python -m tests.triton_compile 90 "key bfloat16 128" prints a line of JSON per kernel, for compute capability 9.0. The last
 argument is a gate, a dtype and a width, or two as in 256x512 for K and V. delta or kda in the place of a gate is the delta rule
 with a per-head or a per-key gate, delta-erase or kda-erase has erase and write in the place of beta, and rwkv7 erase and
-erase_along, read before the decay. "key bfloat16 256x512
-chunked" prints the kernels of that algorithm alone. Per-key gates have the dtype of the queries; "key/float32 bfloat16 128" gives
-them another. TRITON_INTERPRET must not be set.
+erase_along, read before the decay. "key bfloat16 256x512 chunked" prints the kernels of that algorithm alone, and
+"key bfloat16 128 recurrent.replay/int8" the one of a step of a StatePool with states in int8. Per-key gates have the dtype of the
+queries; "key/float32 bfloat16 128" gives them another. TRITON_INTERPRET must not be set.
 """
 
 import dataclasses
@@ -26,6 +26,7 @@ from triton.compiler import ASTSource
 from glax._src.kernels.triton import config
 
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32"}
+TYPES |= {"int8": "i8", "float8_e4m3fn": "fp8e4nv"}
 TOOLS = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -105,9 +106,11 @@ def shipped(gate: str, dtype: str, widths: str, algorithm: str = "") -> list[Lau
     from glax._src.core.bind import bind
     from glax._src.core.registry import kernel_registry
     from glax._src.kernels import load_kernels
+    from glax.serving import StatePool
 
     load_kernels()
     B, T, H = 8, 2048, 16
+    algorithm, _, stored = algorithm.partition("/")
     gate, _, gate_dtype = gate.partition("/")
     gate, _, erase = gate.partition("-")
     if gate_dtype and gate not in ("key", "kda", "rwkv7"):
@@ -135,7 +138,14 @@ def shipped(gate: str, dtype: str, widths: str, algorithm: str = "") -> list[Lau
     token = jax.eval_shape(lambda: jax.tree.map(lambda x: x[:, :1] if x.ndim > 2 else x, call()))
     slots = jax.ShapeDtypeStruct((B,), jnp.int32)
     algorithms = {"chunked": (r,), "chunked.vjp": (r, r.v, state)}
-    if gate not in ("delta", "kda", "rwkv7"):
+    if algorithm == "recurrent.replay":
+        decay = {"head": "head", "delta": "head", "constant": "constant"}.get(gate, "key")
+        form = decay if token.erasure is None else f"{decay}+{token.erasure.form}"
+        pool = jax.eval_shape(
+            lambda: StatePool(2 * B, H, (K, V), stored or "float32", replay=8, form=form, token_dtype=dtype).ringed()
+        )
+        algorithms[algorithm] = (token.replace(initial_state=pool.arrays()[0]), pool, slots)
+    elif gate not in ("delta", "kda", "rwkv7"):
         algorithms |= {"recurrent": (token,), "recurrent.step": (token, state, slots)}
     return [each for name, given in algorithms.items() if algorithm in ("", name) for each in runs(name, *given)]
 

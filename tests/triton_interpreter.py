@@ -2,7 +2,8 @@
 
 Every input lies between guards of NaN (integers: the largest), so that a read out of bounds changes the result. Outputs are
 initialised to NaN, so that an element that is never stored is noticed. The interpreter holds bfloat16 as bits; here it is
-computed in float32 and rounded to nearest, as on the hardware. Import this module before Triton.
+computed in float32 and rounded to nearest, as on the hardware. float32 is rounded to nearest in float8_e4m3fn too, where the
+interpreter loses the carry into the exponent. Import this module before Triton.
 
 This checks arithmetic, indices, masks and the grid. Programs run one after the other, so races are not found.
 """
@@ -117,6 +118,7 @@ def install():
     interpreter._patch_builtin = patch_builtins
     interpreter._patch_lang = functools.partial(patch_language, interpreter._patch_lang)
     repair_bfloat16()
+    repair_float8()
 
 
 def patch_language(patch, function):
@@ -195,3 +197,16 @@ def repair_bfloat16():
         return rounded(x) if narrow else cast(self, x, dtype)
 
     Builder.cast_impl = cast_impl
+
+
+def repair_float8():
+    convert = Builder.create_fp_to_fp
+
+    def create_fp_to_fp(self, x, dtype, rounding):
+        if (x.dtype.scalar, dtype.scalar) != (tl.float32, tl.float8e4nv):
+            return convert(self, x, dtype, rounding)
+        largest = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
+        nearest = np.clip(x.data, -largest, largest).astype(ml_dtypes.float8_e4m3fn)
+        return Handle(nearest.view(np.uint8), tl.float8e4nv)
+
+    Builder.create_fp_to_fp = create_fp_to_fp

@@ -91,6 +91,18 @@ NARROW = {
     ("rwkv7", "along_gradient"): [(44_032, 254, 0), (112_640, 255, 152), (94_216, 255, 240)],
     ("rwkv7", "exact_along_gradient"): [(34_816, 255, 328), (112_640, 255, 1368), (79_880, 255, 700)],
 }
+# A step of a `StatePool`, in the same form; None where it is refused.
+REPLAYED = {
+    "key bfloat16 128 recurrent.replay": [(11_264, 128, 0), (11_264, 128, 0), (11_264, 128, 0)],
+    "head bfloat16 128 recurrent.replay": [(10_240, 80, 0), (10_240, 80, 0), (10_240, 86, 0)],
+    "delta bfloat16 128 recurrent.replay": [(10_240, 96, 0), (10_240, 96, 0), (10_240, 101, 0)],
+    "kda bfloat16 128 recurrent.replay/bfloat16": [(11_264, 128, 0), (11_264, 128, 0), (11_264, 129, 0)],
+    "key bfloat16 256x512 recurrent.replay": [(22_528, 128, 0), (22_528, 128, 0), (22_528, 128, 0)],
+    "rwkv7 bfloat16 64 recurrent.replay": [(10_752, 94, 0), (10_752, 95, 0), (10_752, 96, 0)],
+    "key bfloat16 128 recurrent.replay/int8": [(32_768, 104, 0), (24_576, 128, 0), (24_576, 120, 0)],
+    "delta bfloat16 128 recurrent.replay/int8": [(32_768, 128, 0), (16_384, 128, 0), (16_384, 128, 8)],
+    "kda bfloat16 128 recurrent.replay/float8_e4m3fn": [None, (24_576, 128, 40), (24_576, 128, 48)],
+}
 # Kernels that consist of products of the tensor cores of their generation.
 MULTIPLYING = (
     "outputs",
@@ -149,6 +161,14 @@ def test_budgets_of_wide_heads(capability):
 @pytest.mark.parametrize("capability", LIMITS)
 def test_budgets_along_another_key(capability):
     check_budgets(capability, usages(capability, "rwkv7 bfloat16 64"), NARROW)
+
+
+@pytest.mark.parametrize("capability", LIMITS)
+def test_budgets_of_a_step_of_ringed_states(capability):
+    place = list(LIMITS).index(capability)
+    for runs, budgets in REPLAYED.items():
+        if budgets[place] is not None:
+            check_budgets(capability, usages(capability, runs), {(runs.split()[0], "replay"): budgets})
 
 
 def check_budgets(capability: int, found: dict, budgets: dict):

@@ -141,6 +141,7 @@ CONFIGS = {
         columns=(0, 512),
     ),
     triton.TokenConfig: dict(columns=(1, 512), warps=(1, 32)),
+    triton.TritonReplayConfig: dict(columns=(1, 512), warps=(1, 32)),
     HopperConfig: dict(parts=(1, 32), columns=(64, 128)),
     CudaConfig: dict(threads=(32, 1024), columns=(1, 256)),
     ReplayConfig: dict(threads=(32, 1024), columns=(1, 256)),

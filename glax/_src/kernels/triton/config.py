@@ -13,6 +13,9 @@ from glax._src.kernels.triton.segments import segment_count
 WIDEST = 512
 WIDEST_ALONG = 64
 LONG_CHUNKS = ("constant", "none")  # forms of gates
+COMPACT = ("int8", "float8_e4m3fn")  # dtypes of states in 8 bits
+MOST_COMPACT = 2**15  # most numbers of a state in 8 bits, which one program has, K and V rounded up to powers of two
+HELD_BY_REPLAY = 32  # numbers of the state in a thread of a step of a `StatePool`
 MOST_STATES = 2**33  # bytes of stored states, in bfloat16, that the heuristic lets the forward take
 
 
@@ -329,3 +332,35 @@ class TokenConfig(Config):
     def candidates(cls, r: Recurrence) -> list[Self]:
         V = width(r.v.shape[3])
         return [cls(c, w) for c in (8, 16, 32, 64) for w in (1, 2, 4) if c <= V] + [cls(min(V, 32), 16)]
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonReplayConfig(TokenConfig):
+    """Configure the Triton kernel of a step of `glax.serving.StatePool`, with the fields and errors of `TokenConfig`.
+
+    States in 8 bits need columns of at least V.
+
+    >>> glax.configs.TritonReplayConfig(columns=64)
+    TritonReplayConfig(columns=64, warps=4)
+    """
+
+    @classmethod
+    def heuristic(cls, r: Recurrence) -> Self:
+        """Return tiles of 32 columns and 4096 numbers, or more where K is larger, HELD_BY_REPLAY numbers a thread.
+
+        The columns are halved to 16 where there are fewer than two programs for each multiprocessor. Of a state in 8 bits a
+        program has all columns, at most 16 warps.
+        """
+        K, V = width(r.q.shape[3]), width(r.v.shape[3])
+        columns = min(V, max(32, 2**12 // K))
+        if r.initial_state is not None and str(r.initial_state.dtype) in COMPACT:
+            columns = V
+        else:
+            while columns > 16 and r.num_sequences * r.num_heads * (V // columns) < 2 * multiprocessors():
+                columns //= 2
+        return cls(columns, min(16, max(4, K * columns // (32 * HELD_BY_REPLAY))))
+
+    @classmethod
+    def candidates(cls, r: Recurrence) -> list[Self]:
+        """Return the heuristic's config alone: a measurement would have to fill the rings of a pool."""
+        return [cls.heuristic(r)]

@@ -51,7 +51,9 @@ class Dimensions:
     reads the state before the token's decay. PER_TOKEN: the rows of a token. GRADIENT: whether what the gradient alone reads is
     stored.
     GROUP: the heads that a program takes in order, GQ, GK and GV how many of them share a query, key or value. PAIRS: the
-    (chunk, head) pairs that a program of an exact kernel tests.
+    (chunk, head) pairs that a program of an exact kernel tests. PLACES: of a replay ring; REPLAY: the tokens from one write of a
+    state to the next; ALONG: whether what is erased is taken along another key; SCALED: the rows of a state in 8 bits that share
+    a scale.
     """
 
     H: int
@@ -88,6 +90,10 @@ class Dimensions:
     BEFORE: bool | None = None
     PER_TOKEN: int | None = None
     GRADIENT: bool | None = None
+    PLACES: int | None = None
+    REPLAY: int | None = None
+    ALONG: bool | None = None
+    SCALED: int | None = None
 
     def __repr__(self):
         """Return the given constants in letters that a symbol of a program may have."""

@@ -6,10 +6,18 @@ Importing this module imports neither package. The first call that runs here imp
 from glax._src.core.decay import ROW_FORMS
 from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.core.registry import Backend, Platform, TwoPhase, kernel_registry
-from glax._src.kernels.triton.config import GradientConfig, TokenConfig, TritonChunkedConfig
-from glax._src.kernels.triton.support import chunked_priority, chunked_refusal, refusal, step_refusal, token_priority
+from glax._src.kernels.triton.config import GradientConfig, TokenConfig, TritonChunkedConfig, TritonReplayConfig
+from glax._src.kernels.triton.support import (
+    chunked_priority,
+    chunked_refusal,
+    refusal,
+    replay_priority,
+    replay_refusal,
+    step_refusal,
+    token_priority,
+)
 
-__all__ = ["GradientConfig", "TokenConfig", "TritonChunkedConfig"]
+__all__ = ["GradientConfig", "TokenConfig", "TritonChunkedConfig", "TritonReplayConfig"]
 
 
 def forward_two_phase(r: Recurrence, config: TritonChunkedConfig) -> TwoPhase | None:
@@ -114,3 +122,22 @@ def recurrent_step(r: Recurrence, pool, slots, *, config: TokenConfig):
     from glax._src.kernels.triton import recurrent as tokens
 
     return tokens.run_step(r, pool, slots, config)
+
+
+@kernel_registry.register(
+    "recurrent.replay",
+    Platform.TRITON,
+    Backend.GPU,
+    config=TritonReplayConfig,
+    supports=replay_refusal,
+    priority=replay_priority,
+    erases=True,
+    erases_before_decay=True,
+    erases_along=True,
+)
+def recurrent_replay(r: Recurrence, pool, slots, *, config: TritonReplayConfig):
+    """Advance each sequence by one token. Its state in the pool and its replay ring are read once, and the state is written at
+    every `replay`-th token."""
+    from glax._src.kernels.triton import replay
+
+    return replay.recurrent_replay(r, pool, slots, config)

@@ -4,13 +4,16 @@ import importlib.util
 
 from glax._src.core.known_miscompiles import numbers, version_of
 from glax._src.core.recurrence import Recurrence
+from glax._src.kernels.common.gpu import capability
 from glax._src.kernels.common.refusals import XLA, empty, older_gpu, too_wide
-from glax._src.kernels.triton.config import WIDEST
+from glax._src.kernels.triton.config import COMPACT, MOST_COMPACT, WIDEST, TritonReplayConfig, width
 
 SMALL_T = 16
 # The delta rule's scan holds a state of [columns, K] in registers, in float32 thrice for products in three terms.
 WIDEST_ERASED = 256
 WIDEST_ERASED_FLOAT32 = 128
+REPLAYED = ("float32", "bfloat16", "float16", *COMPACT)  # dtypes of states beside replay rings
+MOST_PROGRAMS = 32_767  # of a sequence: the upper half of a slot's length counts those that have read it
 
 
 def installation() -> str | None:
@@ -51,6 +54,33 @@ def step_refusal(r: Recurrence) -> str | None:
     if r.q.shape[1] != 1:
         return f"takes one token of each sequence, got T={r.q.shape[1]}: `recurrent` takes more"
     return refusal(r)
+
+
+def replay_refusal(r: Recurrence) -> str | None:
+    """Return why the step of a `StatePool` does not support one token r of states in the dtype of r's initial states, or None."""
+    if (why := step_refusal(r)) is not None:
+        return why
+    if numbers(version_of("jax-triton") or "") < (0, 4):
+        return f"needs jax-triton>=0.4, {version_of('jax-triton')} is installed: pip install -U jax-triton"
+    states, (K, V) = r.initial_state, (width(x.shape[3]) for x in (r.q, r.v))
+    stored = "float32" if states is None else str(states.dtype)
+    if stored not in REPLAYED:
+        return f"takes states in {' or '.join(REPLAYED)}, got {stored}: make the pool in one of these"
+    if stored == "float8_e4m3fn" and capability() < (8, 9):
+        found = ".".join(map(str, capability()))
+        return f"takes states in {stored} on GPUs of compute capability 8.9 or newer, this one has {found}: make the pool in int8"
+    if stored in COMPACT and K * V > MOST_COMPACT:
+        most = f"{MOST_COMPACT} numbers, with K and V rounded up to powers of two"
+        return f"takes states in {stored} of at most {most}, got {K} x {V}: make the pool in bfloat16"
+    programs = r.num_heads * -(-V // TritonReplayConfig.heuristic(r).columns)
+    if programs > MOST_PROGRAMS:
+        return f"takes at most {MOST_PROGRAMS} programs for a sequence, got {programs}"
+    return None
+
+
+def replay_priority(r: Recurrence) -> int:
+    """Return a priority below the CUDA kernel's 0, which runs where NVRTC is installed."""
+    return -1
 
 
 def chunked_priority(r: Recurrence) -> int:

@@ -1,0 +1,381 @@
+"""Compute one token of each sequence, from a stored state and the tokens since it was written, which lie in a replay ring:
+
+    S_t = e^{G_t} S_0 + sum_{i < t} e^{G_t - G_i} k_i u_i^T + k_t u_t^T        o_t = scale * S_t^T q_t
+
+G is the sum of the log decays since S_0 was written. The ring holds k_i, u_i and the decays, and with `Erasure.along` b the
+second term b_i y_i^T. The new token's u_t is v_t, or under the delta rule w_t * v_t - S_bar_t^T e_t. Where the token is the
+REPLAY-th since S_0 was written, S_t is written in the place of S_0, and the ring is empty then. The token is appended to the ring
+where that has a place for it. Nothing else of the state is written. Every exponent is a sum of the log decays that it spans.
+
+Roles: a program has one sequence, one head and BV columns of the state. It first issues its loads: of C - 1 tokens of the ring,
+of the new token, and of S_0. A load that is issued behind those of S_0 waits as long as these. The program then decays the ring's
+keys and values to the new token, and reads the ring and S_0 with q and e. Of a longer ring it loads C tokens at a time.
+
+Memory: states stream past the caches. A program that writes a state loads the ring and S_0 again, from the second-level cache:
+registers that held them would leave room for fewer programs. One program of a head appends the new key, each program its values.
+
+Who waits for whom: programs of a sequence do not wait. Each reads the length of its slot and then adds ARRIVED to it. The last
+to arrive knows that all have read, and stores the new length. A slot that two sequences of one call have is undefined, its length
+too.
+
+States in 8 bits have a scale for each SCALED rows: S_0 = scale (value + rest / FACTOR). Outputs read no rests, which are what
+values lost by rounding, so they are read where the state is written alone. A program then has all columns, of which a scale is.
+"""
+
+import math
+
+import jax.numpy as jnp
+from jax import Array
+
+from glax._src.core.recurrence import Recurrence
+from glax._src.core.ring import RingedStates
+from glax._src.kernels.triton.config import COMPACT, TritonReplayConfig, width
+from glax._src.kernels.triton.launch import launch, tl, triton
+from glax._src.kernels.triton.recurrent import change, erasure_operands, gates_of, shape
+from glax._src.kernels.triton.tiles import at, exp, load_state, place_of, store_state
+
+ARRIVED = tl.constexpr(1 << 16)
+LARGEST_FLOAT = tl.constexpr(3.4e38)
+TINY = tl.constexpr(1.17549435e-38)  # the least scale
+NAN = tl.constexpr(float("nan"))
+MAGIC = tl.constexpr(1.5 * 2**23)  # float32 numbers around it are integers
+FOLDED = tl.constexpr(16)  # tokens of the ring that are folded into the state at a time: the least that a product takes
+MOST_TOKENS = 16  # of a tile, with S_0
+TILE = 2**12  # numbers of a tile of keys
+
+
+@triton.jit
+def load_vector(x, row, head, d, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    """Load x[row, head], [BD]."""
+    return tl.load(at(x, row, head, HEADS, WIDTH) + d, mask=d < WIDTH, other=0.0)
+
+
+@triton.jit
+def wide(x):
+    """Return x in float32. Behind this sum, which changes nothing, the compiler may change the layout of x, for which all threads
+    wait. Behind the load of x that wait would come before the loads that follow."""
+    return x.to(tl.float32) + 0.0
+
+
+@triton.jit
+def load_gates(head, key, value, h, n, k, v, D: tl.constexpr):
+    """Load the log decays of the new token: of the rows, [BK] or one number, and of the columns [BV]; zeros for none."""
+    rows, columns = tl.zeros([D.BK], tl.float32), tl.zeros([D.BV], tl.float32)
+    if D.KEY:
+        rows = load_vector(key, n, h, k, D.H, D.K)
+    elif D.HEAD != "none":
+        rows = tl.load(head + n.to(tl.int64) * D.H + h)
+    if D.VALUE:
+        columns = load_vector(value, n, h, v, D.H, D.V)
+    return rows, columns
+
+
+@triton.jit
+def ring_tile(x, row, tokens, held, head, d, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    """Load x[row + tokens, head, d], [C, BD], 0 where a token is none of the first `held` of the ring."""
+    p = at(x, row + tokens, head, HEADS, WIDTH)[:, None] + d[None, :]
+    is_held = (tokens >= 0) & (tokens < held)
+    return tl.load(p, mask=is_held[:, None] & (d < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def load_ring(ring, row, first, held, h, k, v, C: tl.constexpr, D: tl.constexpr):
+    """Load k_i, u_i, b_i and y_i of the tokens first - 1 to first + C - 2, and the gates of the tokens behind each of these.
+
+    Row i of the tiles has token first + i - 1, of which -1 stands for S_0, and the gates of token first + i. So the sum of gates
+    from row i on is the log decay behind the token of row i. ring: the arrays of `RingedStates`.
+    """
+    ring_key, ring_value, ring_head, ring_row, ring_column, ring_along, ring_erased = ring
+    place = first + tl.arange(0, C)
+    keys = ring_tile(ring_key, row, place - 1, held, h // (D.H // D.HK), k, D.HK, D.K)
+    if D.ERASURE == "none":
+        values = ring_tile(ring_value, row, place - 1, held, h // (D.H // D.HV), v, D.HV, D.V)
+    else:
+        values = ring_tile(ring_value, row, place - 1, held, h, v, D.H, D.V)
+    gates, columns = tl.zeros([C, 1], tl.float32), tl.zeros([C, 1], tl.float32)
+    if D.KEY:
+        gates = ring_tile(ring_row, row, place, held, h, k, D.H, D.K)
+    elif D.HEAD != "none":
+        gates = tl.load(ring_head + (row + place) * D.H + h, mask=place < held, other=0.0)
+    if D.VALUE:
+        columns = ring_tile(ring_column, row, place, held, h, v, D.H, D.V)
+    bs, ys = tl.zeros([C, 1], tl.float32), tl.zeros([C, 1], tl.float32)
+    if D.ALONG:
+        bs = ring_tile(ring_along, row, place - 1, held, h, k, D.H, D.K)
+        ys = ring_tile(ring_erased, row, place - 1, held, h, v, D.H, D.V)
+    return keys, values, bs, ys, gates, columns
+
+
+@triton.jit
+def decayed(loaded, rows, columns, D: tl.constexpr):
+    """Return k_i, u_i, b_i and y_i of `load_ring` [C, BK or BV], decayed, and the sums of gates with theirs.
+
+    rows, columns: the sums of the gates of newer tokens.
+    """
+    keys, values, bs, ys = wide(loaded[0]), wide(loaded[1]), wide(loaded[2]), wide(loaded[3])
+    gates, column_gates = wide(loaded[4]), wide(loaded[5])
+    if D.KEY:
+        decay = exp(tl.cumsum(gates, 0, reverse=True) + rows[None, :])
+    elif D.HEAD != "none":
+        decay = exp(tl.cumsum(gates, 0, reverse=True) + rows)[:, None]
+    if D.KEY or D.HEAD != "none":
+        keys, bs = keys * decay, bs * decay
+        rows += tl.sum(gates, 0)
+    if D.VALUE:
+        decay = exp(tl.cumsum(column_gates, 0, reverse=True) + columns[None, :])
+        values, ys = values * decay, ys * decay
+        columns += tl.sum(column_gates, 0)
+    return (keys, values, bs, ys), rows, columns
+
+
+@triton.jit
+def read_term(x, keys, values):
+    """Return what x [BK] reads of sum_i keys_i values_i^T, [BV]."""
+    return tl.sum(tl.sum(x[None, :] * keys, 1)[:, None] * values, 0)
+
+
+@triton.jit
+def read_ring(out, erased, q, e, terms, D: tl.constexpr):
+    """Return `out` and `erased` with what q and e read of the decayed tokens of the ring."""
+    keys, values, bs, ys = terms
+    out += read_term(q, keys, values)
+    if D.ERASURE != "none":
+        erased += read_term(e, keys, values)
+    if D.ALONG:
+        out += read_term(q, bs, ys)
+        erased += read_term(e, bs, ys)
+    return out, erased
+
+
+@triton.jit
+def add_ring(added, rows, columns, ring, row, held, h, k, v, D: tl.constexpr):
+    """Return `added` [BK, BV] with the terms of the ring's tokens, decayed, and the sums of gates with theirs."""
+    for i in range(0, held // FOLDED + 1):
+        loaded = load_ring(ring, row, (held // FOLDED - i) * FOLDED, held, h, k, v, FOLDED, D)
+        terms, rows, columns = decayed(loaded, rows, columns, D)
+        keys, values, bs, ys = terms
+        added = tl.dot(tl.trans(keys), values, added, input_precision="ieee")
+        if D.ALONG:
+            added = tl.dot(tl.trans(bs), ys, added, input_precision="ieee")
+    return added, rows, columns
+
+
+@triton.jit
+def folded(S, added, rows, columns, D: tl.constexpr):
+    """Return S e^rows e^columns + added, [BK, BV]. S itself is added last, so that equal gates do not round alike."""
+    if D.KEY or D.HEAD != "none":
+        mild, factor = change(rows + tl.zeros([D.BK], tl.float32))
+        mild, factor = mild[:, None], factor[:, None]
+        if D.VALUE:
+            mild_column, column = change(columns)
+            mild_column, column = mild_column[None, :], column[None, :]
+            whole = tl.where(mild, 1.0 + factor, factor) * tl.where(mild_column, 1.0 + column, column)
+            factor = tl.where(mild & mild_column, factor * column + (factor + column), whole)
+            mild = mild & mild_column
+        S = tl.where(mild, S, 0.0) + (S * factor + added)
+    elif D.VALUE:
+        mild, factor = change(columns)
+        S = tl.where(mild[None, :], S, 0.0) + (S * factor[None, :] + added)
+    else:
+        S += added
+    return S
+
+
+@triton.jit
+def append(ring, row, block, h, k, v, kt, ut, bt, yt, gate, column_gate, D: tl.constexpr):
+    """Store the new token in row `row` of the rings. Each program stores its columns, one of a head the keys and their gates."""
+    ring_key, ring_value, ring_head, ring_row, ring_column, ring_along, ring_erased = ring
+    if D.ERASURE != "none":
+        store_vector(ring_value, ut, row, h, v, D.H, D.V)
+    elif h % (D.H // D.HV) == 0:
+        store_vector(ring_value, ut, row, h // (D.H // D.HV), v, D.HV, D.V)
+    if D.ALONG:
+        store_vector(ring_erased, yt, row, h, v, D.H, D.V)
+    if D.VALUE:
+        store_vector(ring_column, column_gate, row, h, v, D.H, D.V)
+    if block == 0:
+        if h % (D.H // D.HK) == 0:
+            store_vector(ring_key, kt, row, h // (D.H // D.HK), k, D.HK, D.K)
+        if D.ALONG:
+            store_vector(ring_along, bt, row, h, k, D.H, D.K)
+        if D.KEY:
+            store_vector(ring_row, gate, row, h, k, D.H, D.K)
+        elif D.HEAD != "none":
+            tl.store(ring_head + row * D.H + h, gate)
+
+
+@triton.jit
+def store_vector(x, value, row, head, d, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    tl.store(at(x, row, head, HEADS, WIDTH) + d, value.to(x.dtype.element_ty), mask=d < WIDTH)
+
+
+@triton.jit
+def scales_of(scales, slot, head, D: tl.constexpr):
+    """Return the address of the first scale of a state in 8 bits."""
+    return scales + (slot.to(tl.int64) * D.H + head) * (D.K // D.SCALED)
+
+
+@triton.jit
+def factor_of(values):
+    """Return by how much the rests of states in 8 bits are multiplied."""
+    return 254.0 if values.dtype.element_ty == tl.int8 else 28.0
+
+
+@triton.jit
+def narrowed(x, DTYPE: tl.constexpr, LARGEST: tl.constexpr):
+    """Return x rounded to the nearest number of a dtype of 8 bits, of which LARGEST is the largest."""
+    x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+    if tl.int8 == DTYPE:
+        x = (x + MAGIC) - MAGIC
+    return x.to(DTYPE)
+
+
+@triton.jit
+def store_compact(values, rests, scales, S, slot, h, k, v, D: tl.constexpr):
+    """Store S [BK, BV] in 8 bits, with new scales. All numbers of SCALED rows are NaN if one is not finite."""
+    LARGEST: tl.constexpr = 127.0 if values.dtype.element_ty == tl.int8 else 448.0
+    DTYPE: tl.constexpr = values.dtype.element_ty
+    GROUPS: tl.constexpr = D.BK // D.SCALED
+    size = tl.abs(S)
+    size = tl.where(size <= LARGEST_FLOAT, size, float("inf"))  # NaN, too
+    scale = tl.max(tl.reshape(tl.max(size, 1), [GROUPS, D.SCALED]), 1) / LARGEST
+    scale = tl.where(scale <= LARGEST_FLOAT, tl.maximum(scale, TINY), NAN)
+    by_row = tl.reshape(tl.broadcast_to(scale[:, None], [GROUPS, D.SCALED]), [D.BK])[:, None]
+    x = tl.where(by_row == by_row, S * (1.0 / by_row), 0.0)
+    value = narrowed(x, DTYPE, LARGEST)
+    store_state(values, value, slot, h, k, v, D.H, D.K, D.V, "evict_first")
+    rest = narrowed((x - value.to(tl.float32)) * factor_of(values), DTYPE, LARGEST)
+    store_state(rests, rest, slot, h, k, v, D.H, D.K, D.V, "evict_first")
+    group = tl.arange(0, GROUPS)
+    tl.store(scales_of(scales, slot, h, D) + group, scale, mask=group < D.K // D.SCALED)
+
+
+@triton.jit
+def replay(
+    q, k, v, head, key, value, beta, erase, write, along, scale, slots, states, rests, scales, ring_key, ring_value,
+    ring_head, ring_row, ring_column, ring_along, ring_erased, length, drafted, o, D: tl.constexpr,
+):  # fmt: skip
+    """Advance sequence n by one token, in row slots[n] of the pool and its ring, in place. For slot -1 the output is 0."""
+    block, h, n = place_of(tl.program_id(0), D.NV, D)
+    ck, cv = tl.arange(0, D.BK), block * D.BV + tl.arange(0, D.BV)
+    slot = tl.load(slots + n)
+    out = tl.full([D.BV], 0, tl.float32)
+    if slot >= 0:
+        ring = (ring_key, ring_value, ring_head, ring_row, ring_column, ring_along, ring_erased)
+        row = slot.to(tl.int64) * D.PLACES
+        held = tl.minimum(tl.load(length + slot) % ARRIVED, D.PLACES)
+        first = held // D.C * D.C
+        loaded = load_ring(ring, row, first, held, h, ck, cv, D.C, D)
+        qt = load_vector(q, n, h // (D.H // D.HQ), ck, D.HQ, D.K)
+        kt = load_vector(k, n, h // (D.H // D.HK), ck, D.HK, D.K)
+        ut = load_vector(v, n, h // (D.H // D.HV), cv, D.HV, D.V)
+        gate, column_gate = load_gates(head, key, value, h, n, ck, cv, D)
+        factor = tl.load(scale + n).to(tl.float32)
+        et, bt, yt, wt, by_row = kt, kt, ut, ut, tl.full([D.BK], 1, tl.float32)
+        if D.ERASURE == "beta":
+            wt = tl.load(beta + n.to(tl.int64) * D.H + h)
+        elif D.ERASURE != "none":
+            et = load_vector(erase, n, h, ck, D.H, D.K)
+            if D.ERASURE == "erase+write":
+                wt = load_vector(write, n, h, cv, D.H, D.V)
+        if D.ALONG:
+            bt = load_vector(along, n, h, ck, D.H, D.K)
+        if D.SCALED is not None:
+            by_row = tl.load(scales_of(scales, slot, h, D) + ck // D.SCALED, mask=ck < D.K, other=0.0)
+        stored = load_state(states, slot, h, ck, cv, D.V, D.H, D.K, D.V, "evict_first")
+        # All threads have the slot's length behind the barrier. The count of programs is waited for together with the state.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(length + slot, ARRIVED, sem="relaxed") // ARRIVED
+        qt, kt, ut, et, bt, wt = wide(qt), wide(kt), wide(ut), wide(et), wide(bt), wide(wt)
+        gate, column_gate, by_row = wide(gate), wide(column_gate), wide(by_row)
+        if D.ERASURE == "beta":
+            et, ut = kt * wt, ut * wt
+        elif D.ERASURE == "erase+write":
+            ut *= wt
+        rows, columns, read = gate, column_gate, qt
+        if D.BEFORE:
+            rows, columns = tl.full(gate.shape, 0, tl.float32), tl.zeros([D.BV], tl.float32)
+            if D.KEY or D.HEAD != "none":
+                read = qt * exp(gate)
+        erased = tl.zeros([D.BV], tl.float32)
+        terms, rows, columns = decayed(loaded, rows, columns, D)
+        out, erased = read_ring(out, erased, read, et, terms, D)
+        if D.PLACES >= D.C:
+            for i in range(1, held // D.C + 1):
+                loaded_i = load_ring(ring, row, first - i * D.C, held, h, ck, cv, D.C, D)
+                terms_i, rows, columns = decayed(loaded_i, rows, columns, D)
+                out, erased = read_ring(out, erased, read, et, terms_i, D)
+        S = stored.to(tl.float32)
+        by_state = by_row
+        if D.KEY or D.HEAD != "none":
+            by_state *= exp(rows)
+        of_columns = exp(columns) if D.VALUE else 1.0
+        out += tl.sum(S * (read * by_state)[:, None], 0) * of_columns
+        if D.BEFORE and D.VALUE:
+            out *= exp(column_gate)
+        if D.ERASURE != "none":
+            erased += tl.sum(S * (et * by_state)[:, None], 0) * of_columns
+            if D.ALONG:
+                yt = -erased
+                out += tl.sum(qt * bt, 0) * yt
+            else:
+                ut -= erased
+        out = (out + tl.sum(qt * kt, 0) * ut) * factor
+
+        if held < D.PLACES:
+            append(ring, row + held, block, h, ck, cv, kt, ut, bt, yt, gate, column_gate, D)
+        if arrived == D.H * D.NV - 1:
+            tl.store(length + slot, tl.where(held + 1 >= D.REPLAY, 0, held + 1))
+            tl.store(drafted + slot, 0)
+        if held + 1 >= D.REPLAY:
+            added = kt[:, None] * ut[None, :]
+            if D.ALONG:
+                added += bt[:, None] * yt[None, :]
+            added, rows, columns = add_ring(added, gate, column_gate, ring, row, held, h, ck, cv, D)
+            S = load_state(states, slot, h, ck, cv, D.V, D.H, D.K, D.V, "evict_first").to(tl.float32)
+            if D.SCALED is not None:
+                rest = load_state(rests, slot, h, ck, cv, D.V, D.H, D.K, D.V, "evict_first").to(tl.float32)
+                S = folded((S + rest * (1.0 / factor_of(states))) * by_row[:, None], added, rows, columns, D)
+                store_compact(states, rests, scales, S, slot, h, ck, cv, D)
+            else:
+                S = folded(S, added, rows, columns, D)
+                store_state(states, S, slot, h, ck, cv, D.H, D.K, D.V, "evict_first")
+    tl.store(at(o, n, h, D.H, D.V) + cv, out.to(o.dtype.element_ty), mask=cv < D.V)
+
+
+def recurrent_replay(
+    r: Recurrence, pool: RingedStates, slots: Array | None, config: TritonReplayConfig
+) -> tuple[Array, RingedStates]:
+    """Advance B sequences by one token; return the outputs [B, H, V] and the pool.
+
+    A slot outside of the pool is no sequence. Without slots, sequence b is in row b. The pool is updated in place if the caller
+    donates it.
+    """
+    before = pool.arrays()
+    (B, V), P, places = (r.q.shape[0], r.v.shape[3]), pool.states.shape[0], pool.ring.key.shape[1]
+    slots = jnp.arange(B, dtype=jnp.int32) if slots is None else jnp.where((slots >= 0) & (slots < P), slots, -1)
+    (gates, flags), (erasure, erases) = gates_of(r), erasure_operands(r)
+    along = None if r.erasure is None else r.erasure.along
+    erases["ERASURE"] = erases["ERASURE"].removesuffix("+along")
+    tokens = [r.q, r.k, r.v, *gates, *erasure, r.scale if along is None else along, r.scale, slots]
+    present = [i for i, x in enumerate(before) if x is not None]
+    own, K = shape(r, config.columns), r.q.shape[3]
+    scaled = math.gcd(K, 32) if str(before[0].dtype) in COMPACT else None
+    if scaled is not None and config.columns < V:
+        raise ValueError(f"{config} must have all {V} columns of states in 8 bits: set columns to {width(V)}")
+    o, *after = launch(
+        replay,
+        -(-V // config.columns) * r.num_heads * B,
+        [*tokens, *(r.scale if x is None else x for x in before)],
+        [((B, r.num_heads, V), r.q.dtype), *((before[i].shape, before[i].dtype) for i in present)],
+        in_place={len(tokens) + i: 1 + place for place, i in enumerate(present)},
+        **own, **flags, **erases, ALONG=along is not None, PLACES=places, REPLAY=pool.replay, SCALED=scaled,
+        C=tokens_of_a_tile(places, own["BK"]), warps=config.warps, stages=1,
+    )  # fmt: skip
+    found = dict(zip(present, after, strict=True))
+    return o, pool.with_arrays([found.get(i) for i in range(len(before))])
+
+
+def tokens_of_a_tile(places: int, rows: int) -> int:
+    """Return how many rows a tile of the ring's tokens has: those of a full ring and S_0 where these are few enough."""
+    return min(1 << places.bit_length(), MOST_TOKENS, max(2, TILE // rows))
