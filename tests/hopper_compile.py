@@ -18,7 +18,7 @@ import glax
 from glax._src.core.bind import bind
 from glax._src.core.recurrence import StoredStates
 from glax._src.core.segments import Segments
-from glax._src.kernels.pallas_gpu import delta, plain, repair
+from glax._src.kernels.pallas_gpu import delta, isolation, plain
 from glax._src.kernels.pallas_gpu.config import HopperConfig
 
 H100 = """
@@ -66,7 +66,7 @@ def lowered(what: str, gate: str, width: str) -> jax.stages.Lowered:
     if what == "repair":
         arrays = shaped(T, 512), shaped(64, 1024, dtype=jnp.float32)
         return (
-            jax.jit(repair.in_place)
+            jax.jit(isolation.repair)
             .trace(shaped(1, dtype=jnp.int32), arrays, arrays)
             .lower(lowering_platforms=("cuda",))
         )

@@ -20,7 +20,7 @@ from glax._src.core.bind import bind
 from glax._src.core.registry import kernel_registry
 from glax._src.core.segments import Segments
 from glax._src.kernels import load_kernels
-from glax._src.kernels.pallas_gpu import delta, isolation, plain, repair
+from glax._src.kernels.pallas_gpu import delta, isolation, plain
 from glax._src.kernels.pallas_gpu.config import HopperConfig
 from glax._src.kernels.pallas_gpu.rows import takes_segments
 from glax._src.solve.dispatch import Choice, Resolution, by_folding
@@ -124,7 +124,7 @@ def test_a_poisoned_document_harms_no_other(route, interpreted):
 def test_results_are_replaced_where_the_flag_says_so(interpreted):
     x, y = jnp.arange(1280.0).reshape(10, 128), jnp.ones((4, 1024), jnp.bfloat16)
     for flag in (0, 1):
-        found = repair.in_place(jnp.full(1, flag, jnp.int32), [x, y], [-x, 2 * y])
+        found = isolation.repair(jnp.full(1, flag, jnp.int32), [x, y], [-x, 2 * y])
         np.testing.assert_array_equal(found[0], -x if flag else x)
         np.testing.assert_array_equal(found[1], 2 * y if flag else y)
 

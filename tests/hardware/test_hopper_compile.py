@@ -16,7 +16,7 @@ if importlib.util.find_spec("jax_plugins") is None or not any(
     pytest.skip("needs JAX's CUDA plugin and NVIDIA's compiler and disassembler: make hopper", allow_module_level=True)
 
 from glax._src.core.registry import Backend
-from glax._src.kernels.pallas_gpu import repair
+from glax._src.kernels.pallas_gpu import isolation
 from glax._src.kernels.pallas_gpu.device import cache as lowering_cache
 from tests.hopper_compile import compiled, lowered, shaped, spread_over_two
 
@@ -158,14 +158,14 @@ def test_what_replaces_results_is_within_budget():
 
 def of_a_slice(flag, found, others):
     """Write over a part of an array, as of results with more rows than the caller's."""
-    return repair.in_place(flag, [found[:, :210].reshape(105, 256)], [others])[0]
+    return isolation.repair(flag, [found[:, :210].reshape(105, 256)], [others])[0]
 
 
 def into_an_array(flag, found, others):
     """Write results into a larger array in a loop."""
 
     def step(i, whole):
-        written = repair.in_place(flag, [found[:, :210].reshape(105, 256) * i.astype(found.dtype)], [others])[0]
+        written = isolation.repair(flag, [found[:, :210].reshape(105, 256) * i.astype(found.dtype)], [others])[0]
         return jax.lax.dynamic_update_slice(whole, written, (i * 105, 0))
 
     return jax.lax.fori_loop(0, 4, step, jnp.zeros((420, 256), found.dtype))

@@ -10,30 +10,36 @@ scan order, or in all rows of a chunk. So a result is finite everywhere if the r
         the rows of these documents = NaN
 
 JAX 0.12 makes the branch a node of the GPU's graph. With JAX 0.11 the host reads its flag, so a call waits for the one before.
-Where all is finite the branch writes nothing (`repair`).
+Where all is finite the branch writes nothing (`repaired`).
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Bool, Float
 
+from glax._src.core.backend import Backend
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, StoredStates, spread_heads
 from glax._src.core.segments import expanded
-from glax._src.kernels.pallas_gpu.documents import Documents, positive
+from glax._src.kernels.common.gpu import multiprocessors
+from glax._src.kernels.pallas_gpu.device.launch import ALONE, PROGRAM, launch
 from glax._src.kernels.pallas_gpu.plan import C
-from glax._src.kernels.pallas_gpu.repair import repaired
-from glax._src.kernels.pallas_gpu.rows import Reading, boundaries_within
+from glax._src.kernels.pallas_gpu.rows import PackedRow, Reading, boundaries_within
 
 BEYOND = 1e24  # of a result: what is lost to cancellation beside it is not small either
 LARGE = 1e18  # whose products overflow
 SUSPECT = 1e8  # whose products of four may overflow
 GROWTH = 40.0  # nats by which gates let a state grow before it is suspect
+BLOCKS = 1024, 512, 256, 128  # numbers that a program of `repair` moves together, 1 to 8 a thread
 
 
 def isolated(run: Callable, r: Recurrence, *given) -> Any:
@@ -131,6 +137,87 @@ def edge_tokens(is_token: Array, down: bool) -> Array:
     found = jnp.pad(found, ((0, 0), (0, -length % C)), constant_values=length if down else -1)
     found = found.reshape(found.shape[0], -1, C)
     return jnp.clip(found.min(2) if down else found.max(2), 0, length - 1)
+
+
+# ---- documents -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """Hold where the documents of each row begin, and which rows are tokens.
+
+    begins: whether the scan of a document begins at each row. is_token: false for padding, which counts to the document before it
+    in scan order, and for rows of no sequence.
+    """
+
+    begins: Bool[Array, "B T"]
+    is_token: Bool[Array, "B T"]
+    reverse: bool
+
+    @classmethod
+    def of(cls, r: Recurrence) -> "Documents":
+        """Return the documents of r: its sequences, or the segments of its rows."""
+        B, T = r.q.shape[:2]
+        first = jnp.arange(T) == (T - 1 if r.reverse else 0)
+        begins, is_token = jnp.broadcast_to(first, (B, T)), jnp.ones((B, T), bool)
+        if r.boundaries is not None:
+            packed = PackedRow(r)
+            begins, is_token = begins | packed.begins, packed.is_token[None]
+        elif r.segments is not None:
+            begins = begins | r.segments.resets
+            is_token = is_token if r.segments.is_token is None else r.segments.is_token
+        return cls(begins, is_token, r.reverse)
+
+    @property
+    def first(self) -> int:
+        """Return the row of memory that the scan takes first."""
+        return -1 if self.reverse else 0
+
+    @property
+    def last(self) -> int:
+        """Return the row of memory that the scan takes last."""
+        return 0 if self.reverse else -1
+
+    def in_order(self, x: Array) -> Array:
+        """Return x [B, T, ...] in scan order, or from scan order in the order of memory."""
+        return x[:, ::-1] if self.reverse else x
+
+    def reach(self, bad: Bool[Array, "B T"]) -> tuple[Bool[Array, "B T"], Bool[Array, "B T"]]:
+        """Return (whether a bad token of the same document is at or before each token in scan order, whether there is one)."""
+        so_far = self.sums(bad.astype(jnp.int32))
+        begins = self.in_order(self.begins)
+        ends = jnp.concatenate([begins[:, 1:], jnp.ones_like(begins[:, :1])], axis=1)
+        rows = jnp.arange(bad.shape[1], dtype=jnp.int32)
+        last = lax.cummin(jnp.where(ends, rows, rows.size - 1), axis=1, reverse=True)
+        whole = jnp.take_along_axis(self.in_order(so_far), last, axis=1)
+        return so_far > 0, self.in_order(whole) > 0
+
+    def sums(self, x: Array) -> Array:
+        """Return the sums of x [B, T] over the tokens of each document up to each token, in scan order."""
+        x, begins = self.in_order(x), self.in_order(self.begins)
+        rows = jnp.arange(x.shape[1], dtype=jnp.int32)
+        first = lax.cummax(jnp.where(begins, rows, 0), axis=1)
+        total = jnp.cumsum(x, axis=1)
+        return self.in_order(total - jnp.take_along_axis(total - x, first, axis=1))
+
+    def any_bad(self, bad: Bool[Array, "B T *rest"]) -> Bool[Array, "B T"]:
+        """Return whether anything of each token is bad; not of padding."""
+        return bad.reshape(*bad.shape[:2], -1).any(2) & self.is_token
+
+    def by_sequence(self, r: Recurrence, bad: Bool[Array, "B T"]) -> Bool[Array, "N"]:
+        """Return whether any token of each sequence of r is bad."""
+        if r.boundaries is None:
+            return bad.any(1)
+        cuts = boundaries_within(r)
+        begin = jnp.clip(cuts[:-1, None], 0, bad.shape[1])
+        rows = jnp.arange(bad.shape[1], dtype=cuts.dtype)
+        return (bad & (rows >= begin) & (rows < cuts[1:, None])).any(1)
+
+
+def positive(gates: Float[Array, "B T *rest"]) -> Float[Array, "B T"]:
+    """Return the largest positive gate of each token in float32, at most 100; 0 for gates that are NaN."""
+    gates = jnp.nan_to_num(gates.astype(jnp.float32), nan=0.0, posinf=100.0, neginf=0.0)
+    return jnp.clip(gates, 0, 100).reshape(*gates.shape[:2], -1).max(2)
 
 
 # ---- run again without what spoils them ------------------------------------------------------------------------------
@@ -324,3 +411,50 @@ def without(r: Recurrence, documents: Documents, lost: Array, own: Array) -> Rec
     q, k, v = filled(r.q, lost | own, 0), filled(r.k, lost, 0), filled(r.v, lost, 0)
     decay = Decay(constant, gate(d.head), gate(d.key), d.value)
     return r.replace(q=q, k=k, v=v, decay=decay, erasure=erasure, initial_state=initial)
+
+
+# ---- replace results in place ----------------------------------------------------------------------------------------
+
+
+def repaired(flag: Array, found: Any, others: Any) -> Any:
+    """Return the tree `found` where flag is 0, an int32, and else `others`.
+
+    A select would read and write all arrays. This kernel ends immediately where the flag is 0.
+    """
+    leaves, structure = jax.tree.flatten(found)
+    pairs = list(zip(leaves, jax.tree.leaves(others), strict=True))
+    block = [next((n for n in BLOCKS if x.size % n == 0), 0) for x in leaves]
+    is_large = [n > 0 and Backend.here() is Backend.GPU for n in block]
+    results = [x if large else jnp.where(flag > 0, y, x) for (x, y), large in zip(pairs, is_large, strict=True)]
+    large = [i for i, found in enumerate(is_large) if found]
+    if large:
+        tiles = [tuple(x.reshape(-1, block[i]) for x in pairs[i]) for i in large]
+        for i, x in zip(large, repair(flag[None], *(list(x) for x in zip(*tiles, strict=True))), strict=True):
+            results[i] = x.reshape(leaves[i].shape)
+    return structure.unflatten(results)
+
+
+def repair(flag: Array, found: Sequence[Array], others: Sequence[Array]) -> list[Array]:
+    """Return `found`, or `others` if flag [1] is not 0. All arrays are [rows, 128, 256, 512 or 1024]."""
+    programs = multiprocessors()
+
+    def body(operands, results):
+        flag, others = operands
+        program = lax.axis_index(PROGRAM)
+
+        def move(source, target):
+            def step(i, _):
+                row = program + i * programs
+                target[row] = source[row]
+
+            lax.fori_loop(0, (target.shape[0] - program + programs - 1) // programs, step, None)
+
+        @pl.when(flag[0] != 0)
+        def _():
+            for source, target in zip(others, results, strict=True):
+                move(source, target)
+
+    operands = flag, list(others)
+    return launch(
+        "repair", None, body, operands, list(found), (), ALONE, programs=programs, over=True, params=plgpu.CompilerParams()
+    )  # fmt: skip
