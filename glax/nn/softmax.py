@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from glax._src.core.backend import Backend
 from glax._src.core.recurrence import aligned, bucket, is_symbol, varying_like
+from glax._src.kernels.common.softmax import SoftmaxOperands
 from glax._src.serving.stored_states import rows_of
 
 ROWS, KEYS = 128, 256  # rows and keys whose scores are formed together
@@ -43,12 +44,24 @@ class Intervals(NamedTuple):
 
 
 def attend_whole(q, k, v, intervals: Intervals, scale: float | None) -> Float[Array, "B T Hq V"]:
-    """Return softmax(scale q k^T) v over each row's interval of keys, by one product of all rows with all keys.
+    """Return softmax(scale q k^T) v over each row's interval of keys; XLA forms it by one product of all rows and keys.
 
     q [B, T, Hq, D], k [B, S, Hk, D], v [B, S, Hk, V]; Hk divides Hq, and the result has q's dtype. intervals: of [B, T] rows.
     scale: D ** -0.5 if None. A row that reads nothing is 0.
     """
-    return of_one_block(None, q, k.astype(q.dtype), v.astype(q.dtype), intervals, scale)
+    return fused(whole, SoftmaxOperands(q, k, v, *intervals, None), scale)
+
+
+def fused(by_xla: Callable, operands: SoftmaxOperands, scale: float | None) -> Float[Array, "B T Hq V"]:
+    """Return the attention by one kernel where a GPU has it, else by_xla(operands, scale)."""
+    from glax._src.solve.softmax import attend  # loads modules of JAX that are not a part of `import jax`
+
+    return attend(by_xla, whole, operands, scale)
+
+
+def whole(operands: SoftmaxOperands, scale: float) -> Float[Array, "B T Hq V"]:
+    q, k, v, first, last, _ = operands
+    return of_one_block(None, q, k, v, Intervals(first, last), scale)
 
 
 def attend_step(
@@ -113,25 +126,29 @@ def part_of(k, v, slots: Array | None, width: int, dtype, begin, size: int) -> t
     return part, part[..., :width] if v is None else read(v)
 
 
-def of_one_block(size: int | None, q, k, v, intervals: Intervals, scale: float | None) -> Float[Array, "B T Hq V"]:
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+def of_one_block(size: int | None, q, k, v, intervals: Intervals, scale: float) -> Float[Array, "B T Hq V"]:
     o: Array = attend(size, scale, q[None], k, v, Intervals(intervals.first[None], intervals.last[None]))
     return o[0]
 
 
 def attend_in_blocks(q, k, v, intervals: Intervals, scale: float | None) -> Float[Array, "B T Hq V"]:
     """Return the same as `attend_whole`. A block of rows reads the keys between the ends of its intervals alone."""
+    return fused(in_blocks, SoftmaxOperands(q, k, v, *intervals, None), scale)
+
+
+def in_blocks(operands: SoftmaxOperands, scale: float) -> Float[Array, "B T Hq V"]:
+    q, k, v, first, last, _ = operands
     B, T = q.shape[:2]
     if is_small(T, k.shape[1]):
-        return attend_whole(q, k, v, intervals, scale)
-    scale, blocks = q.shape[-1] ** -0.5 if scale is None else scale, -(-T // ROWS)
+        return whole(operands, scale)
+    blocks = -(-T // ROWS)
 
     def divided(x: Array, fill: int) -> Array:
         x = jnp.pad(x, [(0, 0), (0, blocks * ROWS - T), *[(0, 0)] * (x.ndim - 2)], constant_values=fill)
         return x.reshape(B, blocks, ROWS, *x.shape[2:]).swapaxes(0, 1)
 
-    of_blocks = Intervals(divided(intervals.first, 0), divided(intervals.last, -1))
-    o: Array = attend(KEYS, scale, divided(q, 0), k.astype(q.dtype), v.astype(q.dtype), of_blocks)
+    of_blocks = Intervals(divided(first, 0), divided(last, -1))
+    o: Array = attend(KEYS, scale, divided(q, 0), k, v, of_blocks)
     return o.swapaxes(0, 1).reshape(B, blocks * ROWS, *o.shape[3:])[:, :T]
 
 
@@ -142,10 +159,16 @@ def attend_by_sequence(
 
     The keys of a sequence need not lie beside those of the next. Rows behind the last sequence are 0.
     """
+    return fused(by_sequence, SoftmaxOperands(q, k, v, *intervals, cuts), scale)
+
+
+def by_sequence(operands: SoftmaxOperands, scale: float) -> Float[Array, "1 T Hq V"]:
+    q, k, v, first, last, cuts = operands
+    assert cuts is not None
     T, N = q.shape[1], cuts.shape[0] - 1
     if is_small(T, k.shape[1]):
-        return attend_whole(q, k, v, intervals, scale)
-    scale, size = q.shape[-1] ** -0.5 if scale is None else scale, min(max(bucket(-(-T // N)), 16), ROWS)
+        return whole(operands, scale)
+    size = min(max(bucket(-(-T // N)), 16), ROWS)
     count, numbers = T // size + N, jnp.arange(T // size + N)
     ends = jnp.cumsum(-(-jnp.diff(cuts) // size), dtype=jnp.int32)  # of the blocks of each sequence
     begins = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
@@ -153,8 +176,8 @@ def attend_by_sequence(
     rows = (cuts[own] + (numbers - begins[own]) * size)[:, None] + jnp.arange(size)[None]  # [count, size]
     is_own = (rows < cuts[own + 1][:, None]) & (numbers < ends[-1])[:, None]
     rows = jnp.where(is_own, rows, 0)
-    of_blocks = Intervals(intervals.first[0, rows][:, None], jnp.where(is_own, intervals.last[0, rows], -1)[:, None])
-    o: Array = attend(KEYS, scale, q[0, rows][:, None], k.astype(q.dtype), v.astype(q.dtype), of_blocks)
+    of_blocks = Intervals(first[0, rows][:, None], jnp.where(is_own, last[0, rows], -1)[:, None])
+    o: Array = attend(KEYS, scale, q[0, rows][:, None], k, v, of_blocks)
     places = jnp.arange(T)
     of_row = jnp.minimum(jnp.searchsorted(cuts[1:], places, side="right"), N - 1)
     back = places - cuts[of_row]

@@ -1,0 +1,344 @@
+"""Compute softmax attention of rows that each read an interval of keys, and its gradient.
+
+    s_ti = scale q_t . k_i,  first_t <= i <= last_t        L_t = log2 sum_i e^{s_ti}        p_ti = e^{s_ti} / 2^{L_t}
+    o_t  = sum_i p_ti v_i                                   shift_t = d_o_t . o_t
+    d_v_i = sum_t p_ti d_o_t        d_s_ti = scale p_ti (d_o_t . v_i - shift_t)
+    d_q_t = sum_i d_s_ti k_i        d_k_i = sum_t d_s_ti q_t
+
+Three kernels: `outputs` and `query_gradient`, whose programs own ROWS rows of one head and scan C keys at a time; and
+`key_gradient`, whose programs own C keys of one head and scan ROWS rows at a time, of all GROUP heads of q that read it. Nothing
+is added atomically, so every bit repeats.
+
+A program knows by its table (`RowBlocks`) which keys none of its rows reads, which it skips, and which all of them read, whose
+scores need no mask. Scores and sums are float32; exponentials are powers of two. Weights are rounded to the dtype of v.
+
+A row that is not finite reaches the rows that read it alone. Scores are selected by the intervals before they are summed. A
+product of 0 and NaN would still spoil a sum, and so a program whose sums are not finite forms them again, with all rows that are
+not finite replaced: in values by 0, in scores by NaN.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from glax._src.kernels.common.softmax import SoftmaxOperands, forward_table, gradient_table, row_blocks
+from glax._src.kernels.triton.config import width
+from glax._src.kernels.triton.launch import launch, tl, triton
+from glax._src.kernels.triton.softmax_config import SoftmaxConfig, SoftmaxGradientConfig
+from glax._src.kernels.triton.tiles import LOG2E, at
+
+# ---- tiles -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def product(a, b, c, D: tl.constexpr):
+    """Return a @ b + c in float32."""
+    return tl.dot(a, b, c, input_precision=D.PRECISION)
+
+
+@triton.jit
+def read(x, tokens, d, count, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """Load x[tokens, d], [tokens, BLOCK], with x the address of token 0. Columns from WIDTH on are 0, and tokens from `count` on
+    with MASKED."""
+    p = x + (HEADS * WIDTH) * tokens[:, None] + d[None, :]
+    if MASKED and BLOCK == WIDTH:
+        return tl.load(p, mask=(tokens < count)[:, None], other=0.0)
+    elif MASKED:
+        return tl.load(p, mask=(tokens < count)[:, None] & (d < WIDTH)[None, :], other=0.0)
+    elif BLOCK == WIDTH:
+        return tl.load(p)
+    else:
+        return tl.load(p, mask=(d < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def stored(x, value, tokens, d, count, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    p = x + (HEADS * WIDTH) * tokens[:, None] + d[None, :]
+    tl.store(p, value.to(x.dtype.element_ty), mask=(tokens < count)[:, None] & (d < WIDTH)[None, :])
+
+
+@triton.jit
+def is_finite(x):
+    """Return whether each row of x [rows, columns] is finite."""
+    x = x.to(tl.float32)
+    return tl.max(tl.where(x - x == 0, 0, 1), 1) == 0
+
+
+@triton.jit
+def replaced(x, sound):
+    """Return x [rows, columns] with 0 in the rows that are not sound."""
+    return tl.where(sound[:, None], x, 0.0).to(x.dtype)
+
+
+@triton.jit
+def held(first, last, keys):
+    """Return whether the keys lie in the intervals. The shapes of all three are broadcast."""
+    return (keys >= first) & (keys <= last)
+
+
+@triton.jit
+def row_program(table, sizes, D: tl.constexpr):
+    """Return the batch element, the heads of q and k, and the entry of the table of a program that owns rows.
+
+    The heads that read one head of k are neighbours. Behind them vary the blocks, those with the most keys first where a row
+    reads the keys before it.
+    """
+    program, count = tl.program_id(0), tl.load(sizes)
+    block, other = count - 1 - program // D.GROUP % count, program // (D.GROUP * count)
+    head, b = other % D.HK, other // D.HK
+    return b, head * D.GROUP + program % D.GROUP, head, table + (b * count + block) * 6
+
+
+@triton.jit
+def masked_part(i, size, before, full):
+    """Return where part i of the parts that are masked begins: `before` of them come before `full` others."""
+    return tl.where(i < before, i, i + full) * size
+
+
+# ---- outputs -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def add_keys(
+    highest, total, weighted, q, k, v, first, last, start, high, factor, D: tl.constexpr, MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """Return the sums with those of C keys from `start` on added. highest is in the unit of products q . k."""
+    own, ck, cv = tl.arange(0, D.C), tl.arange(0, D.BK), tl.arange(0, D.BV)
+    kt = read(k + start.to(tl.int64) * (D.HK * D.K), own, ck, high - start, D.HK, D.K, D.BK, MASKED)
+    scores = tl.dot(q, tl.trans(kt), input_precision=D.PRECISION)
+    vt = read(v + start.to(tl.int64) * (D.HK * D.V), own, cv, high - start, D.HK, D.V, D.BV, MASKED)
+    if CAREFUL:
+        sound = is_finite(kt) & is_finite(vt)
+        scores, vt = tl.where(sound[None, :], scores, float("nan")), replaced(vt, sound)
+    scores += 0.0 * scores  # an infinite score becomes NaN: by -inf its key would get a weight of 0
+    if MASKED:
+        scores = tl.where(held(first[:, None], last[:, None], (start + own)[None, :]), scores, float("-inf"))
+    new = tl.maximum(highest, tl.max(scores, 1))
+    unit = tl.where(new == float("-inf"), 0.0, new * factor)
+    change = tl.exp2(highest * factor - unit)
+    weights = tl.exp2(scores * factor - unit[:, None])
+    weighted = product(weights.to(vt.dtype), vt, weighted * change[:, None], D)
+    return new, total * change + tl.sum(weights, 1), weighted
+
+
+@triton.jit
+def outputs(q, k, v, first, last, table, sizes, scale, o, log_total, D: tl.constexpr):
+    """Compute o [B, T, HQ, V] and L [B, T, HQ]. A program has a block of rows of one head."""
+    b, hq, hk, entry = row_program(table, sizes, D)
+    start, count, low, high = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    before, full = tl.load(entry + 4), tl.load(entry + 5)
+    rows, ck, cv = tl.arange(0, D.ROWS), tl.arange(0, D.BK), tl.arange(0, D.BV)
+    factor = tl.load(scale) * LOG2E
+    qt = read(at(q, start, hq, D.HQ, D.K), rows, ck, count, D.HQ, D.K, D.BK, True)
+    begins = tl.load(first + start + rows, mask=rows < count, other=0)
+    ends = tl.load(last + start + rows, mask=rows < count, other=-1)
+    kh, vh = at(k, b * tl.load(sizes + 1), hk, D.HK, D.K), at(v, b * tl.load(sizes + 1), hk, D.HK, D.V)
+
+    highest, total = tl.full([D.ROWS], float("-inf"), tl.float32), tl.zeros([D.ROWS], tl.float32)
+    weighted = tl.zeros([D.ROWS, D.BV], tl.float32)
+    for i in range(0, full):
+        key = low + (before + i) * D.C
+        highest, total, weighted = add_keys(
+            highest, total, weighted, qt, kh, vh, begins, ends, key, high, factor, D, False, False
+        )
+    parts = tl.cdiv(high - low, D.C)
+    for i in range(0, parts - full):
+        key = low + masked_part(i, D.C, before, full)
+        highest, total, weighted = add_keys(
+            highest, total, weighted, qt, kh, vh, begins, ends, key, high, factor, D, True, False
+        )
+    if tl.sum(tl.sum(weighted * 0.0, 1) + total * 0.0, 0) != 0:
+        highest, total = tl.full([D.ROWS], float("-inf"), tl.float32), tl.zeros([D.ROWS], tl.float32)
+        weighted = tl.zeros([D.ROWS, D.BV], tl.float32)
+        for i in tl.range(0, parts, num_stages=1):
+            highest, total, weighted = add_keys(
+                highest, total, weighted, qt, kh, vh, begins, ends, low + i * D.C, high, factor, D, True, True
+            )
+    total = tl.where(total == 0, 1.0, total)
+    unit = tl.where(highest == float("-inf"), 0.0, highest * factor)
+    tl.store(log_total + (start + rows).to(tl.int64) * D.HQ + hq, unit + tl.log2(total), mask=rows < count)
+    stored(at(o, start, hq, D.HQ, D.V), weighted / total[:, None], rows, cv, count, D.HQ, D.V)
+
+
+# ---- the gradient of q -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def add_query_gradient(
+    dq, q, d_o, logs, shifts, k, v, first, last, start, high, factor, D: tl.constexpr, MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """Return dq / scale with the terms of C keys from `start` on added."""
+    own, ck, cv = tl.arange(0, D.C), tl.arange(0, D.BK), tl.arange(0, D.BV)
+    kt = read(k + start.to(tl.int64) * (D.HK * D.K), own, ck, high - start, D.HK, D.K, D.BK, MASKED)
+    vt = read(v + start.to(tl.int64) * (D.HK * D.V), own, cv, high - start, D.HK, D.V, D.BV, MASKED)
+    if CAREFUL:
+        kt = replaced(kt, is_finite(kt))
+    weights = tl.exp2(tl.dot(q, tl.trans(kt), input_precision=D.PRECISION) * factor - logs[:, None])
+    d_scores = weights * (tl.dot(d_o, tl.trans(vt), input_precision=D.PRECISION) - shifts[:, None])
+    if MASKED:
+        d_scores = tl.where(held(first[:, None], last[:, None], (start + own)[None, :]), d_scores, 0.0)
+    return product(d_scores.to(kt.dtype), kt, dq, D)
+
+
+@triton.jit
+def query_gradient(
+    q, k, v, first, last, table, sizes, scale, log_total, shift, d_o, d_q, D: tl.constexpr
+):  # fmt: skip
+    """Compute d_q [B, T, HQ, K]. A program has a block of rows of one head. log_total is NaN where d_o or o is not finite."""
+    b, hq, hk, entry = row_program(table, sizes, D)
+    start, count, low, high = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    before, full = tl.load(entry + 4), tl.load(entry + 5)
+    rows, ck, cv = tl.arange(0, D.ROWS), tl.arange(0, D.BK), tl.arange(0, D.BV)
+    factor = tl.load(scale) * LOG2E
+    qt = read(at(q, start, hq, D.HQ, D.K), rows, ck, count, D.HQ, D.K, D.BK, True)
+    d_ot = read(at(d_o, start, hq, D.HQ, D.V), rows, cv, count, D.HQ, D.V, D.BV, True)
+    begins = tl.load(first + start + rows, mask=rows < count, other=0)
+    ends = tl.load(last + start + rows, mask=rows < count, other=-1)
+    place = (start + rows).to(tl.int64) * D.HQ + hq
+    logs = tl.load(log_total + place, mask=rows < count, other=0.0)
+    shifts = tl.load(shift + place, mask=rows < count, other=0.0)
+    kh, vh = at(k, b * tl.load(sizes + 1), hk, D.HK, D.K), at(v, b * tl.load(sizes + 1), hk, D.HK, D.V)
+
+    dq = tl.zeros([D.ROWS, D.BK], tl.float32)
+    for i in range(0, full):
+        key = low + (before + i) * D.C
+        dq = add_query_gradient(dq, qt, d_ot, logs, shifts, kh, vh, begins, ends, key, high, factor, D, False, False)
+    parts = tl.cdiv(high - low, D.C)
+    for i in range(0, parts - full):
+        key = low + masked_part(i, D.C, before, full)
+        dq = add_query_gradient(dq, qt, d_ot, logs, shifts, kh, vh, begins, ends, key, high, factor, D, True, False)
+    if tl.sum(tl.sum(dq * 0.0, 1), 0) != 0:
+        dq = tl.zeros([D.ROWS, D.BK], tl.float32)
+        for i in tl.range(0, parts, num_stages=1):
+            dq = add_query_gradient(
+                dq, qt, d_ot, logs, shifts, kh, vh, begins, ends, low + i * D.C, high, factor, D, True, True
+            )
+    stored(at(d_q, start, hq, D.HQ, D.K), dq * tl.load(scale), rows, ck, count, D.HQ, D.K)
+
+
+# ---- the gradients of k and v ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def add_key_gradient(
+    dk, dv, k, v, keys, q, d_o, log_total, shift, first, last, start, stop, hq, factor, D: tl.constexpr,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """Return dk / scale and dv with the terms of ROWS rows from `start` on added. Rows from `stop` on have none with MASKED."""
+    own, ck, cv, count = tl.arange(0, D.ROWS), tl.arange(0, D.BK), tl.arange(0, D.BV), stop - start
+    qt = read(at(q, start, hq, D.HQ, D.K), own, ck, count, D.HQ, D.K, D.BK, MASKED)
+    d_ot = read(at(d_o, start, hq, D.HQ, D.V), own, cv, count, D.HQ, D.V, D.BV, MASKED)
+    place = (start + own).to(tl.int64) * D.HQ + hq
+    if MASKED:
+        logs = tl.load(log_total + place, mask=own < count, other=0.0)
+        shifts = tl.load(shift + place, mask=own < count, other=0.0)
+    else:
+        logs, shifts = tl.load(log_total + place), tl.load(shift + place)
+    begins = tl.load(first + start + own, mask=own < count, other=0)  # not used where no row is masked
+    ends = tl.load(last + start + own, mask=own < count, other=-1)
+    if CAREFUL:
+        sound = (logs == logs) & (ends >= begins)
+        qt, d_ot = replaced(qt, sound), replaced(d_ot, sound)
+    weights = tl.exp2(tl.dot(k, tl.trans(qt), input_precision=D.PRECISION) * factor - logs[None, :])
+    d_scores = weights * (tl.dot(v, tl.trans(d_ot), input_precision=D.PRECISION) - shifts[None, :])
+    if MASKED:
+        seen = held(begins[None, :], ends[None, :], keys[:, None])
+        weights, d_scores = tl.where(seen, weights, 0.0), tl.where(seen, d_scores, 0.0)
+    dv = product(weights.to(d_ot.dtype), d_ot, dv, D)
+    return product(d_scores.to(qt.dtype), qt, dk, D), dv
+
+
+@triton.jit
+def key_gradient(
+    q, k, v, first, last, table, sizes, scale, log_total, shift, d_o, d_k, d_v, D: tl.constexpr
+):  # fmt: skip
+    """Compute d_k [B, S, HK, K] and d_v [B, S, HK, V]. A program has a block of keys of one head."""
+    program, blocks, S = tl.program_id(0), tl.load(sizes), tl.load(sizes + 1)
+    block, other = program % blocks, program // blocks
+    hk, b = other % D.HK, other // D.HK
+    entry = table + (b * blocks + block) * 4
+    begin, full_begin, full_end, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    own, ck, cv = tl.arange(0, D.C), tl.arange(0, D.BK), tl.arange(0, D.BV)
+    factor, count = tl.load(scale) * LOG2E, S - block * D.C
+    keys, place = block * D.C + own, b * S + block * D.C
+    kt = read(at(k, place, hk, D.HK, D.K), own, ck, count, D.HK, D.K, D.BK, True)
+    vt = read(at(v, place, hk, D.HK, D.V), own, cv, count, D.HK, D.V, D.BV, True)
+    before = tl.cdiv(full_begin - begin, D.ROWS)  # parts of the rows that are masked
+    after = tl.cdiv(end - full_end, D.ROWS)
+
+    dk, dv = tl.zeros([D.C, D.BK], tl.float32), tl.zeros([D.C, D.BV], tl.float32)
+    for g in range(0, D.GROUP):
+        hq = hk * D.GROUP + g
+        for i in range(0, (full_end - full_begin) // D.ROWS):
+            dk, dv = add_key_gradient(
+                dk, dv, kt, vt, keys, q, d_o, log_total, shift, first, last, full_begin + i * D.ROWS, full_end, hq,
+                factor, D, False, False,
+            )  # fmt: skip
+        for i in range(0, before + after):
+            start = tl.where(i < before, begin + i * D.ROWS, full_end + (i - before) * D.ROWS)
+            stop = tl.where(i < before, full_begin, end)
+            dk, dv = add_key_gradient(
+                dk, dv, kt, vt, keys, q, d_o, log_total, shift, first, last, start, stop, hq, factor, D, True, False
+            )
+    if tl.sum(tl.sum(dk * 0.0, 1), 0) + tl.sum(tl.sum(dv * 0.0, 1), 0) != 0:
+        dk, dv = tl.zeros([D.C, D.BK], tl.float32), tl.zeros([D.C, D.BV], tl.float32)
+        for g in range(0, D.GROUP):
+            for i in tl.range(0, tl.cdiv(end - begin, D.ROWS), num_stages=1):
+                dk, dv = add_key_gradient(
+                    dk, dv, kt, vt, keys, q, d_o, log_total, shift, first, last, begin + i * D.ROWS, end,
+                    hk * D.GROUP + g, factor, D, True, True,
+                )  # fmt: skip
+    stored(at(d_k, place, hk, D.HK, D.K), dk * tl.load(scale), own, ck, count, D.HK, D.K)
+    stored(at(d_v, place, hk, D.HK, D.V), dv, own, cv, count, D.HK, D.V)
+
+
+# ---- launches ----------------------------------------------------------------------------------------------------------
+
+
+def dimensions(operands: SoftmaxOperands) -> dict:
+    """Return the constants of all three kernels: heads, widths and precision."""
+    (HQ, K), (HK, V) = operands.q.shape[2:], operands.v.shape[2:]
+    precision = "tf32x3" if operands.q.dtype == jnp.float32 else "tf32"
+    return dict(H=HQ, HQ=HQ, HK=HK, GROUP=HQ // HK, K=K, V=V, BK=width(K), BV=width(V), PRECISION=precision)
+
+
+def forward(
+    operands: SoftmaxOperands, scale: float, config: SoftmaxConfig
+) -> tuple[Float[Array, "B T Hq V"], Float[Array, "B T Hq"]]:
+    """Return o, and log2 of the sums of e^{scores}."""
+    q, k, v, first, last, _ = operands
+    (B, T, HQ, _), S = q.shape, k.shape[1]
+    table = forward_table(row_blocks(operands, config.rows), T, config.keys)
+    sizes = jnp.array([table.shape[1], S], jnp.int32)
+    o, log_total = launch(
+        outputs, B * table.shape[1] * HQ,
+        (q, k, v, first, last, table, sizes, jnp.full(1, scale, jnp.float32)),
+        [((B, T, HQ, v.shape[3]), q.dtype), ((B, T, HQ), jnp.float32)],
+        **dimensions(operands), ROWS=config.rows, C=config.keys, warps=config.warps, stages=config.stages,
+    )  # fmt: skip
+    return o, log_total
+
+
+def gradient(operands: SoftmaxOperands, o, log_total, d_o, scale: float, config: SoftmaxGradientConfig):
+    """Return dq, dk and dv. o, log_total: of `forward`."""
+    q, k, v, first, last, _ = operands
+    (B, T, HQ, _), (S, HK) = q.shape, v.shape[1:3]
+    shift = (d_o.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1)
+    log_total = jnp.where((jnp.isfinite(o) & jnp.isfinite(d_o)).all(-1), log_total, jnp.nan)
+    blocks, factor, common = row_blocks(operands, config.rows), jnp.full(1, scale, jnp.float32), dimensions(operands)
+    table = forward_table(blocks, T, config.keys)
+    rest = factor, log_total, shift, d_o
+    (d_q,) = launch(
+        query_gradient, B * table.shape[1] * HQ,
+        (q, k, v, first, last, table, jnp.array([table.shape[1], S], jnp.int32), *rest), [(q.shape, q.dtype)],
+        **common, ROWS=config.rows, C=config.keys, warps=config.warps, stages=config.stages,
+    )  # fmt: skip
+    table = gradient_table(blocks, T, S, config.rows, config.own_keys)
+    d_k, d_v = launch(
+        key_gradient, B * table.shape[1] * HK,
+        (q, k, v, first, last, table, jnp.array([table.shape[1], S], jnp.int32), *rest),
+        [(k.shape, k.dtype), (v.shape, v.dtype)],
+        **common, ROWS=config.read_rows, C=config.own_keys, warps=config.key_warps, stages=config.key_stages,
+    )  # fmt: skip
+    return d_q, d_k, d_v

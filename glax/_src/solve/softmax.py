@@ -1,0 +1,211 @@
+"""Choose the kernels that run softmax attention and its gradient, and insert them into the program.
+
+There are two: Triton's for GPUs of NVIDIA, which is chosen wherever it is able, and XLA's, which `glax.nn.softmax` has.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from glax._src.core.backend import Backend, computes_on
+from glax._src.core.recurrence import aligned, varying_like
+from glax._src.core.registry import Config, Platform
+from glax._src.kernels.common.softmax import SoftmaxOperands
+from glax._src.kernels.triton import softmax_config
+from glax._src.solve.dispatch import executor
+from glax._src.tuning.op import Kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftmaxKernel(Kernel):
+    """Describe an implementation of softmax attention or of its gradient: what an executor asks of a kernel.
+
+    function: (operands, ..., cfg=, scale=) -> the results. heuristic: operands -> a config.
+    """
+
+    op_id: str  # pyright: ignore[reportIncompatibleVariableOverride]  (the base declares no field)
+    function: Callable[..., Any]
+    heuristic: Callable[[SoftmaxOperands], Config] = lambda operands: Config()
+
+    def run(self, *args, cfg, **options):
+        return self.function(*args, cfg=cfg, **options)
+
+    def heuristic_cfg(self, inv) -> Config:
+        return self.heuristic(inv.args[0])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Form:
+    """Hold how a call is computed where Triton does not: by_xla(operands, scale) -> o, in blocks; whole(operands, scale) -> o by
+    one product, whose gradients of all orders JAX knows."""
+
+    by_xla: Callable[[SoftmaxOperands, float], Array]
+    whole: Callable[[SoftmaxOperands, float], Array]
+    scale: float
+
+    def pulled(self, f: Callable, operands: SoftmaxOperands, d_o: Array) -> tuple[Array, Array, Array]:
+        """Return dq, dk and dv by XLA. f: `by_xla` or `whole`."""
+
+        def of_floats(q: Array, k: Array, v: Array) -> Array:
+            return f(operands._replace(q=q, k=k, v=v), self.scale)
+
+        return jax.vjp(of_floats, operands.q, operands.k, operands.v)[1](d_o)
+
+
+def attend(
+    by_xla: Callable, whole: Callable, operands: SoftmaxOperands, scale: float | None
+) -> Float[Array, "B T Hq V"]:
+    """Return softmax(scale q k^T) v over each row's interval of keys, in q's dtype, by the best kernel.
+
+    by_xla, whole: as in `Form`. scale: D ** -0.5 if None. k and v are cast to the dtype of q.
+    """
+    q, k, v, first, last, cuts = operands
+    form = Form(by_xla, whole, q.shape[-1] ** -0.5 if scale is None else scale)
+    operands = SoftmaxOperands(q, k.astype(q.dtype), v.astype(q.dtype), first, last, cuts)
+    why = refusal(operands, form.scale)
+    if why is not None:
+        by_form = SoftmaxKernel("softmax/xla/any", lambda operands, *, cfg, scale: by_xla(operands, scale))
+        return executor(by_form, operands, scale=form.scale, refused={TRITON.op_id: why})
+    return fused(form, aligned(operands))
+
+
+def refusal(operands: SoftmaxOperands, scale: float) -> str | None:
+    """Return why Triton's kernels do not run a call here, or None."""
+    if Backend.here() is not Backend.GPU:
+        return f"needs a gpu, {computes_on()}"
+    return softmax_config.refusal(operands, scale)
+
+
+# ---- the kernels -------------------------------------------------------------------------------------------------------
+
+
+def run_forward(operands: SoftmaxOperands, *, cfg, scale: float):
+    from glax._src.kernels.triton import softmax  # imports Triton
+
+    return softmax.forward(in_range(operands), scale, cfg)
+
+
+def run_gradient(operands: SoftmaxOperands, o, log_total, d_o, *, cfg, scale: float):
+    from glax._src.kernels.triton import softmax  # imports Triton
+
+    return tuple(softmax.gradient(in_range(operands), o, log_total, d_o, scale, cfg))
+
+
+def in_range(operands: SoftmaxOperands) -> SoftmaxOperands:
+    """Return the operands with intervals of keys that exist, as int32."""
+    first, last = jnp.maximum(operands.first, 0), jnp.minimum(operands.last, operands.k.shape[1] - 1)
+    return operands._replace(first=first.astype(jnp.int32), last=last.astype(jnp.int32))
+
+
+TRITON = SoftmaxKernel("softmax/triton/gpu", run_forward, softmax_config.forward_config)
+TRITON_GRADIENT = SoftmaxKernel("softmax.vjp/triton/gpu", run_gradient, softmax_config.gradient_config)
+
+
+def placed(run: Callable, by_xla: Callable, *operands):
+    """Return run(*operands), or by_xla(results, *operands) where the program is lowered for another backend or for several
+    devices that XLA divides it over. results: the shapes that `run` returns. An axis of vmap joins the batch."""
+    from glax._src.solve.lowering import Kernel as Inserted  # loads modules of JAX that are not a part of `import jax`
+
+    def again(platform: Platform | None, results, *operands):
+        is_able = Backend.here() is Backend.GPU and platform is not Platform.XLA
+        return run(*operands) if is_able else by_xla(results, *operands)
+
+    call = jax.custom_batching.custom_vmap(Inserted(run, again, opaque=True).placed_whole)
+
+    @call.def_vmap
+    def rule(size: int, batched, *operands):
+        def spread(x, is_batched: bool):
+            return x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+
+        operands = jax.tree.map(spread, operands, tuple(batched))
+        if operands[0].cuts is not None:
+            results = jax.lax.map(lambda each: call(*each), operands)
+        else:
+            joined = call(*jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), operands))
+            results = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), joined)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return call(*operands)
+
+
+# ---- derivatives -------------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def fused(form: Form, operands: SoftmaxOperands):
+    return cast(tuple, forward(form, operands))[0]
+
+
+def fused_fwd(form: Form, operands: SoftmaxOperands):
+    o, log_total = cast(tuple, forward(form, operands))
+    return o, (operands, o, log_total)
+
+
+def fused_bwd(form: Form, residuals, d_o):
+    return (cotangents(residuals[0], cast(tuple, gradient(form, *residuals, d_o))),)
+
+
+fused.defvjp(fused_fwd, fused_bwd)
+
+
+def cotangents(operands: SoftmaxOperands, floats) -> SoftmaxOperands:
+    """Return dq, dk and dv as the cotangents of the operands."""
+    q, k, v = floats
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), operands[3:])
+    return SoftmaxOperands(q, k, v, *zeros)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def forward(form: Form, operands: SoftmaxOperands) -> tuple[Array, Array]:
+    """Return o, and what `gradient` needs of it. Only o counts in the derivative."""
+
+    def by_xla(results, operands):
+        log_total = jnp.zeros((*operands.q.shape[:3],), jnp.float32)  # XLA's gradient forms its own
+        return form.by_xla(operands, form.scale), varying_like(log_total, operands.q)
+
+    return placed(functools.partial(executor, TRITON, scale=form.scale), by_xla, operands)
+
+
+def forward_fwd(form: Form, operands: SoftmaxOperands):
+    return forward(form, operands), operands
+
+
+def forward_bwd(form: Form, operands: SoftmaxOperands, d):
+    return (cotangents(operands, form.pulled(form.whole, operands, d[0])),)
+
+
+forward.defvjp(forward_fwd, forward_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gradient(form: Form, operands: SoftmaxOperands, o: Array, log_total: Array, d_o: Array):
+    """Return dq, dk and dv. Their derivatives in o and log_total are counted with those in the operands."""
+
+    def by_xla(results, operands, o, log_total, d_o):
+        return form.pulled(form.by_xla, operands, d_o)
+
+    run = functools.partial(executor, TRITON_GRADIENT, scale=form.scale)
+    return placed(run, by_xla, operands, o, log_total, d_o)
+
+
+def gradient_fwd(form: Form, operands: SoftmaxOperands, o: Array, log_total: Array, d_o: Array):
+    return gradient(form, operands, o, log_total, d_o), (operands, o, log_total, d_o)
+
+
+def gradient_bwd(form: Form, residuals, d):
+    operands, o, log_total, d_o = residuals
+
+    def derived(q, k, v, d_o):
+        return form.pulled(form.whole, operands._replace(q=q, k=k, v=v), d_o)
+
+    *floats, d_d_o = jax.vjp(derived, *operands[:3], d_o)[1](d)
+    return cotangents(operands, floats), jnp.zeros_like(o), jnp.zeros_like(log_total), d_d_o
+
+
+gradient.defvjp(gradient_fwd, gradient_bwd)
