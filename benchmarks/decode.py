@@ -12,7 +12,8 @@ A program advances the layers of one model by several tokens or drafts, each lay
 The calls of a peer for one token are captured in one CUDA graph. Times are those of one layer's step, verification or commit.
 `copy_share`: the bytes of its states over the time, as a share of the rate of a copy. A step and a commit read and write a state
 once, a verification reads it once. The bytes of a step with --replay are counted as those of a plain step, so its share may be
-above 1; its slots are at different places of their rings. It runs by the kernel that is chosen, whatever --platform says.
+above 1; its slots are at different places of their rings. It runs by the kernel of the one --platform, or by the kernel that is
+chosen among several; `implementation` names it, and is "by parts" where none takes states and rings.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from output import table, write
 
 import glax
 import glax.serving
-from glax._src.core.registry import Backend, kernel_registry
+from glax._src.core.registry import Backend, Role, kernel_registry
 from glax._src.kernels import load_kernels
 from glax.cli.measure import Way, copy_gbytes
 
@@ -168,6 +169,12 @@ class Replays(Steps):
     def layer(self, pool, query):
         return pool.step(**self.arrays | dict(query=query), slots=self.slots)
 
+    @property
+    def name(self) -> str:
+        """The platform of the kernel that runs."""
+        chosen = (x.kernel for x in glax.explain(self.layer, self.pools[0], self.arrays["query"]))
+        return next((name.split("/")[1] for name in chosen if ".replay/" in name), "by parts")
+
 
 class Verifications(Steps):
     """`layers` verifications of a draft in one program."""
@@ -193,6 +200,14 @@ def leave_out_pools():
     load_kernels()
     for name in ("recurrent.verify/cuda/gpu", "recurrent.step/cuda/gpu"):
         del kernel_registry.kernels[name]
+
+
+def leave_out_replays(but: str):
+    """Leave out the kernels of a step with --replay of every other platform: `StatePool.step` takes none."""
+    load_kernels()
+    for spec in [*kernel_registry.kernels.values()]:
+        if spec.role is Role.REPLAY and spec.platform != but:
+            del kernel_registry.kernels[spec.name]
 
 
 def graph_of(call, layers: int):
@@ -257,7 +272,8 @@ def measured(shape: Decode, args, gbytes: float) -> list[dict]:
             except glax.UnsupportedError as refused:
                 print(f"{shape.name}: {platform}: {refused}", file=sys.stderr)
     for replay, state in itertools.product(args.replay, dict.fromkeys((shape.state, *args.states))):
-        ways.append(Way("as chosen", Replays(shape, replay, state), calls=shape.tokens))
+        steps = Replays(shape, replay, state)
+        ways.append(Way(steps.name, steps, calls=shape.tokens))
         passes[len(ways) - 1] = f"replay {replay}, {state}", Replays.passes
     if not args.alone and importlib.util.find_spec("fla") and shape.P is None and not shape.draft:
         import torch
@@ -355,6 +371,8 @@ def main():
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, glax {glax.__version__}", flush=True)
     if args.gathered:
         leave_out_pools()
+    if len(args.platform) == 1 and args.platform != ["auto"]:
+        leave_out_replays(*args.platform)
     shapes = [dataclasses.replace(shape, draft=tokens) for shape in DRAFTS for tokens in args.draft]
     shapes = [x for x in shapes or (CPU_SHAPES if on_cpu else SHAPES) if not args.only or x.name in args.only]
     if args.prefix:
