@@ -67,6 +67,7 @@ from glax._src.kernels.pallas_gpu.gradient.items import (
     Program,
     ScanOrder,
     half,
+    hidden_zero,
     store_rounded,
     tokens,
     warpgroups,
@@ -411,12 +412,6 @@ def place_of(p: Program, i):
     """
     program, i = lax.optimization_barrier((lax.axis_index(PROGRAM), i))
     return p.plan.place(program + i * p.plan.programs)
-
-
-def hidden_zero():
-    """Return 0 in a form that the compiler does not know. Otherwise it computes addresses of tiles ahead of all loops, and
-    spills them."""
-    return lax.optimization_barrier(jnp.int32(0))
 
 
 def scale_of(p: Program, i):

@@ -244,6 +244,15 @@ def marks(newest, reverse: bool):
 # ---- tiles -----------------------------------------------------------------------------------------------------------
 
 
+def hidden_zero():
+    """Return 0, which the compiler does not know, as the index of a tile.
+
+    It would compute addresses of known tiles ahead of all loops, and spill them. No constant may be the index of a tile that
+    products are added by.
+    """
+    return lax.optimization_barrier(jnp.int32(0))
+
+
 def half(p):
     """Return the p-th half of 128 columns, or all of 64."""
     return pl.ds(p * 64, 64)

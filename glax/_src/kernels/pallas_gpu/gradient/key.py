@@ -77,6 +77,7 @@ from glax._src.kernels.pallas_gpu.gradient.items import (
     accumulator,
     columns,
     half,
+    hidden_zero,
     marks,
     masked,
     store_rounded,
@@ -458,7 +459,7 @@ def multiply(c: Chunk, M, dy_pairs, dy_state, dx):
     # Rounded now, not when dk and dv are stored: two registers a pair until then.
     dk, before_gate, y_dy = lax.optimization_barrier((dk, before_gate, y_dy))
     if n.resets:
-        dx = added(c.scan.from_state(after(dx)), *pairs_of_queries(c, first_tile()))
+        dx = added(c.scan.from_state(after(dx)), *pairs_of_queries(c, hidden_zero()))
     edge = around(c)  # a loop, before which the compiler does not move the next product
     if n.team == 1:  # one turn of a loop is none
         c.meet()
@@ -473,7 +474,7 @@ def multiply(c: Chunk, M, dy_pairs, dy_state, dx):
         behind_gate, dq, x_dx = lax.optimization_barrier((behind_gate, dq, x_dx.sum(1)))
         values = after(dv)
         if n.resets:
-            values = added(here.scan.to_state(values), (here.scores(first_tile())[0], here.do_w))
+            values = added(here.scan.to_state(values), (here.scores(hidden_zero())[0], here.do_w))
         own = sum(plgpu.load(p.tiles.vectors.at[here.t * n.team + part], layout=BY_ROW) for part in range(n.team))
         own = by_row(own * here.scale, TILE) * read(here.do_w)
         return behind_gate, dq, x_dx, (values + own).astype(BF16)
@@ -501,11 +502,6 @@ def pairs_of_queries(c: Chunk, first: Any = 0):
     """Return the operands of the products that sum to dA y."""
     rests, (_, dA_T) = c.rests(first), c.scores(first)
     return [(transposed(dA), y) for dA, y in ((dA_T, c.k_w), (dA_T, rests.y), (rests.dA_T, c.k_w))]
-
-
-def first_tile():
-    """Return 0 as a traced number: no constant may be the index of a tile that products are added by."""
-    return lax.optimization_barrier(jnp.int32(0))
 
 
 def start_values(c: Chunk, dv):

@@ -195,17 +195,12 @@ class Program:
         for i in range(w.lookback):
             place = w.chunk_at(jnp.maximum(whole - 1 - i, 0), jnp.maximum(whole, 1), self.adjoint)
             chunk = jnp.minimum(first + place, gates.shape[1] - 1)
-            through += gates[self.batch, chunk, w.blocks.head(self.h), self.last_token]
+            through += gates[self.batch, chunk, w.blocks.head(self.h), w.last_token]
             alive &= through >= LOG_OF_NOTHING * LOG2E
             found += alive.astype(jnp.int32)
         count = jnp.minimum(jnp.where(alive, whole, found), whole)
         first = jnp.where(self.adjoint == int(w.reverse), first + whole - count, first)
         return dataclasses.replace(self, first=first, count=count)
-
-    @property
-    def last_token(self) -> int:
-        """Return the token by which the scan leaves a chunk."""
-        return 0 if self.plan.reverse else C - 1
 
     @property
     def columns(self):
@@ -346,7 +341,7 @@ def carry_state(p: Program, columns, of_tile, scaled, enter):
             S = add_behind(p, S, step, columns)
         enter(S, step)
         values = functools.partial(values_of, p, slot, of_tile)
-        G, last = plgpu.load(p.tiles.gates.at[slot], layout=BY_ROW), p.tiles.gates[slot, p.last_token]
+        G, last = plgpu.load(p.tiles.gates.at[slot], layout=BY_ROW), p.tiles.gates[slot, w.last_token]
         scaled[...] = values(G, last).astype(BF16)
         plgpu.commit_smem()
         S = tiles.added(S * jnp.exp2(last), (transposed(p.tiles.k.at[slot]), scaled))
@@ -591,7 +586,6 @@ def load_pairs(p: PairProgram):
 def carry_states(p: PairProgram):
     """Carry the states [K, 64] of both heads through all chunks, and store each for the outputs before its chunk."""
     w, x, t, ring = p.plan, p.operands, p.tiles, p.pipeline.tokens
-    last_token = 0 if w.reverse else C - 1
 
     def store_states(S, step):
         with p.pipeline.state.storing(step):
@@ -611,7 +605,7 @@ def carry_states(p: PairProgram):
     def add_tokens(S, slot, i):
         """Return S plus the terms of the chunk's tokens, from values in two terms where most of the state passes, as in
         `head_scan`."""
-        last, scaled = t.gates[i][slot, last_token], t.scaled[i]
+        last, scaled = t.gates[i][slot, w.last_token], t.scaled[i]
 
         def values():
             leaving = jnp.exp2(last - p.gate_sums(slot, i))

@@ -512,7 +512,7 @@ def store_behind(p: Program, columns, S, tail, step):
     def stored():
         T, again = p.operands.k.shape[1], lax.optimization_barrier(step)
         index, _ = state_behind(p, again)
-        token = p.chunk(again) * C + (0 if p.plan.reverse else C - 1)
+        token = p.chunk(again) * C + p.plan.last_token
         found = lax.optimization_barrier(decayed(S, tail))
         found += lost_in_rounding(p, tail, columns, jnp.minimum(token, T - 1))
         found = lax.optimization_barrier(found)
