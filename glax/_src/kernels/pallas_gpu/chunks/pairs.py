@@ -127,7 +127,7 @@ class Tiles(NamedTuple):
     k: Ref  # [C, K]; with beta at last K e^G
     gates: tuple[Ref, ...]  # [C, K] each, the terms of the gates; the first at last K e^{G_last - G}
     numbers: Ref  # [NUMBERS, C], of every token: beta, the largest |M|, and q_i . k_i
-    sums: Ref  # [C, C]: the matrix whose product with gates is M; at last that of e^G
+    sums: Ref  # [C, C]: the matrix whose product with gates is M; at last the one for e^G
     shared: Any  # a `Pairs`, or the union of float32 gates as they are loaded, [C, K], and a `Pairs`
     e: Ref  # [C, K]; at last E e^H; None with beta
 
