@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from glax import serving
 from glax._src.core.bind import bind
 from glax._src.core.registry import kernel_registry
 from glax._src.kernels import load_kernels
@@ -74,6 +75,42 @@ def test_states_beyond_2_31_elements():
     assert (pool[P - 2] == 0.5).all() and (pool[0] == 0.5).all()
     read = np.einsum("bhk,bhkv->bhv", np.asarray(r.q, np.float64)[:, 0], want) * D**-0.5
     np.testing.assert_allclose(np.asarray(output)[:, 0], read, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("form", ["key", "head+beta"])
+def test_a_step_of_ringed_states(monkeypatch, form, dtype):
+    """Many programs count in the length of a slot at a time. The steps are those by parts, and the pool is written in place."""
+    load_kernels()
+    P, B, H, D, steps = 96, 64, 16, 128, 21
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(steps, B, H, D)), jnp.float32) for _ in range(3))
+    k /= jnp.linalg.norm(k, axis=-1, keepdims=True)
+    log = jnp.asarray(-rng.random((steps, B, H, D) if form == "key" else (steps, B, H)), jnp.float32)
+    tokens = dict(query=q, key=k, value=v, g=log) | (dict(beta=jnp.full((steps, B, H), 0.5)) if "beta" in form else {})
+    slots = jnp.asarray(np.where(rng.random((steps, B)) < 0.1, -1, rng.permutation(P)[:B]), jnp.int32)
+
+    def served():
+        pool = serving.StatePool(P, H, D, dtype, replay=8, form=form)
+        pool = pool.replace(length=jnp.arange(P, dtype=jnp.int32) % 8)  # of tokens that are zeros
+        step = jax.jit(lambda pool, token, slots: pool.step(**token, slots=slots), donate_argnums=0)
+        outputs = []
+        for t in range(steps):
+            output, pool = step(pool, {name: x[t] for name, x in tokens.items()}, slots[t])
+            outputs.append(output)
+        return jnp.stack(outputs), pool.states_of(), pool.length
+
+    monkeypatch.delitem(kernel_registry.kernels, "recurrent.replay/cuda/gpu")
+    jax.clear_caches()
+    got = served()
+    monkeypatch.delitem(kernel_registry.kernels, "recurrent.replay/triton/gpu")
+    jax.clear_caches()
+    want = served()
+    jax.clear_caches()
+    np.testing.assert_array_equal(got[2], want[2])
+    bar = dict(float32=1e-5, bfloat16=4e-3, int8=4e-2, float8_e4m3fn=0.12)[dtype]  # of two roundings of one state
+    for x, y in zip(got[:2], want[:2], strict=True):
+        assert np.linalg.norm(np.asarray(x - y)) <= bar * np.linalg.norm(np.asarray(y))
 
 
 @pytest.mark.parametrize("gates", [("gk",), ("g",), ("g_gamma",)], ids="+".join)

@@ -356,20 +356,20 @@ def recurrent_replay(
     slots = jnp.arange(B, dtype=jnp.int32) if slots is None else jnp.where((slots >= 0) & (slots < P), slots, -1)
     (gates, flags), (erasure, erases) = gates_of(r), erasure_operands(r)
     along = None if r.erasure is None else r.erasure.along
-    erases["ERASURE"] = erases["ERASURE"].removesuffix("+along")
+    form = str(erases.pop("ERASURE")).removesuffix("+along")
     tokens = [r.q, r.k, r.v, *gates, *erasure, r.scale if along is None else along, r.scale, slots]
-    present = [i for i, x in enumerate(before) if x is not None]
+    present = {i: x for i, x in enumerate(before) if x is not None}
     own, K = shape(r, config.columns), r.q.shape[3]
-    scaled = math.gcd(K, 32) if str(before[0].dtype) in COMPACT else None
+    scaled = math.gcd(K, 32) if str(present[0].dtype) in COMPACT else None
     if scaled is not None and config.columns < V:
         raise ValueError(f"{config} must have all {V} columns of states in 8 bits: set columns to {width(V)}")
     o, *after = launch(
         replay,
         -(-V // config.columns) * r.num_heads * B,
         [*tokens, *(r.scale if x is None else x for x in before)],
-        [((B, r.num_heads, V), r.q.dtype), *((before[i].shape, before[i].dtype) for i in present)],
+        [((B, r.num_heads, V), r.q.dtype), *((x.shape, x.dtype) for x in present.values())],
         in_place={len(tokens) + i: 1 + place for place, i in enumerate(present)},
-        **own, **flags, **erases, ALONG=along is not None, PLACES=places, REPLAY=pool.replay, SCALED=scaled,
+        **own, **flags, **erases, ERASURE=form, ALONG=along is not None, PLACES=places, REPLAY=pool.replay, SCALED=scaled,
         C=tokens_of_a_tile(places, own["BK"]), warps=config.warps, stages=1,
     )  # fmt: skip
     found = dict(zip(present, after, strict=True))
