@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import glax
-from glax._src.api.mamba3 import SHAPES
+from glax._src.api.mamba3 import GROUP, SHAPES, running_sums
 from glax.testing.cases import gate
 from glax.testing.tolerances import ERASING_BARS, EXTREME_GATES
 from tests.close import assert_close
@@ -195,6 +195,32 @@ def check(case: Mamba3Case, strength: str):
     assert not np.asarray(got[0])[~case.rows.is_token].any()
     for name, y in want_gradient.items():
         assert_close(f"d {name}", got_gradient[name], y, bars[1] * extreme)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("T", [1, GROUP, 2 * GROUP + 3, GROUP**2 + 7])
+def test_running_sums_begin_anew_at_resets_alone(T, reverse):
+    rng = np.random.default_rng(T)
+    x, resets = rng.normal(size=(2, T, 3)), rng.random((2, T)) < 0.05
+    x[0, T // 2] = np.nan
+    resets[0, T // 2 - (T // 2 > 0)] = resets[0, min(T // 2 + 1, T - 1)] = True
+    order = range(T)[::-1] if reverse else range(T)
+    want, reached = np.zeros_like(x), np.zeros((2, T, T))  # reached[b, t, s]: whether token t's sum has the row s
+    for before, t in zip([None, *order], order, strict=False):
+        goes_on = ~resets[:, t] & (before is not None)
+        reached[:, t] = np.where(goes_on[:, None], reached[:, 0 if before is None else before], 0)
+        reached[:, t, t] = 1
+        want[:, t] = x[:, t] + np.where(goes_on[:, None], want[:, 0 if before is None else before], 0)
+    with jax.enable_x64(True):
+        got, pull = jax.vjp(lambda x: running_sums(reverse, False, x, jnp.asarray(resets[..., None])), jnp.asarray(x))
+        np.testing.assert_allclose(got, want, atol=1e-12)
+        d = rng.normal(size=x.shape)
+        np.testing.assert_allclose(pull(jnp.asarray(d))[0], np.einsum("bts,bth->bsh", reached, d), atol=1e-12)
+        angles = np.asarray(running_sums(reverse, True, jnp.asarray(x), jnp.asarray(resets[..., None])))
+    turns = (angles - want) / (2 * math.pi)
+    assert ((angles[~np.isnan(want)] >= 0) & (angles[~np.isnan(want)] < 2 * math.pi + 1e-9)).all()
+    np.testing.assert_allclose(turns, np.round(turns), atol=1e-9)
 
 
 @pytest.mark.parametrize("rank", [None, 2])

@@ -12,6 +12,7 @@ With rank R a token writes R pairs of k and v and reads with R queries: R rows o
 row j does not see of the rows behind it, (gamma_t + c_{t+1}) (k_r . q_j) v_r, is added by pairs of rows of one token.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypedDict, Unpack, cast
@@ -41,6 +42,7 @@ SHAPES = dict(
     Angles="B T H A", D="H", Z="B T H V", MIMO_V="H R V", MIMO_Z="H R V", MIMO_Out="H R V",
 )  # fmt: skip
 BY_TOKEN = ("Q", "K", "V", "ADT", "DT", "Trap", "Angles", "Z")
+GROUP = 16  # tokens whose angles one thread of a GPU sums
 
 
 class Mamba3State(NamedTuple):
@@ -236,15 +238,16 @@ class Parts(NamedTuple):
     turn: Array
 
 
+def with_bias(x: Float[Array, "B T *R G K"], bias: Float[Array, "H *R K"]) -> Float[Array, "B T R H K"]:
+    """Return keys or queries by head, with the biases of the heads."""
+    x, bias = (x, jnp.moveaxis(bias, 1, 0)) if x.ndim == 5 else (x[:, :, None], bias[None])
+    return spread_heads(x, bias.shape[1], axis=3) + bias[None, None]
+
+
 def parts_of(a: dict[str, Array], scale) -> Parts:
     """Return the parts of the arguments, of which those by token are [B, T, ...]."""
     dtype = promoted(a["Q"].dtype, jnp.float32)
     a = {name: x.astype(dtype) for name, x in a.items()}
-    H, has_rank = a["V"].shape[2], a["Q"].ndim == 5
-
-    def with_bias(x: Array, bias: Array) -> Array:
-        x, bias = (x, jnp.moveaxis(bias, 1, 0)) if has_rank else (x[:, :, None], bias[None])
-        return spread_heads(x, H, axis=3) + bias[None, None]
 
     def projected(x: Array, by: str) -> Array:
         """Return x [B, T, H, V] times each row of a projection [H, R, V]: [B, T, R, H, V]."""
@@ -260,8 +263,14 @@ def parts_of(a: dict[str, Array], scale) -> Parts:
         log_decay=a["ADT"],
         gamma=trap * a["DT"],
         c=(1 - trap) * a["DT"],
-        turn=math.pi * jnp.tanh(a["Angles"]) * a["DT"][..., None],
+        turn=turn_of(a["Angles"], a["DT"]),
     )
+
+
+@jax.checkpoint
+def turn_of(angles: Float[Array, "*rows A"], dt: Float[Array, "*rows"]) -> Float[Array, "*rows A"]:
+    """Return by how much a token turns its key. The gradient forms tanh again, which no program stores for it."""
+    return math.pi * jnp.tanh(angles) * dt[..., None]
 
 
 def wrapped(angle: Array) -> Array:
@@ -269,13 +278,34 @@ def wrapped(angle: Array) -> Array:
     return angle - 2 * math.pi * lax.stop_gradient(jnp.floor(angle / (2 * math.pi)))
 
 
-def rotated(x: Float[Array, "*rows K"], angle: Float[Array, "*rows A"]) -> Float[Array, "*rows K"]:
-    """Return x with the columns 2 i and 2 i + 1 rotated by angle i, and the columns behind the last angle as they are."""
-    A = angle.shape[-1]
-    pairs = x[..., : 2 * A].reshape(*x.shape[:-1], A, 2)
-    first, second, cos, sin = pairs[..., 0], pairs[..., 1], jnp.cos(angle), jnp.sin(angle)
-    turned = jnp.stack([first * cos - second * sin, first * sin + second * cos], axis=-1)
-    return jnp.concatenate([turned.reshape(*x.shape[:-1], 2 * A), x[..., 2 * A :]], axis=-1)
+@jax.custom_vjp
+def in_pairs(x: Float[Array, "*rows A"]) -> Float[Array, "*rows 2*A"]:
+    """Return x with each of its columns twice. The gradient adds the columns as slices, which XLA fuses into their reader; a sum
+    over an axis of 2 would be a kernel of its own."""
+    return jnp.repeat(x, 2, axis=-1)
+
+
+in_pairs.defvjp(lambda x: (in_pairs(x), None), lambda _, d: (d[..., ::2] + d[..., 1::2],))
+
+
+class Rotation(NamedTuple):
+    """Hold what each column of a key is multiplied by, and what the other column of its pair, [*rows, K]: the cosine, and the
+    sine with a minus for even columns. Columns behind the last angle have 1 and 0."""
+
+    of_own: Array
+    of_other: Array
+
+    @classmethod
+    def by(cls, angle: Float[Array, "*rows A"], K: int) -> "Rotation":
+        A = angle.shape[-1]
+        behind = [(0, 0)] * (angle.ndim - 1) + [(0, K - 2 * A)]
+        cos, sin = in_pairs(jnp.cos(angle)), in_pairs(jnp.sin(angle)) * jnp.asarray([-1, 1] * A, angle.dtype)
+        return cls(jnp.pad(cos, behind, constant_values=1), jnp.pad(sin, behind))
+
+    def of(self, x: Float[Array, "*rows K"]) -> Float[Array, "*rows K"]:
+        """Return x with the columns 2 i and 2 i + 1 rotated by angle i."""
+        other = x.reshape(*x.shape[:-1], -1, 2)[..., ::-1].reshape(x.shape)
+        return x * self.of_own + other * self.of_other
 
 
 def of_pairs(q: Array, k: Array, v: Array, weight: Array) -> Array:
@@ -367,17 +397,64 @@ class Places(NamedTuple):
 def angles_of(r: Recurrence, turn: Float[Array, "B T H A"], start: Float[Array, "N H A"]) -> Float[Array, "B T H A"]:
     """Return the sums of the turns through every token in scan order, from `start` or, at a reset, from 0."""
     begins = r.ends(scan_end=False)[None, :, None, None]
-    first = jnp.where(begins, r.by_token(start), 0)
+    first, resets = jnp.where(begins, r.by_token(start), 0), None if r.boundaries is None else begins
     if r.segments is not None:
-        resets = expanded(r.segments.resets, 4)
-        begins, first = begins | resets, jnp.where(resets, 0, first)
+        first = jnp.where(expanded(r.segments.resets, 4), 0, first)
+        resets = begins | expanded(r.segments.resets, 4)
+    return running_sums(r.reverse, True, wrapped(first + turn), resets)
 
-    def then(before, after):
-        (is_start, x), (starts, y) = before, after
-        return is_start | starts, jnp.where(starts, y, wrapped(x + y))
 
-    turns = wrapped(first + turn)
-    return lax.associative_scan(then, (jnp.broadcast_to(begins, turns.shape), turns), reverse=r.reverse, axis=1)[1]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def running_sums(
+    reverse: bool, wraps: bool, x: Float[Array, "B T H A"], resets: Bool[Array, "b T 1 1"] | None
+) -> Float[Array, "B T H A"]:
+    """Return the sums of x through every token in scan order, which begin anew at resets. wraps: whether in [0, 2 pi)."""
+    in_order = jax.tree.map(lambda each: jnp.flip(each, 1) if reverse else each, (x, resets))
+    found = sums_by_group(*in_order, wrapped if wraps else lambda y: y)
+    return jnp.flip(found, 1) if reverse else found
+
+
+def _sums_fwd(reverse: bool, wraps: bool, x: Array, resets: Array | None) -> tuple[Array, Array | None]:
+    return running_sums(reverse, wraps, x, resets), resets
+
+
+def _sums_bwd(reverse: bool, wraps: bool, resets: Array | None, d: Array) -> tuple[Array, None]:
+    """Sum d over the tokens that a token's x reaches, from the scan's end to the token before the next reset."""
+    to_previous = 1 if reverse else -1
+    behind = jax.tree.map(lambda each: jnp.roll(each, to_previous, axis=1), resets)
+    return running_sums(not reverse, False, d, behind), None
+
+
+running_sums.defvjp(_sums_fwd, _sums_bwd)
+
+
+def sums_by_group(x: Array, resets: Array | None, finish: Callable[[Array], Array]) -> Array:
+    """Return `running_sums` in the order of axis 1: within groups of tokens, then over the groups, then of both.
+
+    A group of sums has two kernels, which touch every number once. `lax.associative_scan` has two for each power of two.
+    """
+    T, groups = x.shape[1], -(-x.shape[1] // GROUP)
+
+    def grouped(x: Array) -> Array:
+        padded = jnp.pad(x, [(0, groups * GROUP - T if axis == 1 else 0) for axis in range(x.ndim)])
+        return padded.reshape(x.shape[0], groups, GROUP, *x.shape[2:])
+
+    def unless_reset(i: int, before: Array) -> Array:
+        return before if resets is None else jnp.where(resets[:, :, i], 0, before)
+
+    x, resets = jax.tree.map(grouped, (x, resets))
+    rows = [x[:, :, 0]]
+    for i in range(1, GROUP):
+        rows.append(x[:, :, i] + unless_reset(i, rows[-1]))
+    if groups > 1:
+        # Else XLA forms a row again from all rows before it wherever it is read.
+        rows = lax.optimization_barrier(rows)
+        ends = sums_by_group(finish(rows[-1]), None if resets is None else resets.any(2), finish)
+        before = jnp.roll(ends, 1, axis=1).at[:, 0].set(0)
+        for i in range(GROUP):
+            before = unless_reset(i, before)
+            rows[i] += before
+    return finish(jnp.stack(rows, 2)).reshape(x.shape[0], groups * GROUP, *x.shape[3:])[:, :T]
 
 
 def next_in_scan(r: Recurrence, c: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
@@ -424,7 +501,7 @@ def bind_mamba3(
         return Outputs(jnp.zeros((*a["Q"].shape[: a["Q"].ndim - 2], H, V), dtype), cast(Any, start))
 
     at, angle = Places.of(r), angles_of(r, p.turn, start.angle)
-    q, k = (rotated(x, jnp.broadcast_to(angle[:, :, None], (*x.shape[:-1], angle.shape[-1]))) for x in (p.q, p.k))
+    rotation = Rotation.by(angle[:, :, None], p.k.shape[-1])
     c_next = next_in_scan(r, p.c)
     weight = p.gamma + c_next
     # [N, R, H, K] and [N, R, H, V]: what the first token reads of the token before it
@@ -434,7 +511,9 @@ def bind_mamba3(
     initial = start.S + c_first * jnp.einsum("nrhk,nrhv->nhkv", key, value, precision=lax.Precision.HIGHEST)
 
     narrow, first = operand_dtype(a["Q"]), R - 1 if reverse else 0
-    rows: Any = [x.astype(narrow).reshape(B, T * R, H, -1) for x in (q, k * weight[:, :, None, :, None], p.v)]
+    # Weighted before they are rotated: of keys weighted afterwards XLA would store the gradient in the dtype of sums.
+    rows: Any = rotation.of(p.q), rotation.of(p.k * weight[:, :, None, :, None]), p.v
+    rows = [x.astype(narrow).reshape(B, T * R, H, -1) for x in rows]
     if places["cu_seqlens"] is not None:
         places["cu_seqlens"] = jnp.asarray(r.boundaries) * R
     elif places["segment_ids"] is not None:
@@ -445,12 +524,16 @@ def bind_mamba3(
     )
     read, final = recurrence(*rows, **places, **call)
     of_token = jnp.where(unseen(R, reverse), weight[..., None, None], 0) - c_next[..., None, None]
-    out = read.reshape(B, T, R, H, V).astype(wide) + of_pairs(q, k, p.v, of_token)
-    by_head = k[:, :, 0] if start.key.ndim == 3 else jnp.moveaxis(k, 2, 3)
-    last_key = at.pick(by_head, at.last, start.key)
+    # A token's k . q is the same before one angle rotates both. Those are read once for all heads.
+    out = read.reshape(B, T, R, H, V).astype(wide) + of_pairs(p.q, p.k, p.v, of_token)
     ended = Mamba3State(
-        at.pick(angle, at.last, start.angle), final, last_key, at.pick(a["V"].astype(wide), at.last, start.value)
+        at.pick(angle, at.last, start.angle), final, start.key, at.pick(a["V"].astype(wide), at.last, start.value)
     )
+    # Of the last token alone: a gather from all rotated keys would need them in the dtype of sums.
+    last_k = with_bias(at.pick(a["K"], at.last, 0)[:, None].astype(wide), a["K_bias"].astype(wide))
+    last_k = Rotation.by(ended.angle[:, None, None], last_k.shape[-1]).of(last_k)[:, 0]
+    last_k = last_k[:, 0] if start.key.ndim == 3 else jnp.moveaxis(last_k, 1, 2)
+    ended = ended._replace(key=jnp.where(expanded(at.has_tokens[:, None], start.key.ndim + 1)[:, 0], last_k, start.key))
     return Outputs(gated_output(out, p, a, dtype), cast(Any, ended))
 
 
@@ -468,7 +551,8 @@ def bind_mamba3_step(choice: Choice, arrays: dict, state: Mamba3State, rest: dic
     wide = p.q.dtype
     angle_before, key, value = (take(x, rows).astype(wide) for x in (state.angle, state.key, state.value))
     angle = wrapped(angle_before[:, None] + p.turn)
-    q, k = (rotated(x, jnp.broadcast_to(angle[:, :, None], (*x.shape[:-1], angle.shape[-1]))) for x in (p.q, p.k))
+    rotation = Rotation.by(angle[:, :, None], p.k.shape[-1])
+    q, k = rotation.of(p.q), rotation.of(p.k)
     has_rank = state.key.ndim == 4
     key = jnp.moveaxis(key, 2, 1) if has_rank else key[:, None]
     value = value[:, None] * (jnp.moveaxis(a["MIMO_V"].astype(wide), 1, 0)[None] if "MIMO_V" in a else 1)
