@@ -177,7 +177,7 @@ def by_glax(case: Case, options) -> dict[str, Any]:
     """Return the figures of a training by glax."""
     import jax
 
-    from glax.models.training import TrainingConfig, train
+    from glax.models import training
 
     warm, timed = (LONG_WARM, min(options.steps, LONG_STEPS)) if case.remat == "full" else (WARM, options.steps)
     last = warm + timed
@@ -187,7 +187,9 @@ def by_glax(case: Case, options) -> dict[str, Any]:
     sizes: dict[str, Any] = dict(
         steps=steps, batch=case.rows, length=case.length, checkpoint_every=steps, remat=case.remat
     )
-    config = TrainingConfig(
+    if options.no_overlap:
+        training.OVERLAP.clear()
+    config = training.TrainingConfig(
         model_of(options, case.model),
         str(options.folder / "text.txt"),
         tokenizer=str(options.folder / "words.json"),
@@ -198,7 +200,7 @@ def by_glax(case: Case, options) -> dict[str, Any]:
     )
     meter = Meter(options.began, case.length, steps)
     with contextlib.suppress(Measured):
-        train(config, meter.each_step, meter.begin)
+        training.train(config, meter.each_step, meter.begin)
     history = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
     rates = [x["tokens_per_second"] for x in history if warm < x["step"] <= last]
     rate, share = statistics.median(rates), meter.line.pop("share")
@@ -408,6 +410,7 @@ def parsed():
     add("--steps", type=int, default=15, help="that are timed; default: %(default)s")
     add("--profile", action="store_true", help=f"a profile of {PROFILED} further steps, and how long collectives run")
     add("--vocabulary", type=int, help="in place of each model's own, 32000")
+    add("--no-overlap", action="store_true", help="steps on several GPUs without XLA's latency-hiding scheduler")
     add("--tiny", action="store_true", help="tiny models and rows")
     add("--json", type=Path, help="the file for the results, written after each case")
     add("--seconds", type=float, default=1e9, help="of the whole run: no case begins behind them")
@@ -419,6 +422,7 @@ def parsed():
     options = parser.parse_args()
     options.start = time.time()
     options.passed = ["--steps", str(options.steps), *(["--profile"] if options.profile else [])]
+    options.passed += ["--no-overlap"] if options.no_overlap else []
     options.passed += ["--tiny"] if options.tiny else []
     options.passed += ["--vocabulary", str(options.vocabulary)] if options.vocabulary else []
     return options

@@ -220,7 +220,12 @@ class CausalLM(nnx.Module):
                 same = same if is_token is None else same & is_token[:, 1:]
                 targets = targets.at[:, :-1].set(jnp.where(same, targets[:, :-1], -1))
         return next_token_loss(
-            self.before_head(x).astype(self.dtype), self.head_kernel, targets, self.logit_cap, z_loss
+            self.before_head(x).astype(self.dtype),
+            self.head_kernel,
+            targets,
+            self.logit_cap,
+            z_loss,
+            self.activations,
         )
 
     # ---- their parts -------------------------------------------------------------------------------------------------

@@ -88,6 +88,8 @@ HELD_OUT = 0.05  # the share of tokens at the end that is held out
 EVALUATED = 16  # the held-out windows that are evaluated
 # Names of the parameters that matrix products read, beside those of experts.
 MULTIPLIED = ("kernel", "router", "fn", "lora_a", "lora_b")
+# The options of XLA with which a step on several GPUs runs collectives beside compute.
+OVERLAP = dict(xla_gpu_enable_latency_hiding_scheduler=True)
 LATE = 2  # how many further steps the host begins before it reads the values of a step
 
 
@@ -781,8 +783,10 @@ class Run:
 
     def compile(self, optimizer: optax.GradientTransformation):
         graph, shardings = self.graph, self.shardings
+        overlap = OVERLAP if self.mesh.size > 1 and jax.default_backend() == "gpu" else None
+        out = shardings, NamedSharding(self.mesh, P())
 
-        @functools.partial(jax.jit, donate_argnums=0, out_shardings=(shardings, NamedSharding(self.mesh, P())))
+        @functools.partial(jax.jit, donate_argnums=0, out_shardings=out, compiler_options=overlap)
         def update(state, frozen, read, following, segments, asked):
             params, moments = state
 

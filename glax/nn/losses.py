@@ -1,9 +1,12 @@
 """Compute the cross-entropy of the next token from the rows before the head. The logits of all rows are never formed together."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from glax._src.core.bind import check_integers, check_real, known_number, known_values
@@ -19,6 +22,7 @@ def next_token_loss(
     targets: Int[Array, "*rows"],
     cap: float | None = None,
     z_loss: float = 0.0,
+    sharding: NamedSharding | None = None,
 ) -> Float[Array, ""]:
     """Return the mean of -log softmax(logits)[target] + z_loss (log sum exp logits)^2 over the rows with a target, in float32.
 
@@ -27,6 +31,9 @@ def next_token_loss(
     vocabulary - 1. A row with a negative target does not count. A target that is not in the vocabulary makes the loss NaN, and
     is an error where its value is known. The logits and their gradient are formed for `ROWS` rows at a time, so neither is ever
     whole in memory.
+
+    sharding: how x [B, T, width] is spread over a mesh. Each device then forms `ROWS` rows at a time, the kernel is gathered
+    along its width once, and the devices add their gradients of it once. Axes that do not divide B and T are not supported.
 
     Raises TypeError and ValueError, which name the argument, for other dtypes and shapes, and for a z_loss that is traced, not
     finite or below 0.
@@ -39,14 +46,54 @@ def next_token_loss(
     targets = checked_targets(targets, x.shape[:-1], kernel.shape[1])
     T = targets.shape[-1]
     x, targets = x.reshape(-1, T, x.shape[-1]), targets.reshape(-1, T)
+    if sharding is not None and sharded_axes(sharding):
+        x, targets = by_shard(x, sharding), by_shard(targets, sharding)
+        whole = NamedSharding(sharding.mesh, P(None, P.UNCONSTRAINED))
+        each = jax.vmap(functools.partial(sum_of_rows, cap, weight, whole), (0, None, 0))
+        total, count = each(x, kernel, targets)
+        return total.sum() / jnp.maximum(count.sum(), 1).astype(jnp.float32)
+    total, count = sum_of_rows(cap, weight, None, x, kernel, targets)
+    return total / jnp.maximum(count, 1).astype(jnp.float32)
+
+
+def sharded_axes(sharding: NamedSharding) -> tuple[str, ...]:
+    """Return the axes of a mesh over which B and T are spread."""
+    return tuple(name for axis in (0, 1) for name in axes_of(sharding, axis))
+
+
+def axes_of(sharding: NamedSharding, axis: int) -> tuple[str, ...]:
+    """Return the axes of a mesh of several devices over which an axis of an array is spread."""
+    entry = sharding.spec[axis] or ()
+    names = (entry,) if isinstance(entry, str) else entry
+    return tuple(name for name in names if sharding.mesh.shape[name] > 1)
+
+
+def by_shard(x: Array, sharding: NamedSharding) -> Array:
+    """Return x [B, T, ...] as [shards, B / shards of B, T / shards of T, ...], of which each device holds what it held."""
+    rows, tokens = (math.prod(sharding.mesh.shape[name] for name in axes_of(sharding, axis)) for axis in (0, 1))
+    x = x.reshape(rows, x.shape[0] // rows, tokens, x.shape[1] // tokens, *x.shape[2:])
+    x = jnp.moveaxis(x, 2, 1)
+    x = x.reshape(rows * tokens, *x.shape[2:])
+    return jax.lax.with_sharding_constraint(x, NamedSharding(sharding.mesh, P(sharded_axes(sharding))))
+
+
+def sum_of_rows(
+    cap: float | None,
+    z_loss: float,
+    whole: NamedSharding | None,
+    x: Float[Array, "B T width"],
+    kernel: Float[Array, "width vocabulary"],
+    targets: Int[Array, "B T"],
+) -> tuple[Float[Array, ""], Int[Array, ""]]:
+    """Return the sum of `next_token_loss` over the rows with a target, and their number. whole: the sharding of the gathered
+    kernel, None for no mesh."""
+    T = targets.shape[-1]
     parts = min(-(-targets.size // ROWS), T) or 1
     padding = -T % parts
     x = jnp.where((targets >= 0)[..., None], x, 0)  # rows that do not count are in no product, whatever they hold
     x = jnp.pad(x, ((0, 0), (0, padding), (0, 0)))
     targets = jnp.pad(targets, ((0, 0), (0, padding)), constant_values=-1)
-    count = jnp.maximum((targets >= 0).sum(), 1).astype(jnp.float32)
-    total: Array = summed_loss(parts, cap, weight, x, kernel, targets)
-    return total / count
+    return summed_loss(parts, cap, z_loss, whole, x, kernel, targets), (targets >= 0).sum()
 
 
 def checked_targets(targets, shape: tuple[int, ...], vocabulary: int) -> Int[Array, "*rows"]:
@@ -63,20 +110,28 @@ def checked_targets(targets, shape: tuple[int, ...], vocabulary: int) -> Int[Arr
     return to_int32(targets)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def summed_loss(
     parts: int,
     cap: float | None,
     z_loss: float,
+    whole: NamedSharding | None,
     x: Float[Array, "B T width"],
     kernel: Float[Array, "width vocabulary"],
     targets: Int[Array, "B T"],
 ) -> Float[Array, ""]:
+    kernel = gathered(kernel, whole)
+
     def part(total, rows):
         x, targets = rows
         return total + part_loss(x, targets, kernel, cap, z_loss)[0], None
 
     return jax.lax.scan(part, jnp.zeros((), jnp.float32), (in_parts(x, parts), in_parts(targets, parts)))[0]
+
+
+def gathered(kernel: Float[Array, "width vocabulary"], whole: NamedSharding | None) -> Array:
+    """Return the kernel with the sharding `whole`. Else each of its two products would gather it."""
+    return kernel if whole is None else jax.lax.with_sharding_constraint(kernel, whole)
 
 
 def in_parts(x: Array, parts: int) -> Array:
@@ -118,7 +173,9 @@ def part_loss(
     return loss, d_logits.astype(x.dtype)
 
 
-def _fwd(parts, cap, z_loss, x, kernel, targets):
+def _fwd(parts, cap, z_loss, whole, x, kernel, targets):
+    kernel = gathered(kernel, whole)
+
     def part(carry, rows):
         total, d_kernel = carry
         x, targets = rows
@@ -132,7 +189,7 @@ def _fwd(parts, cap, z_loss, x, kernel, targets):
     return loss, (from_parts(dx), d_kernel.astype(kernel.dtype))
 
 
-def _bwd(parts, cap, z_loss, saved, d_loss):
+def _bwd(parts, cap, z_loss, whole, saved, d_loss):
     dx, d_kernel = saved
     return dx * d_loss.astype(dx.dtype), d_kernel * d_loss.astype(d_kernel.dtype), None
 

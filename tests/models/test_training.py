@@ -21,6 +21,7 @@ from flax import nnx
 
 import glax.models
 import glax.parallel
+from glax.models import training
 from glax.models.load import MODEL_TYPES
 from glax.models.operations import flops_per_token
 from glax.models.training import NotFiniteLoss, TrainingConfig, muon_dimensions, spread_sequence, train
@@ -89,6 +90,12 @@ def test_remat_and_shards_change_no_loss(config, tmp_path, changes):
     if "expert" in changes:
         stack = model.blocks[0].mlp.experts.down[...]
         assert stack.addressable_shards[0].data.shape[0] == stack.shape[0] // 2
+
+
+def test_xla_knows_the_options_of_steps_on_several_gpus():
+    jax.jit(jnp.sin, compiler_options=training.OVERLAP)(1.0)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
+        jax.jit(jnp.sin, compiler_options=dict(no_such_option=True))(1.0)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from safetensors.numpy import load_file
 import glax.models
 from glax import nn
 from glax.models import CausalLM
+from glax.nn import losses
+from tests.compiling import quick_jit
 from tests.parallel.meshes import mesh_of
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "models" / "fixtures"
@@ -248,3 +250,45 @@ def test_an_axis_that_shards_nothing_is_named(axes, said, caplog):
 def test_devices_are_no_mesh():
     with pytest.raises(TypeError, match=r"mesh must be a jax\.sharding\.Mesh, as jax\.make_mesh returns it, got list"):
         glax.models.shard(nn.RMSNorm(4), jax.devices())
+
+
+# ---- the loss of rows that are spread over devices --------------------------------------------------------------------
+
+SPREAD = P(("data", "fsdp"), "sequence", None)
+
+
+def loss_on_mesh(mesh, **options):
+    return jax.value_and_grad(
+        functools.partial(losses.next_token_loss, sharding=NamedSharding(mesh, SPREAD), **options), (0, 1)
+    )
+
+
+def test_the_loss_of_spread_rows_is_the_loss_of_all_rows(monkeypatch):
+    monkeypatch.setattr(losses, "ROWS", 5)
+    mesh, rng = mesh_of(data=2, fsdp=2, sequence=2), np.random.default_rng(0)
+    x, kernel = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((8, 14, 4), (4, 11)))
+    targets, options = jnp.asarray(rng.integers(-2, 11, (8, 14))), dict(cap=1.5, z_loss=0.1)
+    got = quick_jit(loss_on_mesh(mesh, **options))(x, kernel, targets)
+    want = quick_jit(jax.value_and_grad(functools.partial(losses.next_token_loss, **options), (0, 1)))(
+        x, kernel, targets
+    )
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8)
+
+
+def test_the_head_is_gathered_once_and_its_gradient_is_added_once(monkeypatch):
+    """Before and behind the scan over parts of the rows, not in each of its steps."""
+    monkeypatch.setattr(losses, "ROWS", 5)
+    mesh = mesh_of(data=2, fsdp=4, sequence=1)
+
+    def placed(shape, dtype, spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    arguments = placed((8, 16, 64), jnp.float32, SPREAD), placed((64, 48), jnp.float32, P("fsdp"))
+    run = loss_on_mesh(mesh)
+    text = quick_jit(run).lower(*arguments, placed((8, 16), jnp.int32, P(*SPREAD[:2]))).compile().as_text()
+    entry = text[text.index("\nENTRY ") :]
+    for kind in ("all-gather", "all-reduce|reduce-scatter"):
+        whole = re.compile(rf"f32\[(64,48|48,64)\]\S*\)? ({kind})(-start)?\(")
+        assert len(whole.findall(text)) == len(whole.findall(entry)) == 1, kind
+    assert "while(" in entry
