@@ -148,6 +148,20 @@ CALLS = {
     "key, float32 gates": plain("gk", gate_dtype="float32"),
     "key, weak": plain("gk", "mild", T=200, finals=(), bar=2.45e-3),
     "key, wide, extreme": plain("gk", "extreme", K=130, V=100),
+    "key, 96 and 192 wide": plain("gk", K=96, V=192),
+    "key, 96 wide, extreme": plain("gk", "extreme", K=96, V=96),
+    "key, 192 and 384 wide, extreme, reversed": plain("gk", "extreme", K=192, V=384, reverse=True, save=False),
+    "key, 96 wide, float32 gates, split, states formed again": plain(
+        "gk", T=150, K=96, V=192, gate_dtype="float32", save=False, parts=2
+    ),
+    "key, 96 wide, packed, shared heads": plain("gk", heads=(1, 2, 1), K=96, V=96, cuts=(0, 0, 1, 70, 80), T=90),
+    "key, 96 wide, packed, extreme, reversed": plain(
+        "gk", "extreme", K=96, V=192, cuts=(0, 5, 66), T=80, reverse=True
+    ),
+    "key, 96 wide, one row, out of range": plain(
+        "gk", "extreme", K=96, V=192, cuts=(0, 7, 70), T=90, state=False, finals=(False,)
+    ),
+    "key, 96 wide, segments of a row": plain("gk", K=96, V=96, **segments(130, (5, 40, 64, 100))),
     "key, values of two blocks": plain("gk", "extreme", K=72, V=200),
     "key, segments of one token and at edges of chunks": plain(
         "gk", **segments(200, (1, 2, 3, 31, 32, 33, 63, 64, 95, 96, 127, 160, 199))

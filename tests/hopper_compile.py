@@ -57,7 +57,7 @@ def shaped(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
 def lowered(what: str, gate: str, width: str) -> jax.stages.Lowered:
     """width: K and V, or the one number that both are."""
     K, V = (int(x) for x in (width.split("x") * 2)[:2])
-    columns = 64 if "narrow" in what else min(K, V, 128)
+    columns = 64 if "narrow" in what or min(K, V) <= 64 else 128
     columns = 128 if "pairs" in what else columns
     packed = "packed" in what or "one row" in what
     joined, odd = "joined" in what, "odd row" in what
@@ -168,7 +168,7 @@ def compiled(what: str, gate: str, width: str) -> tuple[list[int], list[dict]]:
                 spilled=int(spilled),
                 products="HGMMA" in kernel,
                 copies="UTMALDG" in kernel,
-                waits=waits_for_registers(kernel, int(registers), scalers=min(int(width.split("x")[0]), 128) // 64),
+                waits=waits_for_registers(kernel, int(registers), scalers=-(-min(int(width.split("x")[0]), 128) // 64)),
                 unwritten=unwritten(kernel),
             )
         )

@@ -41,6 +41,8 @@ def test_explain_says_why_packed_sequences_are_copied(monkeypatch):
     "T,K,V,why",
     [
         (2048, 64, 128, None),
+        (2048, 96, 192, None),
+        (2048, 192, 384, None),
         (2049, 64, 128, "8 does not divide T=2049"),
         (2040, 200, 100, "128 does not divide key (K)=200, 128 does not divide value (V)=100"),
     ],

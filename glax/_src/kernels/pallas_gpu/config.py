@@ -59,12 +59,15 @@ class Widths:
     stored: the blocks by which states are stored for the gradient, which is computed by these blocks. With per-head gates a
     program of a scan has all of K, and its 64 columns of a state are stored as parts of several blocks. Heads that erase are
     not divided.
+    in_memory: the columns of a block of keys, and of values, in arrays in memory: a part of K and V where the kernels read such
+    arrays in place, else K and V.
     """
 
     blocks: Blocks
     K: int
     V: int
     stored: Blocks
+    in_memory: tuple[int, int]
 
     @classmethod
     def of(cls, r: Recurrence, square: bool) -> "Widths":
@@ -72,15 +75,29 @@ class Widths:
         narrow and else of 128."""
         (K, V), width = (r.q.shape[3], r.v.shape[3]), 64 if r.q.shape[3] <= 64 else BLOCK
         if r.erasure is not None:
-            return cls(WHOLE, -(-K // width) * width, -(-V // 64) * 64, WHOLE)
+            K, V = -(-K // width) * width, -(-V // 64) * 64
+            return cls(WHOLE, K, V, WHOLE, (K, V))
         # 64 columns of V if half of a block of 128 would be empty
         columns = width
         if not square:
             columns = BLOCK if -(-V // 64) % 2 == 0 else 64
         blocks = Blocks(-(-K // width), -(-V // columns))
         if blocks.rows > 1 and r.decay.key is None:
-            return cls(WHOLE, blocks.rows * width, blocks.columns * columns, blocks)
-        return cls(blocks, width, columns, blocks)
+            K, V = blocks.rows * width, blocks.columns * columns
+            return cls(WHOLE, K, V, blocks, (K, V))
+        if r.decay.key is None:
+            return cls(blocks, width, columns, blocks, (width, columns))
+        in_memory = columns_in_memory(K, blocks.rows, width), columns_in_memory(V, blocks.columns, columns)
+        return cls(blocks, width, columns, blocks, in_memory)
+
+
+def columns_in_memory(size: int, blocks: int, width: int) -> int:
+    """Return the columns of a block in memory, for arrays of `size` columns in blocks of `width`.
+
+    These are fewer than `width` if the kernels read the arrays in place, which takes multiples of 32 columns.
+    """
+    each, rest = divmod(size, blocks)
+    return width if rest or each % 32 else each
 
 
 @dataclasses.dataclass(frozen=True)

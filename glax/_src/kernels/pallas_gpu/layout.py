@@ -66,12 +66,13 @@ class KernelLayout:
         self.key, self.grouped = r.decay.key is not None, route.gradient == "gradient_groups"
         widths = route.square if square and not self.grouped else route.widths
         self.N, self.blocks, self.K, self.V = r.scale.shape[0], widths.blocks, widths.K, widths.V
+        self.in_memory = widths.in_memory
         self.stored, columns = widths.stored, 64 if route.scan == "pair_scan" else route.config.columns
-        self.columns = min(columns, 128 * 128 // self.K)
+        self.columns = min(columns, 128 * 128 // self.K, self.V)
         self.heads = r.num_heads
         self.H = self.heads * self.blocks.rows * self.blocks.columns
-        self.q, self.k = (self.in_blocks(x, self.K) for x in (r.q, r.k))
-        self.v = self.in_blocks(r.v, self.V)
+        self.q, self.k = (self.of_keys(x) for x in (r.q, r.k))
+        self.v = self.of_values(r.v)
         self.chunks = -(-r.q.shape[1] // C) if self.apart is None else self.apart.count
         self.gates: Any = None if r.erasure is not None else self.gate_operands()
         self.scale = r.scale.astype(jnp.float32)
@@ -80,20 +81,19 @@ class KernelLayout:
     @functools.cached_property
     def e(self) -> Array | None:
         """Return the erase vector in rows of chunks, [B, rows, H, K] in bfloat16; None with beta."""
-        return self.in_bfloat16(self.r.erasing.erase, self.K)
+        erase = self.r.erasing.erase
+        return None if erase is None else self.of_keys(erase.astype(jnp.bfloat16))
 
     @functools.cached_property
     def w(self) -> Array | None:
         """Return the write gate in rows of chunks, [B, rows, H, V] in bfloat16; None with beta, and where it is 1."""
-        return self.in_bfloat16(self.r.erasing.write, self.V)
-
-    def in_bfloat16(self, x: Array | None, width: int) -> Array | None:
-        return None if x is None else self.in_blocks(x.astype(jnp.bfloat16), width)
+        write = self.r.erasing.write
+        return None if write is None else self.of_values(write.astype(jnp.bfloat16))
 
     def gate_operands(self) -> Any:
         """Return what kernels read of gates: a tuple of the terms of per-key gates, else one array of sums of log2 gates."""
         if self.key:
-            return key_terms(self.in_blocks(self.r.decay.key, self.K))
+            return key_terms(self.of_keys(self.r.decay.key))
         return head_sums(self.head_gates(), self.r.reverse)
 
     def head_gates(self) -> Array:
@@ -143,6 +143,14 @@ class KernelLayout:
     def scales(self):
         """Return `scale` with an unused number appended. XLA would write an array of equal numbers by a kernel in every call."""
         return jnp.append(self.scale, 0.0)
+
+    def of_keys(self, x):
+        """Return x [B, T, heads, K of r] in rows of chunks and blocks: [B, rows, heads * blocks, K in memory]."""
+        return self.in_blocks(x, self.in_memory[0])
+
+    def of_values(self, x):
+        """Return x [B, T, heads, V of r] in rows of chunks and blocks: [B, rows, heads * blocks, V in memory]."""
+        return self.in_blocks(x, self.in_memory[1])
 
     def in_blocks(self, x, width: int):
         """Return x [B, T, heads, columns] in rows of chunks and blocks of `width` columns: [B, rows, heads * blocks, width]."""
@@ -211,7 +219,7 @@ class KernelLayout:
             blocks=self.blocks, stored_by=self.stored if self.blocks != self.stored else WHOLE,
             packed=self.chunks if self.in_place else 0, edges=self.edges is not None,
             resets=self.newest is not None, bounded=self.tokens is not None,
-            rows=self.result_rows, **flags,
+            rows=self.result_rows, narrower=None if self.in_memory == (self.K, self.V) else self.in_memory, **flags,
         )  # fmt: skip
 
     def scan(self, plan: Scan, k, v, start, table=None, out_of_range=None, behind=None) -> ScanResults:
@@ -332,13 +340,11 @@ class KernelLayout:
         """Return states [N, H, K, V] padded with zeros to the kernels' widths, and divided into blocks. None stays None."""
         if start is None:
             return None
-        (rows, columns), S = (self.blocks.rows, self.blocks.columns), start.astype(jnp.float32)
-        S = widen(jnp.swapaxes(widen(jnp.swapaxes(S, 2, 3), rows * self.K), 2, 3), columns * self.V)
-        if self.blocks == WHOLE:
-            return S
-        return jnp.swapaxes(S.reshape(*S.shape[:2], rows, self.K, columns, self.V), 3, 4).reshape(
-            -1, self.H, self.K, self.V
-        )
+        (rows, columns), (K, V), S = (self.blocks.rows, self.blocks.columns), self.in_memory, start.astype(jnp.float32)
+        S = widen(jnp.swapaxes(widen(jnp.swapaxes(S, 2, 3), rows * K), 2, 3), columns * V)
+        if self.blocks != WHOLE:
+            S = jnp.swapaxes(S.reshape(*S.shape[:2], rows, K, columns, V), 3, 4).reshape(-1, self.H, K, V)
+        return jnp.pad(S, ((0, 0), (0, 0), (0, self.K - K), (0, self.V - V))) if (K, V) != (self.K, self.V) else S
 
     def starts(self, start, k, v, adjoint: bool):
         """Return the state that enters every segment, [E, H, K, V]; None for zeros. start: the state of every sequence, [N, H,
@@ -375,7 +381,7 @@ class KernelLayout:
 
     def by_blocks(self, q, k, v, d_output):
         """Return q, k, v and d_output in the gradient's blocks of K and of V."""
-        K, V = self.K, self.V
+        K, V = self.in_memory
         if self.blocks != self.stored:
             K, V = K // self.stored.rows, V // self.stored.columns
         of_keys, of_values = ((x.reshape(*x.shape[:2], -1, K) for x in (q, k)), (v, d_output))
@@ -412,15 +418,18 @@ class KernelLayout:
 
     def narrow(self, states):
         """Return the states of heads of r, [N, H, K, V], from the states of blocks, [N, H, K, V]."""
+        K, V = self.in_memory
+        states = states[..., :K, :V]
         if self.blocks != WHOLE:
             rows, columns = self.blocks.rows, self.blocks.columns
-            states = jnp.swapaxes(states.reshape(states.shape[0], -1, rows, columns, self.K, self.V), 3, 4)
-            states = states.reshape(states.shape[0], -1, rows * self.K, columns * self.V)
+            states = jnp.swapaxes(states.reshape(states.shape[0], -1, rows, columns, K, V), 3, 4)
+            states = states.reshape(states.shape[0], -1, rows * K, columns * V)
         K, V = self.r.q.shape[3], self.r.v.shape[3]
         return states[..., :K, :V]
 
     def narrow_log(self, log):
         """Return the log decays of heads, [N, H of r, K of r or 1]. log: [N, H, K or 1] of blocks, equal for all blocks of V."""
+        log = log[..., : self.in_memory[0]]
         if self.blocks != WHOLE:
             by_block = log.reshape(log.shape[0], -1, self.blocks.rows, self.blocks.columns, log.shape[2])[:, :, :, 0]
             by_block = by_block if self.key else by_block[:, :, :1]

@@ -17,7 +17,7 @@ from glax._src.kernels.pallas_gpu.gradient.head import gradient_head
 from glax._src.kernels.pallas_gpu.gradient.head_group import gradient_groups
 from glax._src.kernels.pallas_gpu.gradient.key import gradient_key
 from glax._src.kernels.pallas_gpu.gradient.wide import gradient_wide
-from glax._src.kernels.pallas_gpu.layout import KernelLayout, layout_of
+from glax._src.kernels.pallas_gpu.layout import KernelLayout, layout_of, widen
 from glax._src.kernels.pallas_gpu.plan import LOG_OF_RESET, C, ScanResults
 from glax._src.kernels.pallas_gpu.route import Route
 
@@ -74,7 +74,7 @@ def finish_with_residuals(begun, r: Recurrence, config: HopperConfig) -> tuple[O
 def begin_vjp(r: Recurrence, d_output, d_final, config: HopperConfig):
     """Run the first phase of the gradient: compute every segment's term of dL/dS, and the message to other devices."""
     p = in_phases(r, config)
-    return first_part(p, p.q, p.in_blocks(d_output, p.V), d_final, adjoint=True)
+    return first_part(p, p.q, p.of_values(d_output), d_final, adjoint=True)
 
 
 def finish_vjp(begun, r: Recurrence, d_output, d_final, residuals: Residuals | None = None, *, config: HopperConfig):
@@ -133,7 +133,7 @@ def chunked_vjp(
 def gradients(p: KernelLayout, d_output, d_final, residuals: Residuals | None, begun) -> tuple["Gradients", jax.Array]:
     """Return the gradients of every chunk, and the gradient of the initial states."""
     residuals = p.of_blocks(states(p) if residuals is None else residuals)
-    d_output = p.in_blocks(d_output, p.V)
+    d_output = p.of_values(d_output)
     d_final, d_states = d_final if isinstance(d_final, StoredStates) else (d_final, None)
     behind = states_in_blocks(p, d_states)
     d_start = starts_against_time(p, d_final, d_output, behind) if begun is None else p.begun_from(d_final, *begun)
@@ -238,7 +238,7 @@ def logs_of_chunks(p: KernelLayout) -> Float[Array, "N chunks heads _"]:
     logs = gates.reshape(gates.shape[0], -1, C, *gates.shape[2:]).sum(2) * LOG2E
     if p.newest is not None:  # no state passes a chunk with a reset
         logs = jnp.where(p.newest.max(2)[..., None, None] >= 0, LOG_OF_RESET, logs)
-    return logs
+    return widen(logs, p.K)
 
 
 def at_edges(p: KernelLayout, behind: Float[Array, "N J H K V"]) -> Float[Array, "N parts H K V"]:

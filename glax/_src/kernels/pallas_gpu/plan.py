@@ -36,6 +36,26 @@ def chunk_of(program, chunks: int, heads: int):
     return quotient(rest, chunks), lax.rem(rest, jnp.int32(chunks)), head
 
 
+def span(start, size: int, width: int):
+    """Return the slice of `size` columns from `start` in an axis of `width` columns. The copy engine loads zeros for the columns
+    behind the axis, and stores none of them.
+
+    The start of a slice that passes the end is traced, because a slice known to do so is refused. It must be known to be a
+    multiple of a tile's columns.
+    """
+    if not isinstance(start, jax.Array) and start + size > width:
+        start = lax.optimization_barrier(jnp.int32(start // 32)) * 32
+    return pl.ds(start, size)
+
+
+def tile_columns(*widths: int) -> int:
+    """Return the columns of a tile in shared memory: 64, or 32 if 64 does not divide the widths in memory.
+
+    The copy engine counts an axis in whole tiles.
+    """
+    return 64 if all(width % 64 == 0 for width in widths) else 32
+
+
 def program_indices(program, blocks: int, heads: int):
     """Return block, head and segment of a program. Blocks vary fastest, then heads."""
     rest = quotient(program, blocks)
@@ -105,6 +125,8 @@ class Scan:
     packed: 0, or the most chunks of packed sequences. Their chunks begin at every eighth row of q, k, v and gates, and the first
         of a sequence may hold rows of the sequence before. The chunks of o and states lie one after another.
     edges: chunks that hold rows without a token are read from copies (`rows.Edges`); only with per-head gates.
+    narrower: the columns of a block of keys, and of values, in memory, where these are fewer than K and V; else None. The copy
+        engine fills the tiles with zeros, and drops what it stores behind the columns. States in float32 have K and V.
     every: the chunks from one of the caller's states to the next, of which there are num_behind; 0 without such states. A scan
         against time adds their gradients to the state, and others store them.
     resets: tokens that reset the state are marked (`rows.newest_resets`); only with per-key gates, because per-head gates are
@@ -137,6 +159,17 @@ class Scan:
     rows: int = 0
     every: int = 0
     num_behind: int = 0
+    narrower: tuple[int, int] | None = None
+
+    @functools.cached_property
+    def in_memory(self) -> tuple[int, int]:
+        """Return the columns of a block of keys, and of values, in memory."""
+        return self.narrower or (self.K, self.V)
+
+    @functools.cached_property
+    def tile(self) -> int:
+        """Return the columns of a tile in shared memory."""
+        return tile_columns(*self.in_memory)
 
     def rows_of_chunks(self, T: int) -> int:
         """Return the number of rows of o for operands of T rows. Divided by 64 and rounded up, it is the number of chunks whose
@@ -239,6 +272,11 @@ class Scan:
         return 2 if self.outputs else self.columns // 64
 
     @functools.cached_property
+    def carriers(self) -> int:
+        """Return the number of warpgroups that carry the state."""
+        return 1 if self.outputs else self.consumers
+
+    @functools.cached_property
     def scalers(self) -> int:
         """Return the number of warpgroups that scale with per-key gates: one for every 64 channels."""
         return self.K // 64
@@ -255,9 +293,9 @@ class Scan:
     def results(self, B: int, T: int, E: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return the types of o, states and last states of `ScanResults`. A result that the plan leaves out has one tile."""
         ends = E if self.two_way else E // self.parts
-        o = (B, T, self.H, self.V) if self.outputs else (1, C, 1, 64)
-        by = self.stored_by
-        block = self.H * by.count, self.K // by.rows, self.V // by.columns
+        (K, V), by = self.in_memory, self.stored_by
+        o = (B, T, self.H, V) if self.outputs else (1, C, 1, 64)
+        block = self.H * by.count, K // by.rows, V // by.columns
         states = (B, -(-T // C) // self.run, *block) if self.states else (1, 1, 1, 64, 64)
         each = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (o, states)]
         return *each, jax.ShapeDtypeStruct((ends, self.H, self.K, self.V), jnp.float32)

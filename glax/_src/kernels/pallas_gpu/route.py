@@ -118,7 +118,8 @@ def copies_reason(r: Recurrence, rows: Reading, widths: Widths) -> dict[str, str
     """Return why q, k, v, gates and the output are copied to wider or longer arrays, or nothing if they are not."""
     (_, T, _, K), V = r.q.shape, r.v.shape[3]
     in_place = rows.copies_last or rows.form in (Form.JOINED, Form.EQUAL)
-    sizes = (("T", T, 1 if in_place else ROWS), ("key (K)", K, widths.K), ("value (V)", V, widths.V))
+    of_keys, of_values = widths.in_memory
+    sizes = (("T", T, 1 if in_place else ROWS), ("key (K)", K, of_keys), ("value (V)", V, of_values))
     why = [f"{block} does not divide {name}={size}" for name, size, block in sizes if size % block]
     if not why:
         return {}

@@ -12,7 +12,8 @@ kernel is quick to compile. It is for gates that are rare.
 Roles. A program has one warpgroup, *compute*, and there are two for each multiprocessor. It has half of K in dq, dk and dg, and
 half of V in dv.
 
-Memory: a chunk's tokens, and q dq / scale of every token. S and G are in registers. Who waits for whom:
+Memory: a chunk's tokens, and q dq / scale of every token. S and G are in registers. Where memory has fewer than D columns, they
+and the results pass through tiles. Who waits for whom:
 
     waits    for      until
     compute  compute  tokens loaded: q, k, g, v, do, g_rest
@@ -39,10 +40,11 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
     by_column,
     by_row,
     read,
+    tiled,
     zeros,
 )
 from glax._src.kernels.pallas_gpu.gradient.items import BF16, Items, Program, half
-from glax._src.kernels.pallas_gpu.plan import C, quotient, remainder
+from glax._src.kernels.pallas_gpu.plan import C, quotient, remainder, span
 
 Ref = Any
 
@@ -75,6 +77,7 @@ class Tiles(NamedTuple):
     g_rest: Ref  # the gates' second term, or None
     marks: Ref  # [C]: the chunk's part of `key.Operands.marks`, or None
     drawn: Ref  # [C, 64] float32: q dq / scale of every token
+    copied: "CopiedTiles | None" = None  # where memory has fewer than D columns
 
     @classmethod
     def types(cls, n: Items) -> "Tiles":
@@ -84,7 +87,24 @@ class Tiles(NamedTuple):
             g_rest=tile if n.terms == 2 else None,
             marks=plgpu.SMEM((C,), jnp.int32) if n.resets else None,
             drawn=plgpu.SMEM((C, 64), jnp.float32),
+            copied=CopiedTiles.types(n) if n.narrower else None,
         )
+
+
+class CopiedTiles(NamedTuple):
+    """Hold what goes to registers and comes from them by copies, which fill with zeros what is not in memory, or drop it."""
+
+    rows: Ref  # [64, D]: a half of S or dS by channels of K
+    columns: Ref  # [D, 64]: a half of dS by columns of V
+    dq: Ref  # [C, 64]: the half of the results
+    dk: Ref
+    dg: Ref
+    dv: Ref
+
+    @classmethod
+    def types(cls, n: Items) -> "CopiedTiles":
+        tile = functools.partial(tiled, columns=n.tile)  # else the compiler looks for ways to swizzle
+        return cls(tile(64, n.D), tile(n.D, 64), *(plgpu.SMEM((C, 64), BF16),) * 4)
 
 
 @dataclass(frozen=True)
@@ -92,12 +112,15 @@ class ExactPipeline(Pipeline):
     """Hold who waits for whom: the one warpgroup for its own copies."""
 
     tokens: Handoff
+    copied: Handoff | None
 
     @classmethod
     def planned(cls, n: Items) -> "ExactPipeline":
         """Return the pipeline of a plan."""
         copies = "q", "k", "g", "v", "do", *("g_rest",) * (n.terms - 1)
-        return cls(Handoff(("compute",), ("compute",), copies, returned=False))
+        one = ("compute",)
+        copied = Handoff(one, one, ("copied",), returned=False) if n.narrower else None
+        return cls(Handoff(one, one, copies, returned=False), copied)
 
 
 def gradient_exact(n: Items, operands, results, out_of_range):
@@ -203,11 +226,51 @@ class Block:
 
     def state(self, x: Ref):
         """Return the half of S or dS by channels of K."""
-        return plgpu.load(x.at[self.b, self.c, self.h, self.mine], layout=ROWS, optimized=False).astype(jnp.float32)
+        place = x.at[self.b, self.c, self.h, self.mine, self.p.plan.block[1]]
+        return plgpu.load(self.copied("rows", place), layout=ROWS, optimized=False).astype(jnp.float32)
+
+    def columns_of_state(self, x: Ref):
+        """Return the half of S or dS by columns of V."""
+        place = x.at[self.b, self.c, self.h, self.p.plan.block[0], self.mine]
+        return plgpu.load(self.copied("columns", place), layout=STATE, optimized=False).astype(jnp.float32)
+
+    def copied(self, name: str, source: Ref) -> Ref:
+        """Return `source`, copied to the tile of this name where fewer columns are in memory."""
+        if not self.p.plan.narrower:
+            return source
+        tile, copied = self.p.tiles.copied._asdict()[name], self.p.pipeline.copied
+        plgpu.commit_smem()  # all warps have read the tile
+        copied.copy(source, tile)
+        copied.wait()
+        return tile
+
+    def result(self, name: str) -> Ref:
+        """Return the rows of the chunk of a result, [C, 64]."""
+        head = self.h if name == "dv" else self.head
+        return self.p.results._asdict()[name].at[self.b, pl.ds(self.c * C, C), head, self.mine]
+
+    def load_results(self):
+        """Load the sums of the blocks of V before, which `store` adds to, where results leave by copies."""
+        if self.p.plan.narrower and self.p.plan.summed > 1:
+
+            @pl.when(self.column > 0)
+            def _():
+                for name in ("dq", "dk", "dg"):
+                    self.copied(name, self.result(name))
+
+    def send(self, *names: str):
+        """Copy results to memory, where they leave by copies."""
+        if self.p.plan.narrower:
+            plgpu.commit_smem()
+            for name in names:
+                plgpu.copy_smem_to_gmem(self.p.tiles.copied._asdict()[name], self.result(name))
+            plgpu.wait_smem_to_gmem(0)
 
     def store(self, row, of_values: bool = False, **results):
         """Store a token's results, dv of values and the others added to those of the blocks of V before."""
         n = self.p.plan
+        if n.narrower:
+            return self.store_in_tiles(row, of_values, **results)
 
         def stored(result: Ref, place):
             return plgpu.load(result.at[place], layout=OF_ROW, optimized=False).astype(jnp.float32)
@@ -222,18 +285,31 @@ class Block:
                     x = x + lax.cond(self.column > 0, before, lambda: zeros((64,), OF_ROW))
                 result[place] = x.astype(BF16)
 
+    def store_in_tiles(self, row, of_values: bool, **results):
+        """Store what `store` stores in the tiles that `send` copies."""
+        for name, x in results.items():
+            tile = self.p.tiles.copied._asdict()[name]
+            if self.p.plan.summed > 1 and not of_values:
+                before = functools.partial(read, tile.at[row], OF_ROW)
+                x = x + lax.cond(self.column > 0, before, lambda: zeros((64,), OF_ROW))
+            tile[row] = x.astype(BF16)
+
 
 def compute_block(at: Block):
     """Store one block's dv, and its dq, dk and dg added to those of the blocks before. Return q dq / scale, [64]: summed over
     tokens, by channel, or with resets summed over channels, by token."""
     load_tokens(at)
+    at.load_results()
     S, used = compute_queries(at)
+    at.send("dq")
     dS = at.state(at.p.operands.of_chunks.dS)
     plgpu.commit_smem()
     if at.p.plan.resets:
         used = used_by_token(at)
     compute_keys(at, S, dS)
+    at.send("dk", "dg")
     compute_values(at)
+    at.send("dv")
     return used
 
 
@@ -245,7 +321,8 @@ def load_tokens(at: Block):
     arrays = [(x.q, s.q, "q"), (x.k, s.k, "k"), (x.g, s.g, "g"), (x.v, s.v, "v"), (x.do, s.do, "do")]
     arrays += [(x.g_rest, s.g_rest, "g")] if n.terms == 2 else []
     for source, tile, name in arrays:
-        at.p.pipeline.tokens.copy(source.at[at.b, n.rows_of(x.places, at.c), heads[name]], tile)
+        columns = span(0, n.D, source.shape[3])
+        at.p.pipeline.tokens.copy(source.at[at.b, n.rows_of(x.places, at.c), heads[name], columns], tile)
     if n.resets:
         s.marks[...] = plgpu.load(x.marks.at[at.b, at.c], layout=BY_COLUMN, optimized=False)
         plgpu.commit_smem()
@@ -319,9 +396,7 @@ def compute_values(at: Block):
         at.store(row, of_values=True, dv=jnp.sum(G * by_row(k, G.shape), axis=0))
         return G * by_row(at.passed(token, exp(g)), G.shape)
 
-    place = at.b, at.c, at.h, slice(None), at.mine
-    G = plgpu.load(at.p.operands.of_chunks.dS.at[place], layout=STATE, optimized=False).astype(jnp.float32)
-    lax.fori_loop(0, C, advance, G)
+    lax.fori_loop(0, C, advance, at.columns_of_state(at.p.operands.of_chunks.dS))
 
 
 def used_by_token(at: Block):

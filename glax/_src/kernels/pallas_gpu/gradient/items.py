@@ -24,7 +24,7 @@ from glax._src.kernels.pallas_gpu.device import tiles
 from glax._src.kernels.pallas_gpu.device.launch import PROGRAM, WARPGROUP
 from glax._src.kernels.pallas_gpu.device.pipeline import acting_as
 from glax._src.kernels.pallas_gpu.device.tiles import BY_COLUMN, REGISTERS, WGMMA
-from glax._src.kernels.pallas_gpu.plan import ROWS, WHOLE, Blocks, C, quotient, remainder
+from glax._src.kernels.pallas_gpu.plan import ROWS, WHOLE, Blocks, C, quotient, remainder, span, tile_columns
 
 BF16 = jnp.bfloat16
 SLOTS = 2  # chunks in shared memory: one in work, one on its way
@@ -57,6 +57,24 @@ class Items:
     packed: bool = False  # chunks begin at any row of the inputs: `places` has those
     # Marked tokens reset the state (`newest_resets`). A chunk may hold several sequences, so d_scale is by token.
     resets: bool = False
+    # The columns of a block of keys, and of values, in memory, where these are fewer than D; else None.
+    narrower: tuple[int, int] | None = None
+
+    @property
+    def in_memory(self) -> tuple[int, int]:
+        """Return the columns of a block of keys, and of values, in memory."""
+        return self.narrower or (self.D, self.D)
+
+    @property
+    def block(self) -> tuple[pl.Slice, pl.Slice]:
+        """Return the rows and columns of a block of the state, [D, D], in memory."""
+        keys, values = self.in_memory
+        return span(0, self.D, keys), span(0, self.D, values)
+
+    @property
+    def tile(self) -> int:
+        """Return the columns of a tile in shared memory."""
+        return tile_columns(*self.in_memory)
 
     @property
     def chunks(self) -> int:
@@ -129,6 +147,12 @@ class Items:
     def scale(self, scale: Ref, b, c):
         """Return the scale of chunk c of sequence b. Packed arrays have one scale a chunk."""
         return scale[c if self.packed else b]
+
+
+def widths(keys: int, values: int) -> tuple[int, tuple[int, int] | None]:
+    """Return `Items.D` and `Items.narrower` of blocks with these columns in memory."""
+    D = 64 if max(keys, values) <= 64 else 128
+    return D, None if keys == values == D else (keys, values)
 
 
 class Program(NamedTuple):
@@ -253,9 +277,9 @@ def hidden_zero():
     return lax.optimization_barrier(jnp.int32(0))
 
 
-def half(p):
-    """Return the p-th half of 128 columns, or all of 64."""
-    return pl.ds(p * 64, 64)
+def half(p, width: int = 128):
+    """Return the p-th half of 128 columns, or all of 64. width: the columns in memory, where they are fewer."""
+    return span(p * 64, 64, width)
 
 
 def along(x):

@@ -49,6 +49,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from glax._src.kernels.pallas_gpu.device import tiles
 from glax._src.kernels.pallas_gpu.device.launch import SUMS_WITHIN_WARPS, launch
 from glax._src.kernels.pallas_gpu.device.pipeline import Meeting, Pipeline, Ring, acting_as
 from glax._src.kernels.pallas_gpu.device.tiles import (
@@ -62,7 +63,6 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
     high_part,
     product,
     read,
-    tiled,
     transposed,
     zeros,
 )
@@ -83,7 +83,7 @@ from glax._src.kernels.pallas_gpu.gradient.items import (
     store_rounded,
     tokens,
 )
-from glax._src.kernels.pallas_gpu.plan import WHOLE, Blocks, C
+from glax._src.kernels.pallas_gpu.plan import WHOLE, Blocks, C, span
 
 Ref = Any
 
@@ -117,7 +117,7 @@ class Results(NamedTuple):
     @classmethod
     def types(cls, n: Items) -> "Results":
         H, out = n.H // n.summed, jax.ShapeDtypeStruct
-        keys, values = (out((n.B, n.T, heads, n.D), BF16) for heads in (H, n.H))
+        keys, values = (out((n.B, n.T, heads, width), BF16) for heads, width in zip((H, n.H), n.in_memory, strict=True))
         return cls(keys, keys, values, keys, out((n.B, n.chunks, H, n.halves, C), jnp.float32))
 
 
@@ -140,6 +140,7 @@ class Tiles(NamedTuple):
     @classmethod
     def types(cls, n: Items) -> "Tiles":
         teams, team, slots = n.teams, n.team, SLOTS * n.teams
+        tiled = functools.partial(tiles.tiled, columns=n.tile)
         tile, state = tiled(slots, team, C, 64), tiled(teams, n.D, n.D)
         scores = tiled(teams, C, C) if team == 1 else None
         return cls(
@@ -209,11 +210,12 @@ def gradient_key(
     newest: [B, chunks, 64] in int32 for rows with resets (`newest_resets`), else None. d_scale is then by token, [B, chunks, H,
         64], and with `places` chunks lie one after another in the inputs.
     """
-    (B, T), (_, chunks, H, D, _), packed = d_output.shape[:2], behind.shape, places is not None
+    (B, T), (_, chunks, H, *in_memory), packed = d_output.shape[:2], behind.shape, places is not None
     T = chunks * C if packed and newest is None else T
-    heads = q.shape[2], k.shape[2], v.shape[2]
+    heads, (D, narrower) = (q.shape[2], k.shape[2], v.shape[2]), items.widths(*in_memory)
     n = Items(
-        B, T, H, D, heads, programs, reverse, blocks, terms=len(g), packed=packed, resets=newest is not None
+        B, T, H, D, heads, programs, reverse, blocks,
+        terms=len(g), packed=packed, resets=newest is not None, narrower=narrower,
     )  # fmt: skip
     g, g_rest = g if n.terms == 2 else (*g, None)
     marked = marks(newest, reverse) if n.resets else None
@@ -248,7 +250,8 @@ def load(p: Program):
         for name in names:
             source, tile = arrays[name]
             for part in range(n.team):
-                ring.copy(source.at[b, rows, heads[name], half(part)], tile.at[at].at[part], slot)
+                columns = half(part, source.shape[3])
+                ring.copy(source.at[b, rows, heads[name], columns], tile.at[at].at[part], slot)
 
     def load_early(program, i, t: int):
         load_tokens(("q", "k"), program, i, t)
@@ -261,13 +264,13 @@ def load(p: Program):
         pl.when(i >= 1)(lambda: pipeline.states.acquire(t))
         load_tokens(("g",), program, i, t)
         if n.terms == 2:
-            rest = x.g_rest.at[b, n.rows_of(x.places, c), n.heads_of(h)["g"]]
+            rest = x.g_rest.at[b, n.rows_of(x.places, c), n.heads_of(h)["g"], span(0, n.D, x.g_rest.shape[3])]
             pipeline.tokens.copy(rest, second_term(p, t), n.slot(i, t))
         load_tokens(("v", "do"), program, i, t, late=True)
-        pipeline.states.copy(x.dS.at[b, c, h], s.dS.at[t], t)
+        pipeline.states.copy(x.dS.at[b, c, h, *n.block], s.dS.at[t], t)
         if n.terms == 2:
             pipeline.gates_read.wait(t)
-        pipeline.states.copy(x.S.at[b, c, h], s.S.at[t], t)
+        pipeline.states.copy(x.S.at[b, c, h, *n.block], s.S.at[t], t)
 
     def store(program, i, t: int):
         b, _, c, h, _ = n.chunk_of(program, i, t)
@@ -275,7 +278,7 @@ def load(p: Program):
         for result, tile in zip(p.results[:4], (s.q, s.k, s.do, s.v), strict=True):
             at = n.slot(i, t)
             for part in range(n.team):
-                target = result.at[b, pl.ds(c * C, C), h, half(part)]
+                target = result.at[b, pl.ds(c * C, C), h, half(part, result.shape[3])]
                 plgpu.copy_smem_to_gmem(tile.at[at].at[part], target, commit_group=False)
         plgpu.commit_smem_to_gmem_group()
 

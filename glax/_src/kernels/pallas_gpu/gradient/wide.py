@@ -44,7 +44,6 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
     high_part,
     product,
     read,
-    tiled,
     transposed,
     zeros,
 )
@@ -129,6 +128,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def types(cls, n: WideItems) -> "Tiles":
+        tiled = functools.partial(tiles.tiled, columns=n.tile)
         return cls(
             q=tiled(n.slots, 2, C, 64),
             k=tiled(n.slots, 2, C, 64),
@@ -210,7 +210,11 @@ class Program(items.Program):
 
     def columns(self, step):
         """Return the columns of a step within its block."""
-        return half(remainder(step, STEPS))
+        return half(remainder(step, STEPS), self.plan.in_memory[1])
+
+    def channels(self, w):
+        """Return the channels of a warpgroup within its block."""
+        return half(w, self.plan.in_memory[0])
 
 
 def gradient_wide(
@@ -223,10 +227,10 @@ def gradient_wide(
     The arguments are as in `gradient_key`, with blocks of 128 x 128.
     """
     (B, T), H = d_output.shape[:2], behind.shape[2]
-    heads = tuple(x.shape[2] for x in (q, k, v))
+    heads, (D, narrower) = tuple(x.shape[2] for x in (q, k, v)), items.widths(*behind.shape[3:])
     n = WideItems(
-        B, T, H, 128, heads, programs, reverse, blocks,
-        terms=len(g), summed=blocks.columns, resets=newest is not None,
+        B, T, H, D, heads, programs, reverse, blocks,
+        terms=len(g), summed=blocks.columns, resets=newest is not None, narrower=narrower,
     )  # fmt: skip
     order = marks(newest, reverse) if n.resets else tokens(reverse)
     operands = Operands(q, k, v, tuple(g), d_output, scale, before, behind, order)
@@ -281,7 +285,7 @@ def load_keys(p: Program, i):
     block = p.block(i)
     for x, heads, tile in zip((p.operands.q, p.operands.k), n.heads[:2], (p.tiles.q, p.tiles.k), strict=True):
         for w in range(2):
-            source = x.at[(*p.rows(i), n.blocks.of_keys(block, n.H, heads), half(w))]
+            source = x.at[(*p.rows(i), n.blocks.of_keys(block, n.H, heads), p.channels(w))]
             p.pipeline.keys.copy(source, tile.at[slot, w], slot)
 
 
@@ -292,7 +296,7 @@ def load_gates(p: Program, i):
         p.pipeline.gates.copy(p.operands.tokens.at[b, c], p.tiles.order.at[p.parity(i)])
     for term in range(p.plan.terms):
         for w in range(2):
-            source = p.operands.gates[term].at[(*p.rows(i), p.place(i)[2], half(w))]
+            source = p.operands.gates[term].at[(*p.rows(i), p.place(i)[2], p.channels(w))]
             p.pipeline.gates.copy(source, p.tiles.gates.at[term, w])
 
 
@@ -307,7 +311,7 @@ def load_step(p: Program, i, step):
     ring.copy(source, p.tiles.do.at[stage], stage)
     b, c, _ = p.place(i)
     for x, tile in ((p.operands.S, p.tiles.S), (p.operands.dS, p.tiles.dS)):
-        ring.copy(x.at[b, c, block, :, columns], tile.at[stage], stage)
+        ring.copy(x.at[b, c, block, n.block[0], columns], tile.at[stage], stage)
 
 
 # ---- compute ----------------------------------------------------------------------------------------------------------
@@ -516,7 +520,7 @@ def store_gradient(it: Item, dx, dy_state, edge):
     plgpu.commit_smem()  # all warps are done with the tile
     x_rest[...] = dg.astype(BF16)
     plgpu.commit_smem()
-    place = *p.rows(it.i), p.place(it.i)[2], half(w)
+    place = *p.rows(it.i), p.place(it.i)[2], p.channels(w)
     for tile, result in ((q, p.results.dq), (k, p.results.dk), (x_rest, p.results.dg)):
         plgpu.copy_smem_to_gmem(tile, result.at[place])
     b, c, block = p.place(it.i)

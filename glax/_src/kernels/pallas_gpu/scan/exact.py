@@ -32,7 +32,7 @@ from glax._src.kernels.pallas_gpu.device import tiles
 from glax._src.kernels.pallas_gpu.device.launch import ALONE, PROGRAM, launch
 from glax._src.kernels.pallas_gpu.device.pipeline import Pipeline, Ring
 from glax._src.kernels.pallas_gpu.device.tiles import LOG2E, C, read, store
-from glax._src.kernels.pallas_gpu.plan import ROWS, Scan, quotient, remainder
+from glax._src.kernels.pallas_gpu.plan import ROWS, Scan, quotient, remainder, span
 
 EXACT_GROUPS = 256  # of chunks and heads: each group has programs of its own
 FLAGS = 128  # flags that such a program reads together, one per thread
@@ -186,7 +186,8 @@ class Chunk:
     def of_keys(self, x, part):
         """Return the rows [TOKENS, K] of x [B, T, heads, K]."""
         head = self.plan.blocks.of_keys(self.head, self.plan.H, x.shape[2])
-        return x.at[self.batch, pl.ds(self.base + self.first_row(part), TOKENS), head]
+        channels = span(0, self.plan.K, x.shape[3])
+        return x.at[self.batch, pl.ds(self.base + self.first_row(part), TOKENS), head, channels]
 
     def of_values(self, x, part):
         """Return the rows [TOKENS, COLUMNS] of x [B, T, heads, V]."""
@@ -300,7 +301,8 @@ def scan_chunk(c: Chunk):
 
 def scan_group(w: Scan, at: Operands, o: Ref, t: Tiles, pipeline: "ExactPipeline"):
     """Scan the chunks out of range of one group of chunks and heads, in the program's columns."""
-    blocks, (B, T, H, _), groups = w.V // COLUMNS, o.shape, at.flags.shape[0]
+    (B, T, H, V), groups = o.shape, at.flags.shape[0]
+    blocks = V // COLUMNS
     chunks = -(-T // C)
     program = lax.axis_index(PROGRAM)
     block, group = remainder(program, blocks), quotient(program, blocks)
@@ -362,6 +364,6 @@ def exact_outputs(w: Scan, table, flags, q, k, v, g, scale, o, newest=None):
         (Tiles.types(w),),
         ALONE,
         ExactPipeline.planned(w),
-        programs=w.V // COLUMNS * flags.shape[0],
+        programs=o.shape[3] // COLUMNS * flags.shape[0],
         over=True,
     )

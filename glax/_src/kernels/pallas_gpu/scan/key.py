@@ -70,11 +70,10 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
     by_column,
     by_row,
     decayed,
-    tiled,
     transposed,
     zeros,
 )
-from glax._src.kernels.pallas_gpu.plan import LOG_OF_RESET, ROWS, Scan, ScanResults, program_indices
+from glax._src.kernels.pallas_gpu.plan import LOG_OF_RESET, ROWS, Scan, ScanResults, program_indices, span
 from glax._src.kernels.pallas_gpu.scan import exact
 from glax._src.kernels.pallas_gpu.scan.key_scale import scale_segment
 
@@ -134,17 +133,20 @@ class Tiles(NamedTuple):
     sums: Ref  # [stages, 2, K]: log decays by channel: of a chunk's first half and its second
     own_scores: Ref  # [stages, scalers, C]: every token's score with itself, by half of K
     halves: Ref  # [C, C]: the matrix that sums gates over each half of a chunk
-    weak: Ref  # [1]: 1 where the gates of the program are weak on average
+    weak: Ref  # [1]: 1 where the gates of the program are weak on average; with `token` the last of `out_of_range`
     out_of_range: Ref  # [stages]: 1 where the gates of a chunk are out of range
     newest: Ref = None  # [stages, C], of a plan with resets
+    # [1 or consumers, K + columns], where fewer are in memory: k and v of one token, for each warpgroup that carries
+    token: Ref = None
 
     @classmethod
     def types(cls, w: Scan) -> "Tiles":
         K, columns, W, scalers = w.K, w.columns, w.consumers, w.scalers
+        tiled = functools.partial(tiles.tiled, columns=w.tile)
         stages, lost_stages, state_stages = w.stages, w.lost_stages, w.state_stages
         output: Ref = tiled(C, columns) if w.has_output_tile else tiled(8, 64)
-        if w.resets and not w.has_output_tile:
-            output = None  # `newest` has its place
+        if (w.resets or w.narrower) and not w.has_output_tile:
+            output = None  # `newest` or `token` has its place
         return cls(
             q=tiled(stages, C, K) if w.outputs else tiled(1, C, 64),
             k=tiled(stages, C, K),
@@ -156,9 +158,10 @@ class Tiles(NamedTuple):
             sums=plgpu.SMEM((stages, 2, K), jnp.float32),
             own_scores=plgpu.SMEM((stages, scalers, C), jnp.float32),
             halves=tiled(C, C),
-            weak=plgpu.SMEM((1,), jnp.int32),
-            out_of_range=plgpu.SMEM((stages,), jnp.int32),
+            weak=None if w.narrower else plgpu.SMEM((1,), jnp.int32),
+            out_of_range=plgpu.SMEM((stages + bool(w.narrower),), jnp.int32),
             newest=plgpu.SMEM((stages, C), jnp.int32) if w.resets else None,
+            token=plgpu.SMEM((w.carriers, K + columns // w.carriers), BF16) if w.narrower else None,
         )
 
 
@@ -170,7 +173,8 @@ def roles_of(w: Scan) -> dict[str, int]:
 @dataclasses.dataclass(frozen=True)
 class KeyPipeline(Pipeline):
     """Hold who waits for whom. tokens: q, k, v and resets of a chunk. gates: its gates. scaled: q^, k^, the sums and the own
-    scores. lost: what q^ lost, in tiles of its own. met: all of *scale* are there. prepared: `halves` and `weak`. state: S'."""
+    scores. lost: what q^ lost, in tiles of its own. met: all of *scale* are there. prepared: `halves` and `weak`. state: S'.
+    token: k and v of one token, where fewer columns are in memory: *carry* waits for its own copies."""
 
     tokens: Ring
     gates: Ring
@@ -179,10 +183,11 @@ class KeyPipeline(Pipeline):
     met: Meeting
     prepared: Meeting
     state: Handoff
+    token: Ring | None
 
     ORDER: ClassVar[Names] = (
         *("tokens.full", "gates.full", "scaled.full", "tokens.free", "gates.free", "lost.free"),
-        *("met.all_there", "prepared.all_there", "state.full", "state.free"),
+        *("met.all_there", "prepared.all_there", "state.full", "state.free", "token.full"),
     )
 
     @classmethod
@@ -200,6 +205,7 @@ class KeyPipeline(Pipeline):
             met=Meeting(scale),
             prepared=Meeting(scale, waiting=(*scale, *("output",) * w.narrow)),
             state=Handoff(("carry",), ("output",)),
+            token=Ring(w.carriers, ("carry",), ("carry",), ("k", "v"), released_by=()) if w.narrower else None,
         )
 
 
@@ -219,6 +225,9 @@ class Program:
     def of(cls, plan: Scan, *refs) -> "Program":
         """Return the program. refs: the operands, the results, the tiles and the pipeline."""
         p = cls(plan, *refs, lax.axis_index(WARPGROUP), int(plan.adjoint))
+        if plan.narrower:
+            weak = p.tiles.out_of_range.at[pl.ds(plan.stages, 1)]
+            p = dataclasses.replace(p, tiles=p.tiles._replace(weak=weak))
         return dataclasses.replace(p, adjoint=p.segment_field(4)) if plan.two_way else p
 
     def place(self):
@@ -271,6 +280,11 @@ class Program:
         """Return the rows [C, ...] of one head of x [B, T, heads, ...] at a step."""
         return x.at[(self.segment_field(0), pl.ds(self.row(step), C), head, *columns)]
 
+    @property
+    def channels(self):
+        """Return all channels of a block, and the zeros behind those that are in memory."""
+        return span(0, self.plan.K, self.plan.in_memory[0])
+
     def of_keys(self, x):
         """Return the head of x [B, T, heads, K] that the program reads."""
         return self.plan.blocks.of_keys(self.place()[1], self.plan.H, x.shape[2])
@@ -284,13 +298,13 @@ class Program:
         for term in range(self.plan.terms):
             tile = self.tiles.gates.at[slot * self.plan.terms + term]
             gates = self.operands.gates[term]
-            self.pipeline.gates.copy(self.tokens(gates, step, self.of_keys(gates)), tile, slot)
+            self.pipeline.gates.copy(self.tokens(gates, step, self.of_keys(gates), self.channels), tile, slot)
 
     def load(self, step, slot):
         """Load k [C, K], the program's columns of v, [C, columns], and the resets [C] of a step."""
         ring, k, v = self.pipeline.tokens, self.operands.k, self.operands.v
-        ring.copy(self.tokens(k, step, self.of_keys(k)), self.tiles.k.at[slot], slot)
-        columns = pl.ds(self.place()[0] * self.plan.columns, self.plan.columns)
+        ring.copy(self.tokens(k, step, self.of_keys(k), self.channels), self.tiles.k.at[slot], slot)
+        columns = span(self.place()[0] * self.plan.columns, self.plan.columns, v.shape[3])
         ring.copy(self.tokens(v, step, self.of_values(v), columns), self.tiles.v.at[slot], slot)
         if self.plan.resets:
             newest = self.operands.newest.at[self.segment_field(0), self.chunk(step)]
@@ -366,14 +380,14 @@ def key_scan(
 
 def carry_own_columns(p: Program):
     """Carry 64 columns of the state: one warpgroup of a scan without outputs."""
-    columns = pl.ds((p.place()[0] * p.plan.consumers + p.warpgroup) * 64, 64)
+    columns = span((p.place()[0] * p.plan.consumers + p.warpgroup) * 64, 64, p.plan.in_memory[1])
     pl.when(p.warpgroup == 0)(lambda: p.load_first(p.load))
     carry_state(p, columns, advance_own_columns)
 
 
 def carry_shared_state(p: Program):
     """Carry the whole state of the program, and store S' for *output*."""
-    columns = pl.ds(p.place()[0] * p.plan.columns, p.plan.columns)
+    columns = span(p.place()[0] * p.plan.columns, p.plan.columns, p.plan.in_memory[1])
     p.load_first(p.load)
     carry_state(p, columns, advance_shared_state)
 
@@ -555,7 +569,7 @@ def store_state(p: Program, S, step, tile, columns):
     tile[...] = S.astype(BF16)
     plgpu.commit_smem()
     if p.plan.states:
-        target = p.results.states.at[p.segment_field(0), p.chunk(step), p.place()[1], :, columns]
+        target = p.results.states.at[p.segment_field(0), p.chunk(step), p.place()[1], p.channels, columns]
         plgpu.copy_smem_to_gmem(tile, target)
 
 
@@ -584,14 +598,10 @@ def has_tokens(p: Program):
 def lost_in_rounding(p: Program, tail, columns, token):
     """Return what the last token of a chunk lost when it was scaled and rounded, [K, columns]. Where gates are strong, this
     token is most of the state."""
-    w, token = p.plan, (p.segment_field(0), token)
-    keys, values = p.operands.k, p.operands.v
+    w, find = p.plan, copied_token if p.plan.narrower else token_in_memory
     k, v = (
-        plgpu.load(x.at[(*token, head, part)], layout=layout, optimized=False)
-        for x, head, part, layout in (
-            (keys, p.of_keys(keys), pl.ds(0, w.K), BY_ROW),
-            (values, p.of_values(values), columns, BY_COLUMN),
-        )
+        plgpu.load(x, layout=layout, optimized=False)
+        for x, layout in zip(find(p, columns, token), (BY_ROW, BY_COLUMN), strict=True)
     )
     k = k.astype(jnp.float32)
     rounded = (k * jnp.exp2(-tail * LOG2E)).astype(BF16).astype(jnp.float32)
@@ -599,6 +609,24 @@ def lost_in_rounding(p: Program, tail, columns, token):
     left = (k - rounded * jnp.exp2(tail * LOG2E)) * jnp.where(p.count() > 0, 1.0, 0.0)
     shape = w.K, columns.size
     return by_row(left, shape) * tiles.by_column(v, shape).astype(jnp.float32)
+
+
+def token_in_memory(p: Program, columns, token):
+    """Return the references of k and of some columns of v of one token."""
+    place, (keys, values) = (p.segment_field(0), token), (p.operands.k, p.operands.v)
+    return keys.at[(*place, p.of_keys(keys), p.channels)], values.at[(*place, p.of_values(values), columns)]
+
+
+def copied_token(p: Program, columns, token):
+    """Return what `token_in_memory` returns, in shared memory and with zeros behind what is in memory."""
+    w, ring = p.plan, p.pipeline.token
+    mine = 0 if w.outputs else p.warpgroup
+    found = [p.tiles.token.at[mine, pl.ds(0, w.K)], p.tiles.token.at[mine, pl.ds(w.K, columns.size)]]
+    plgpu.commit_smem()  # all warps have read the token before
+    for source, tile in zip(token_in_memory(p, columns, token), found, strict=True):
+        ring.copy(source, tile, mine)
+    ring.wait(mine)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -630,7 +658,7 @@ class OutputWarpgroup:
         """Load q [C, K] of a step into its tile."""
         q, w = self.p.operands.q, self.p.plan
         tokens = self.p.tokens if w.packed else self.tokens
-        source = tokens(q, step, w.blocks.of_keys(self.head, w.H, q.shape[2]))
+        source = tokens(q, step, w.blocks.of_keys(self.head, w.H, q.shape[2]), self.p.channels)
         self.p.pipeline.tokens.copy(source, self.p.tiles.q.at[slot], slot)
 
 
@@ -733,7 +761,7 @@ def write_chunk(o: OutputWarpgroup, weak: bool | None, step):
     tile = p.tiles.output if w.has_output_tile else q
     tile[...] = (output * o.scale).astype(BF16)
     plgpu.commit_smem()
-    columns = pl.ds(o.block * w.columns, w.columns)
+    columns = span(o.block * w.columns, w.columns, w.in_memory[1])
     plgpu.copy_smem_to_gmem(tile, o.tokens(p.results.o, step, o.head, columns))
 
 

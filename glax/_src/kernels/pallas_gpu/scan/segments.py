@@ -40,7 +40,7 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
     tiled,
     zeros,
 )
-from glax._src.kernels.pallas_gpu.plan import Scan, quotient, remainder
+from glax._src.kernels.pallas_gpu.plan import Scan, quotient, remainder, span
 
 AHEAD = 2  # chunks in shared memory; a lookback over the gates of a new model reads no more
 TILE = 64, 8  # rows and columns of the state in a program of `segment_scan`: 4 numbers a thread
@@ -69,7 +69,7 @@ def lookback_tables(w: Scan, table, g) -> list[jax.Array]:
     lookback the scan costs what it costs without resets.
     """
     E = table.shape[1]
-    heads, K = g[0].shape[2:]
+    heads, K = g[0].shape[2], w.K
     halves = range(K // 64)
 
     def body(operands, results, g_s, ones_s, sums_s, pipeline):
@@ -87,7 +87,8 @@ def lookback_tables(w: Scan, table, g) -> list[jax.Array]:
             for term in range(w.terms):
                 tile = g_s.at[slot * w.terms + term]
                 channels_of_h = w.blocks.of_keys(h, w.H, heads)
-                pipeline.gates.copy(g_g[term].at[batch, rows, channels_of_h], tile, slot)
+                source = g_g[term].at[batch, rows, channels_of_h, span(0, K, w.in_memory[0])]
+                pipeline.gates.copy(source, tile, slot)
 
         for i in range(AHEAD):
             pl.when(i < whole)(functools.partial(load, jnp.int32(i)))
@@ -145,7 +146,10 @@ def lookback_tables(w: Scan, table, g) -> list[jax.Array]:
         for place, out_g in enumerate((with_g, against_g)):
             pl.when(way == place)(functools.partial(leave, out_g))
 
-    scratch = tiled(AHEAD * w.terms, C, K), tiled(C, C), plgpu.SMEM((AHEAD, K), jnp.float32)
+    scratch = (
+        *(tiled(*shape, columns=w.tile) for shape in ((AHEAD * w.terms, C, K), (C, C))),
+        plgpu.SMEM((AHEAD, K), jnp.float32),
+    )
     results = [jax.ShapeDtypeStruct((E, w.H, 5), jnp.int32)] * 2
     pipeline, programs = LookbackPipeline.planned(w), 2 * E * w.H
     return launch("lookback_tables", w, body, (table, g), results, scratch, ALONE, pipeline, programs=programs)
