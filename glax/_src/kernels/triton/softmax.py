@@ -225,7 +225,8 @@ def add_key_gradient(
     dk, dv, k, v, keys, q, d_o, log_total, shift, first, last, start, stop, hq, factor, D: tl.constexpr,
     MASKED: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Return dk / scale and dv with the terms of ROWS rows from `start` on added. Rows from `stop` on have none with MASKED."""
+    """Return dk / scale and dv with the terms of ROWS rows from `start` on added: dk with D.KEY, dv with D.VALUE. Rows from `stop`
+    on have none with MASKED."""
     own, ck, cv, count = tl.arange(0, D.ROWS), tl.arange(0, D.BK), tl.arange(0, D.BV), stop - start
     qt = read(at(q, start, hq, D.HQ, D.K), own, ck, count, D.HQ, D.K, D.BK, MASKED)
     d_ot = read(at(d_o, start, hq, D.HQ, D.V), own, cv, count, D.HQ, D.V, D.BV, MASKED)
@@ -241,19 +242,24 @@ def add_key_gradient(
         sound = (logs == logs) & (ends >= begins)
         qt, d_ot = replaced(qt, sound), replaced(d_ot, sound)
     weights = tl.exp2(tl.dot(k, tl.trans(qt), input_precision=D.PRECISION) * factor - logs[None, :])
-    d_scores = weights * (tl.dot(v, tl.trans(d_ot), input_precision=D.PRECISION) - shifts[None, :])
+    seen = held(begins[None, :], ends[None, :], keys[:, None])
     if MASKED:
-        seen = held(begins[None, :], ends[None, :], keys[:, None])
-        weights, d_scores = tl.where(seen, weights, 0.0), tl.where(seen, d_scores, 0.0)
-    dv = product(weights.to(d_ot.dtype), d_ot, dv, D)
-    return product(d_scores.to(qt.dtype), qt, dk, D), dv
+        weights = tl.where(seen, weights, 0.0)
+    if D.VALUE:
+        dv = product(weights.to(d_ot.dtype), d_ot, dv, D)
+    if D.KEY:
+        d_scores = weights * (tl.dot(v, tl.trans(d_ot), input_precision=D.PRECISION) - shifts[None, :])
+        if MASKED:
+            d_scores = tl.where(seen, d_scores, 0.0)
+        dk = product(d_scores.to(qt.dtype), qt, dk, D)
+    return dk, dv
 
 
 @triton.jit
 def key_gradient(
     q, k, v, first, last, table, sizes, scale, log_total, shift, d_o, d_k, d_v, D: tl.constexpr
 ):  # fmt: skip
-    """Compute d_k [B, S, HK, K] and d_v [B, S, HK, V]. A program has a block of keys of one head."""
+    """Compute d_k [B, S, HK, K] with D.KEY, and d_v [B, S, HK, V] with D.VALUE. A program has a block of keys of one head."""
     program, blocks, S = tl.program_id(0), tl.load(sizes), tl.load(sizes + 1)
     block, other = program % blocks, program // blocks
     hk, b = other % D.HK, other // D.HK
@@ -289,8 +295,26 @@ def key_gradient(
                     dk, dv, kt, vt, keys, q, d_o, log_total, shift, first, last, begin + i * D.ROWS, end,
                     hk * D.GROUP + g, factor, D, True, True,
                 )  # fmt: skip
-    stored(at(d_k, place, hk, D.HK, D.K), dk * tl.load(scale), own, ck, count, D.HK, D.K)
-    stored(at(d_v, place, hk, D.HK, D.V), dv, own, cv, count, D.HK, D.V)
+    if D.KEY:
+        stored(at(d_k, place, hk, D.HK, D.K), dk * tl.load(scale), own, ck, count, D.HK, D.K)
+    if D.VALUE:
+        stored(at(d_v, place, hk, D.HK, D.V), dv, own, cv, count, D.HK, D.V)
+
+
+@triton.jit
+def key_alone(
+    q, k, v, first, last, table, sizes, scale, log_total, shift, d_o, d_k, D: tl.constexpr
+):  # fmt: skip
+    """Compute d_k alone, as `key_gradient`."""
+    key_gradient(q, k, v, first, last, table, sizes, scale, log_total, shift, d_o, d_k, d_k, D)
+
+
+@triton.jit
+def value_alone(
+    q, k, v, first, last, table, sizes, scale, log_total, shift, d_o, d_v, D: tl.constexpr
+):  # fmt: skip
+    """Compute d_v alone, as `key_gradient`."""
+    key_gradient(q, k, v, first, last, table, sizes, scale, log_total, shift, d_o, d_v, d_v, D)
 
 
 # ---- launches ----------------------------------------------------------------------------------------------------------
@@ -335,10 +359,14 @@ def gradient(operands: SoftmaxOperands, o, log_total, d_o, scale: float, config:
         **common, ROWS=config.rows, C=config.keys, warps=config.warps, stages=config.stages,
     )  # fmt: skip
     table = gradient_table(blocks, T, S, config.rows, config.own_keys)
-    d_k, d_v = launch(
-        key_gradient, B * table.shape[1] * HK,
-        (q, k, v, first, last, table, jnp.array([table.shape[1], S], jnp.int32), *rest),
-        [(k.shape, k.dtype), (v.shape, v.dtype)],
-        **common, ROWS=config.read_rows, C=config.own_keys, warps=config.key_warps, stages=config.key_stages,
-    )  # fmt: skip
-    return d_q, d_k, d_v
+    outs = (k.shape, k.dtype), (v.shape, v.dtype)
+    parts = ((key_alone, outs[:1]), (value_alone, outs[1:])) if config.apart else ((key_gradient, outs),)
+    results = [d_q]
+    for kernel, out in parts:
+        results += launch(
+            kernel, B * table.shape[1] * HK,
+            (q, k, v, first, last, table, jnp.array([table.shape[1], S], jnp.int32), *rest), out,
+            **common, ROWS=config.read_rows, C=config.own_keys, warps=config.key_warps, stages=config.key_stages,
+            KEY=kernel is not value_alone, VALUE=kernel is not key_alone,
+        )  # fmt: skip
+    return results

@@ -8,11 +8,11 @@ import dataclasses
 from glax._src.core.known_miscompiles import known_miscompile
 from glax._src.core.recurrence import is_symbol
 from glax._src.core.registry import Config, check_field
-from glax._src.kernels.common.gpu import capability
 from glax._src.kernels.common.softmax import SoftmaxOperands
+from glax._src.kernels.triton.config import has_large_tiles
 from glax._src.kernels.triton.support import installation
 
-WIDEST = 256
+WIDEST, WIDEST_FLOAT32 = 256, 128  # wider ones would spill the registers of whole tiles
 DTYPES = ("bfloat16", "float16", "float32")
 FEW_ROWS, FEW_SCORES = 16, 2**15  # a product of all rows with all keys is faster below both
 
@@ -50,7 +50,8 @@ class SoftmaxGradientConfig(Config):
     """Configure the Triton kernels of softmax attention's gradient.
 
     rows, keys, warps, stages: as in `SoftmaxConfig`, of the kernel that forms dq. own_keys, read_rows, key_warps, key_stages: of
-    the kernel that forms dk and dv, whose programs own keys and read rows. read_rows divides rows.
+    the kernel that forms dk and dv, whose programs own keys and read rows. read_rows divides rows. apart: whether it runs twice,
+    for dk and for dv, which takes a fifth product but half of the registers.
     """
 
     rows: int = 64
@@ -61,9 +62,12 @@ class SoftmaxGradientConfig(Config):
     read_rows: int = 64
     key_warps: int = 8
     key_stages: int = 1
+    apart: bool = False
 
     def __post_init__(self):
-        check_block(self, *(field.name for field in dataclasses.fields(self)))
+        check_block(self, *(field.name for field in dataclasses.fields(self) if field.name != "apart"))
+        if type(self.apart) is not bool:
+            raise ValueError(f"apart must be a bool, got {self.apart!r:.80}")
         if self.rows % self.read_rows:
             raise ValueError(f"read_rows must divide rows, {self.rows}, got {self.read_rows}")
 
@@ -73,25 +77,25 @@ def widest(operands: SoftmaxOperands) -> int:
 
 
 def forward_config(operands: SoftmaxOperands) -> SoftmaxConfig:
-    """Return the block sizes of the forward for the heads of a call, with which no program spills registers."""
-    narrow, is_large = widest(operands) <= 128, capability()[0] in (9, 10)
+    """Return the block sizes of the forward for the heads of a call, with few registers spilled between its loops."""
+    is_narrow = widest(operands) <= 128
     if operands.q.dtype == "float32":
-        return SoftmaxConfig(64, 32, 4 if narrow else 8, 2)
-    if not is_large:
-        return SoftmaxConfig(64, 32, 4, 2) if not narrow else SoftmaxConfig(128, 32, 4, 2)
-    return SoftmaxConfig(128, 64, 8, 3) if narrow else SoftmaxConfig(128, 64, 8, 2)
+        return SoftmaxConfig(32, 32, 4, 2)
+    if not has_large_tiles():
+        return SoftmaxConfig(128 if is_narrow else 64, 32, 8, 2)
+    return SoftmaxConfig(128, 64, 8, 3 if is_narrow else 2)
 
 
 def gradient_config(operands: SoftmaxOperands) -> SoftmaxGradientConfig:
     """Return the block sizes of the gradient, in the same way."""
-    narrow, is_large = widest(operands) <= 128, capability()[0] in (9, 10)
+    is_narrow = widest(operands) <= 128
     if operands.q.dtype == "float32":
-        return SoftmaxGradientConfig(32, 32, 4, 1, 32, 32, 4, 1)
-    if not is_large:
-        return SoftmaxGradientConfig(64, 32, 4, 1, 32, 32, 4, 1)
-    if narrow:
-        return SoftmaxGradientConfig(128, 64, 8, 2, 128, 64, 8, 2)
-    return SoftmaxGradientConfig(128, 32, 8, 2, 64, 64, 8, 1)
+        return SoftmaxGradientConfig(32, 32, 8, 1, 32, 32, 8, 1)
+    if not has_large_tiles():
+        narrow = SoftmaxGradientConfig(64, 32, 4, 1, 32, 32, 4, 1)
+        return narrow if is_narrow else SoftmaxGradientConfig(32, 32, 8, 1, 64, 32, 8, 1, apart=True)
+    narrow = SoftmaxGradientConfig(128, 64, 8, 3, 128, 32, 8, 3)
+    return narrow if is_narrow else SoftmaxGradientConfig(128, 32, 8, 2, 128, 32, 8, 2, apart=True)
 
 
 def refusal(operands: SoftmaxOperands, scale: float) -> str | None:
@@ -104,8 +108,9 @@ def refusal(operands: SoftmaxOperands, scale: float) -> str | None:
         return f"takes arrays with elements, got query {list(q.shape)} and key {list(k.shape)}"
     if str(q.dtype) not in DTYPES:
         return f"takes query in {' or '.join(DTYPES)}, got {q.dtype}"
-    if widest(operands) > WIDEST:
-        return f"takes heads up to {WIDEST} wide, got query {q.shape[-1]} and value {v.shape[-1]} wide"
+    most = WIDEST_FLOAT32 if q.dtype == "float32" else WIDEST
+    if widest(operands) > most:
+        return f"takes heads of {q.dtype} up to {most} wide, got query {q.shape[-1]} and value {v.shape[-1]} wide"
     if scale <= 0:
         return f"takes a scale above 0, got {scale}"
     if q.shape[1] < FEW_ROWS and q.shape[1] * k.shape[1] <= FEW_SCORES:
