@@ -297,9 +297,9 @@ class Rotation(NamedTuple):
 
     @classmethod
     def by(cls, angle: Float[Array, "*rows A"], K: int) -> "Rotation":
-        A = angle.shape[-1]
-        behind = [(0, 0)] * (angle.ndim - 1) + [(0, K - 2 * A)]
-        cos, sin = in_pairs(jnp.cos(angle)), in_pairs(jnp.sin(angle)) * jnp.asarray([-1, 1] * A, angle.dtype)
+        A, rows = angle.shape[-1], angle.ndim - 1
+        behind, signs = [(0, 0)] * rows + [(0, K - 2 * A)], jnp.asarray([-1, 1] * A, angle.dtype)
+        cos, sin = in_pairs(jnp.cos(angle)), in_pairs(jnp.sin(angle)) * jnp.expand_dims(signs, range(rows))
         return cls(jnp.pad(cos, behind, constant_values=1), jnp.pad(sin, behind))
 
     def of(self, x: Float[Array, "*rows K"]) -> Float[Array, "*rows K"]:
