@@ -9,6 +9,8 @@ A row's subjects are timed in turns in one process; medians of calls one after a
 biases are float32, but for RWKV-7, all of whose inputs are bfloat16. "with gradient" is a forward and the gradient of every
 input. kernels: those that glax chose. times_glax: a peer's time over glax's. Small calls of PyTorch may be bound by launching
 their kernels: see --device.
+
+mlstm-kernels 2.0.6 needs block pointers, which Triton 3.9 refuses. Triton 3.6 has them: with it, --by mlstm-kernels.
 """
 
 import argparse
@@ -242,7 +244,9 @@ def ways(row: Row, mode: str, arrays: Arrays, d_output, only: list[str] | None):
             way.wait(way.run())
             yield name, way
         except Exception as error:  # of a library or a compiler: a result
-            yield name, f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            # The first line has the kind; of an error of Triton, only the last has the reason.
+            found = f"{type(error).__name__}: {error}".splitlines()
+            yield name, " ".join(dict.fromkeys((found[0], found[-1])))[:300]
 
 
 def by_jax(name: str, f: Callable, mode: str, arrays: Arrays, d_output) -> measure.Way:
