@@ -188,6 +188,23 @@ def test_gradients_at_the_limits_of_levels(gate, interpreter):
     assert_gradients_close(r, d, reference_gradient(r, d_output, jnp.zeros_like(d_final)))
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_gradients_at_a_level_whose_first_tokens_decay_to_nothing(reverse, interpreter):
+    """Steady gates of which the second level is the last, but for gates of -1000 in the first tokens of its blocks, which are in
+    no |M|. e reads the state before the decay."""
+    case = delta("gk", T=64, **IN_BFLOAT16).case
+    inputs = case.inputs(Draw())
+    token = np.arange(64)[::-1] if reverse else np.arange(64)
+    gate = np.where(token % 32 == 0, -1000.0, -3.75)[:, None]
+    inputs["gk"] = inputs["gk"].at[..., 9:20].set(jnp.asarray(gate, jnp.bfloat16)[None, :, None])
+    erase = (inputs["key"] * inputs.pop("beta")[..., None]).astype(jnp.bfloat16)
+    r = bind(**inputs, erase=erase, erase_before_decay=True, reverse=reverse)
+    d_output, d_final = case.cotangents(r)
+    interpreter.programs(3)
+    d = interpreter(kernels()[1].run, r, d_output, None, None, config=glax.configs.HopperConfig())
+    assert_gradients_close(r, d, reference_gradient(r, d_output, jnp.zeros_like(d_final)))
+
+
 def seen(taken: list[int], level):
     jax.debug.callback(lambda x: taken.append(int(x)), level)
     return level

@@ -269,12 +269,13 @@ class DeltaKeyLayout(SegmentedScan):
         w = DeltaKeyScan(kind, p.H, p.K, p.V, p.r.reverse, start=start is not None, form=p.r.erasing.form)
         start = jnp.zeros((1, 1, STRIPE, 64), jnp.float32) if start is None else start
         d_output = self.d_output if w.is_adjoint else p.v
-        operands = p.v, d_output, *self.pairs, self.beta, start, p.w
+        operands = p.v, d_output, *self.pairs.of_scan(), self.beta, start, p.w
         return delta_key_scan(w, p.chunk_rows, jnp.asarray(p.table), *operands)
 
     def gradient(self, r: Recurrence, states, adjoint: Any) -> Recurrence:
         p = self.layout
-        operands = p.q, p.k, self.gates, self.beta, self.d_output, states, adjoint.states, p.scale_of_chunks(), p.e
+        read = states, adjoint.states, p.scale_of_chunks(), self.pairs.levels
+        operands = p.q, p.k, self.gates, self.beta, self.d_output, *read, p.e
         each = delta_key_vjp.delta_key_gradient(r.reverse, r.erasing.before_decay, multiprocessors(), *operands)
         # [B, chunks, H, TERMS, C]
         sums = each.terms.reshape(*each.terms.shape[:2], p.H, -1, *each.terms.shape[3:]).sum(3)

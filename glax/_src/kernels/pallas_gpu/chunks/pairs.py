@@ -23,8 +23,8 @@ of the 2 s tokens of two blocks it may have any size. No pair of the level has t
 reference. M_i and -M_j are then sums of gates between the two tokens. Neither is above 0 for gates <= 0.
 *Fast form of a level.* The equation holds for every pair of the 2 s tokens around a reference. The first level in which no |M|
 is above FAST_LIMIT takes them all, and is the last. s = 32 serves gates whose sums over half a chunk are in range, s = 16 and
-s = 8 those over 16 and 8 tokens: gates of at least -7.5 need at most three levels. The fast form is
-not tried below 8.
+s = 8 those over 16 and 8 tokens: gates of at least -7.5 need at most three levels. The fast form is not tried below 8. The
+gradient takes the same levels.
 
 A token's score with itself is formed from q and k as they are. e^M q, e^M k and e^{-M} k have two terms of bfloat16.
 
@@ -105,7 +105,7 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Hold the results. All but `decay` are bfloat16."""
+    """Hold the results. All but `decay` and `levels` are bfloat16."""
 
     inverse: Ref  # [B, chunks, H, C, C]: R
     scores: Ref  # [B, chunks, H, C, C]: P
@@ -113,11 +113,20 @@ class Results(NamedTuple):
     erasing: Ref  # [B, chunks, H, C, K]: K e^G, or E e^H
     leaving: Ref  # [B, chunks, H, C, K]: K e^{G_last - G}
     decay: Ref  # [B, chunks, H, K]: e^{G_last}, in float32
+    levels: Ref  # [B, chunks, H]: how many levels there are, in int32; for the gradient
 
     @classmethod
     def types(cls, B: int, chunks: int, H: int, K: int) -> "Results":
         pairs, keys = (jax.ShapeDtypeStruct((B, chunks, H, C, n), BF16) for n in (C, K))
-        return cls(pairs, pairs, keys, keys, keys, jax.ShapeDtypeStruct((B, chunks, H, K), jnp.float32))
+        decay, levels = (
+            jax.ShapeDtypeStruct((B, chunks, H, K), jnp.float32),
+            jax.ShapeDtypeStruct((B, chunks, H), jnp.int32),
+        )
+        return cls(pairs, pairs, keys, keys, keys, decay, levels)
+
+    def of_scan(self) -> tuple:
+        """Return what the scan reads."""
+        return self[:-1]
 
 
 class Tiles(NamedTuple):
@@ -252,7 +261,9 @@ def form_chunk(p: Program):
     """Form the results of one chunk and head."""
     t, (b, c, h) = p.tiles, p.place()
     load_chunk(p)
-    P, L = scores(p, measure(p))
+    last = measure(p)
+    p.results.levels[b, c, h] = jnp.minimum(last + 1, LEVELS)
+    P, L = scores(p, last)
     if t.e is None:
         L = L * by_row(plgpu.load(t.numbers.at[BETA], layout=BY_ROW), PAIRS)
     plgpu.commit_smem()  # all warps have read y and the matrix of M

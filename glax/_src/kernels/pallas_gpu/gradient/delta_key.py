@@ -22,12 +22,13 @@ without the terms of a token with itself:
 
 where with `before_decay` the sum of e_s de_s is over s > t.
 
-The sums over pairs are taken in the first level of `chunks/pairs.py` in its fast form, or in all of them in the exact form.
-For dP with x = scale q, and for dA with x = e, they are sums over pairs with one reference, or over several such:
+The sums over pairs are taken in the levels of `chunks/pairs.py`, the last of them in its fast form. For dP with x = scale q, and
+for dA with x = e, they are sums over pairs with one reference, or over several such:
 
     dx_i  = e^{M_i} sum_j dP_ij (k_j e^{-M_j})          dk^_j = e^{-M_j} sum_i dP_ij (x_i e^{M_i})
 
-With `before_decay` the M_i of e is without the token's own gate, as in `chunks/pairs.py`, and 0 for a chunk's first token.
+With `before_decay` the M_i of e is without the token's own gate, as in `chunks/pairs.py`, and 0 for the first of the 2 s tokens
+around a reference, which reads no pair of the level.
 
 dP, dA and the decayed tokens have two terms of bfloat16, so both sums have 16 bits. In dg the terms of a pair whose tokens are
 both behind the gate cancel, and leave an error of 16 bits.
@@ -66,7 +67,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.common.limits import LOG_OF_ZERO
-from glax._src.kernels.pallas_gpu.chunks.pairs import FAST_BITS, LEVELS
+from glax._src.kernels.pallas_gpu.chunks.pairs import FAST_LEVELS
 from glax._src.kernels.pallas_gpu.device import tiles
 from glax._src.kernels.pallas_gpu.device.launch import PARAMS, PROGRAM, by_role, launch
 from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Meeting, Pipeline, Ring
@@ -94,8 +95,10 @@ TERMS = 2
 D_SCALE, D_BETA = range(TERMS)  # rows of `Results.terms`; with e there is the first
 QUERIES, KEYS = range(2)  # the roles that compute, and the places of their tiles
 ROLES = dict(queries=1, keys=1, load=1)
-NUMBERS, MATRICES = 4, 15
-TOKEN_BETA, LARGEST, OWN, EDGE = range(NUMBERS)  # rows of `Tiles.numbers`; with e none is read of the first
+# Registers of a thread, by whether e is an operand. A request for more than 3 x 168 in all would wait forever.
+REGISTERS = {False: dict(queries=232, keys=248, load=24), True: dict(queries=240, keys=240, load=24)}
+NUMBERS, MATRICES = 3, 15
+TOKEN_BETA, OWN, EDGE = range(NUMBERS)  # rows of `Tiles.numbers`; with e none is read of the first
 
 Ref = Any
 
@@ -111,6 +114,7 @@ class Operands(NamedTuple):
     states: Ref  # [B, chunks, H, V, K + C]: S and U, transposed
     d_states: Ref  # [B, chunks, H, V, K + C]: dS' and dX, transposed; with e [.., K + 2 C], what dX loses in bfloat16 behind it
     scale: Ref  # [B, chunks]
+    levels: Ref  # [B, chunks, H]: of `chunks/pairs.py`
     e: Ref  # [B, T, H, K], in bfloat16; None with beta
 
 
@@ -138,7 +142,7 @@ class Tiles(NamedTuple):
 
     matrices: Ref  # [MATRICES or one more, C, BLOCK]: those that properties name
     wide: Ref  # [1, C, BLOCK]: float32 gates as they are loaded, and at last dg; None for bfloat16
-    numbers: Ref  # [NUMBERS, C], by token: beta, the largest |M|, dP_ii; by channel: e^{G_last} sum_v S dS'
+    numbers: Ref  # [NUMBERS, C], by token: beta, dP_ii; by channel: e^{G_last} sum_v S dS'
     e: Ref  # [1, C, BLOCK]; at last de; None with beta
     lost: Ref  # [1, COLUMNS, C], of a step: what dX^T loses in bfloat16; None with beta
     # [TERMS, C, BLOCK]: decayed rows of dS' U in two terms, in the place of float32 gates once these are divided; None where they
@@ -273,6 +277,10 @@ class Program(ChunkProgram):
         several products read them: `hidden` in `scan/key.py` has the reason."""
         return jnp.where(self.scale() < jnp.inf, x, x + 1)  # x + x is known where x is 0
 
+    def levels(self):
+        """Return how many levels the pairs have. Of at most FAST_LEVELS the last has the fast form."""
+        return self.operands.levels[self.place()]
+
     def lines(self):
         """Return the positions in memory of rows and of columns of a [C, C] matrix, [C] each. They are behind barriers, so that
         registers do not hold what loops form from them."""
@@ -309,8 +317,8 @@ class Program(ChunkProgram):
 class DeltaKeyPipeline(Pipeline):
     """Hold who waits for whom.
 
-    columns: a step's columns of V. channels: an item's channels of K. gates: their terms, and the largest |M|. right: the decayed
-    rows of k of a level. exchange: what one role hands to the other at the end of an item. lost: what dX loses in a step's
+    columns: a step's columns of V. channels: an item's channels of K. gates: their terms. right: the decayed rows of k of a
+    level. exchange: what one role hands to the other at the end of an item. lost: what dX loses in a step's
     columns; None with beta.
     """
 
@@ -349,7 +357,8 @@ def delta_key_gradient(reverse: bool, before_decay: bool, most: int, *operands) 
             before_decay=before_decay,
         )  # fmt: skip
         work = dict(queries=of_queries, keys=of_keys, load=load)
-        by_role(ROLES, {role: functools.partial(for_all_items, p, f) for role, f in work.items()})
+        counts = REGISTERS[has_erase]
+        by_role(ROLES, {role: functools.partial(for_all_items, p, f, counts[role]) for role, f in work.items()})
 
     scratch = Columns.types(BLOCK, columns_first=True), Tiles.types(x.gates.dtype, has_erase)
     params = dataclasses.replace(PARAMS, reduction_scratch_bytes=0)  # no sum is over warps
@@ -359,10 +368,9 @@ def delta_key_gradient(reverse: bool, before_decay: bool, most: int, *operands) 
     )  # fmt: skip
 
 
-def for_all_items(p: Program, work):
-    """Do one warpgroup's work for every item of the program."""
-    is_load = work is load
-    plgpu.set_max_registers(tiles.REGISTERS[not is_load], action="decrease" if is_load else "increase")
+def for_all_items(p: Program, work, count: int):
+    """Do one warpgroup's work for every item of the program. count: the registers of its threads."""
+    plgpu.set_max_registers(count, action="decrease" if work is load else "increase")
     pl.loop(0, p.turns())(lambda turn: work(p.at(turn)))
 
 
@@ -518,16 +526,12 @@ def finish_keys_apart(p: Program, de, dk):
 
 
 def prepare_gates(p: Program):
-    """Raise gates to LOG_OF_ZERO, so that no sum has -inf, and divide those in float32 into two terms. Store the largest |M| of
-    every token."""
+    """Raise gates to LOG_OF_ZERO, so that no sum has -inf, and divide those in float32 into two terms."""
     t = p.tiles
     found = plgpu.load(t.given_gates, layout=tiles.WGMMA)
     found = jnp.maximum(found, found.dtype.type(LOG_OF_ZERO))
     for tile, term in zip(t.gates, (found,) if t.wide is None else split(found), strict=True):
         tile[...] = term
-    plgpu.commit_smem()
-    M = p.summed(reference_sums(p, p.hidden(jnp.int32(HALF)), -1.0))
-    t.row(LARGEST)[...] = jnp.max(jnp.abs(M), axis=1)
     plgpu.commit_smem()
     p.pipeline.gates.stored()
 
@@ -556,18 +560,12 @@ def whole(pair):
     return read(high) + read(rest)
 
 
-def is_in_range(p: Program):
-    """Return whether the item takes the fast form. Integers with the same bits are in the order of numbers above 0, and a warp
-    compares them in one instruction."""
-    found = plgpu.load(p.tiles.row(LARGEST), layout=tiles.in_every_warp(C))
-    return jnp.max(lax.bitcast_convert_type(found, jnp.int32)) <= FAST_BITS
-
-
 def reference_sums(p: Program, size, sign, own: bool = True):
     """Return the matrix [C, C] that sums gates between every token and its reference, for blocks of `size` tokens. In every
     second block these are the gates from its beginning through the token; in every first, those behind the token, times sign.
 
-    own: whether a token's own gate counts to those through it; else to those behind it, and the chunk's first token has none.
+    own: whether a token's own gate counts to those through it; else to those behind it, and the first of two blocks' tokens has
+    none.
     """
     i, j = p.lines()
     i = p.scanned(i)
@@ -576,7 +574,10 @@ def reference_sums(p: Program, size, sign, own: bool = True):
     if own:
         bounds = jnp.where(second, i & -size, i + 1), jnp.where(second, i, i | (size - 1))
     else:
-        bounds = jnp.where(second, i & -size, jnp.where(i == 0, C, i)), jnp.where(second, i - 1, i | (size - 1))
+        bounds = (
+            jnp.where(second, i & -size, jnp.where((i & (2 * size - 1)) == 0, C, i)),
+            jnp.where(second, i - 1, i | (size - 1)),
+        )
     bounds = [p.scanned(x) for x in bounds][:: -1 if p.reverse else 1]
     first, last, factor = (by_row(x, PAIRS) for x in (*bounds, jnp.where(second, 1.0, sign)))
     j = by_column(j, PAIRS)
@@ -594,25 +595,33 @@ def tokens_of(p: Program, side: int):
 def sums_over_pairs(p: Program, side: int, left):
     """Return the two sums over pairs, [C, BLOCK] each: `left` with dx added, and dk^.
 
-    side: QUERIES, or KEYS, with the x of `tokens_of`. dx is dq / scale, or de. In the exact form a token has one factor in
-    a level: e^M in a second block, and e^-M in a first. The other may be inf, and is not formed.
+    side: QUERIES, or KEYS, with the x of `tokens_of`. dx is dq / scale, or de. In all levels but the last a token has one factor:
+    e^M in a second block, and e^-M in a first. The other may be inf, and is not formed.
     """
-    t, is_fast = p.tiles, is_in_range(p)
+    t, levels = p.tiles, p.levels()
     is_before = p.before_decay and side == KEYS
-
-    def down(up):
-        """Return e^{-M} or, in the exact form, the decay of tokens in the first of two blocks."""
-        fast = plgpu.layout_cast(jnp.broadcast_to(is_fast, SHAPE), tiles.WGMMA)
-        return jnp.where(fast, 1.0 / up, up)
 
     def advance(level, found):
         left, right = found
         size = lax.shift_right_logical(p.hidden(jnp.int32(HALF)), level)
+        is_fast = (level == levels - 1) & (levels <= FAST_LEVELS)
         sign = jnp.where(is_fast, -1.0, 1.0)
-        M = up = None
-        if not is_before:
-            M = p.summed(reference_sums(p, size, sign)) * LOG2E
-            up = jnp.exp2(M)
+
+        def down(up):
+            """Return e^{-M} or, but for the last level, the decay of tokens in the first of two blocks."""
+            fast = plgpu.layout_cast(jnp.broadcast_to(is_fast, SHAPE), tiles.WGMMA)
+            return jnp.where(fast, 1.0 / up, up)
+
+        M = None if is_before else p.summed(reference_sums(p, size, sign)) * LOG2E
+        # The same number, of which the compiler does not know that. It would hold the matrices of the first use to the second.
+        again = p.hidden(size) if is_before else size
+
+        plgpu.commit_smem()  # all warps have read the tokens of the level before
+        if side == KEYS:
+            decays = jnp.exp2((p.summed(reference_sums(p, size, sign)) * LOG2E if M is None else M) * sign)
+            store_split(t.right, read(t.k) * decays)
+            p.pipeline.right.stored()
+        up = None if M is None else jnp.exp2(M)
 
         def of_reads(size):
             """Return the e^M of x. With two M the factors of both are formed at each use, so that no registers hold them."""
@@ -622,17 +631,8 @@ def sums_over_pairs(p: Program, side: int, left):
             """Return what `down` returns for the M of k."""
             return jnp.exp2(p.summed(reference_sums(p, size, sign)) * (sign * LOG2E)) if up is None else down(up)
 
-        # The same number, of which the compiler does not know that. It would hold the matrices of the first use to the second.
-        again = p.hidden(size) if is_before else size
-
-        plgpu.commit_smem()  # all warps have read the tokens of the level before
-        x = tokens_of(p, side)
-        store_split(t.left(side), x * of_reads(size))
-        if side == KEYS:
-            # down(up), formed again, so that no registers hold it
-            store_split(t.right, read(t.k) * (of_keys(size) if M is None else jnp.exp2(M * sign)))
-            p.pipeline.right.stored()
-        else:
+        store_split(t.left(side), tokens_of(p, side) * of_reads(size))
+        if side == QUERIES:
             p.pipeline.right.wait()
 
         def product(turned, terms):
@@ -640,7 +640,7 @@ def sums_over_pairs(p: Program, side: int, left):
             i, j = p.lines()
             # The highest bit in which the positions of two tokens differ is the size of the blocks between which they lie.
             apart = by_row(i ^ jnp.where(is_fast, 0, size), PAIRS) ^ by_column(j, PAIRS)
-            chosen = tiles.indicator(apart < jnp.where(is_fast, C, size))
+            chosen = tiles.indicator(apart < jnp.where(is_fast, 2 * size, size))
             high, rest = (plgpu.load(turned(x), layout=tiles.WGMMA) * chosen for x in t.pairs(side))
             return tiles.product(SHAPE, (high, terms[0]), (rest, terms[0]), (high, terms[1]))
 
@@ -654,7 +654,7 @@ def sums_over_pairs(p: Program, side: int, left):
             p.pipeline.right.acquire()
         return left, right
 
-    return lax.fori_loop(0, jnp.where(is_fast, 1, LEVELS), advance, (left, zeros(SHAPE)))
+    return lax.fori_loop(0, levels, advance, (left, zeros(SHAPE)))
 
 
 def store_gates(p: Program):
