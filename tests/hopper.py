@@ -269,6 +269,12 @@ CALLS = {
     "delta, values of 160, one row, reversed": delta(
         "g", K=96, V=160, T=70, cuts=(0, 40, 69), state=False, reverse=True, save=False, finals=BOTH
     ),
+    "delta, 96 and 192 wide, -inf": delta("g", HARD, T=72, K=96, V=192),
+    "delta, 96 and 64 wide, split, reversed, shared heads": delta(
+        "g", T=140, heads=(1, 1, 2), K=96, V=64, reverse=True, save=False, parts=2, finals=BOTH
+    ),
+    "delta, keys of 192 and values of 384": delta("g", T=70, K=192, V=384),
+    "erase, write, 96 and 192 wide, packed": delta("g", K=96, V=192, **ERASE_WRITE, **PACKED),
     "delta, values of 192, split": delta("g", T=120, K=64, V=192, parts=2, finals=BOTH),
     "delta, split, one row": delta(
         "g", T=140, cuts=(0, 70, 139), state=False, save=False, parts=2, finals=BOTH, **SMALL

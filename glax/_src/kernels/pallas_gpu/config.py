@@ -75,7 +75,9 @@ class Widths:
         narrow and else of 128."""
         (K, V), width = (r.q.shape[3], r.v.shape[3]), 64 if r.q.shape[3] <= 64 else BLOCK
         if r.erasure is not None:
-            K, V = -(-K // width) * width, -(-V // 64) * 64
+            # Without per-key gates tiles have 32 columns where 64 does not divide K; a state wider than 128 is in rows of 64.
+            is_own_width = r.decay.key is None and (K == 192 or (K <= BLOCK and K % 32 == 0))
+            K, V = K if is_own_width else -(-K // width) * width, -(-V // 64) * 64
             return cls(WHOLE, K, V, WHOLE, (K, V))
         # 64 columns of V if half of a block of 128 would be empty
         columns = width

@@ -71,7 +71,7 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
     tiled,
     transposed,
 )
-from glax._src.kernels.pallas_gpu.plan import PAIRS, C, chunk_of, quotient, remainder
+from glax._src.kernels.pallas_gpu.plan import PAIRS, C, chunk_of, quotient, remainder, tile_columns
 
 BF16 = jnp.bfloat16
 FACTORS = 5
@@ -118,10 +118,11 @@ class Tiles(NamedTuple):
     @classmethod
     def types(cls, K: int, has_erase: bool) -> "Tiles":
         """Return the types of all warpgroups, by warpgroup."""
-        n = warpgroups_of(K, has_erase)
+        n, columns = warpgroups_of(K, has_erase), tile_columns(K)
         numbers, term = plgpu.SMEM((n, C), jnp.float32), tiled(n, C, C, columns=BLOCK)
-        e = tiled(n, C, K) if has_erase else None
-        return cls(tiled(n, C, K), numbers, numbers, tiled(n, C, C), (term, term), e)
+        keys = tiled(n, C, K, columns=columns)
+        e = keys if has_erase else None
+        return cls(keys, numbers, numbers, tiled(n, C, C), (term, term), e)
 
     def of(self, me) -> "Tiles":
         """Return those of one warpgroup."""

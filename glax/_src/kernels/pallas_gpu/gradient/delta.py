@@ -21,10 +21,10 @@ are left out of the sums, too.
 
 Two kernels compute this. Up to 128 channels and columns, `delta_gradient` has all of S in shared memory. Its programs are
 persistent: one for each multiprocessor, which takes chunks of heads in turns. Where keys or values are wider,
-`delta_gradient_wide` has a program for every chunk, head and 128 channels of K. dO U^T, dX U^T, dO S^T, dX S^T, U dS'^T and
-<S, dS'> are then added up in registers over steps of 64 columns of V, always in the same order. So q, k and the states are read
-once, and dq and dk are written once. dq, de and dk of a channel need no sums over other channels, but each program forms A and B
-again. States with more than 128 channels are stored as [K, V], and others as [V, K].
+`delta_gradient_wide` has a program for every chunk, head and 128 channels of K, or two of 96 where K is 192. dO U^T, dX U^T, dO
+S^T, dX S^T, U dS'^T and <S, dS'> are then added up in registers over steps of 64 columns of V, always in the same order. So q,
+k and the states are read once, and dq and dk are written once. dq, de and dk of a channel need no sums over other channels, but
+each program forms A and B again. States with more than 128 channels are stored as [K, V], and others as [V, K].
 
 Roles. *queries* computes A and dq (`compute_queries`, `compute_queries_wide`), and *keys* B, de and dk (`compute_keys`,
 `compute_keys_wide`). *load* loads (`load`, `load_wide`). At last *queries* forms dg from the sums of each token that both have
@@ -81,11 +81,10 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
     read,
     split_edges,
     store_split,
-    tiled,
     transposed,
     zeros,
 )
-from glax._src.kernels.pallas_gpu.plan import PAIRS, C, chunk_of, quotient, remainder
+from glax._src.kernels.pallas_gpu.plan import PAIRS, C, chunk_of, quotient, remainder, tile_columns
 
 BF16 = jnp.bfloat16
 WIDEST = 128  # the most channels of K, and columns of V, that shared memory holds together
@@ -147,6 +146,7 @@ class Tiles(NamedTuple):
     @classmethod
     def types(cls, K: int, has_erase: bool, lead: tuple[int, ...] = ()) -> "Tiles":
         """lead: axes before those of each tile."""
+        tiled = functools.partial(tiles.tiled, columns=tile_columns(K))
         return cls(
             q=tiled(*lead, C, K),
             k=tiled(*lead, C, K),
@@ -169,6 +169,7 @@ class States(NamedTuple):
     @classmethod
     def types(cls, K: int, V: int, has_erase: bool) -> "States":
         """Return the types, with an axis of one tile in front."""
+        tiled = functools.partial(tiles.tiled, columns=tile_columns(K))
         return cls(tiled(1, C, V), tiled(1, V, K + C), tiled(1, V, K + C), tiled(1, C, V) if has_erase else None)
 
     @property
@@ -197,6 +198,7 @@ class Columns(NamedTuple):
 
     @classmethod
     def types(cls, K: int, columns_first: bool, has_erase: bool = False) -> "Columns":
+        tiled = functools.partial(tiles.tiled, columns=tile_columns(K))
         state, pairs = tiled(STAGES, *((COLUMNS, K) if columns_first else (K, COLUMNS))), tiled(STAGES, COLUMNS, C)
         rows = tiled(STAGES, C, COLUMNS)
         return cls(d_output=rows, S=state, U=pairs, dS=state, dX=pairs, first=rows if has_erase else None)
@@ -325,7 +327,7 @@ class Program(ChunkProgram):
     def of(cls, reverse: bool, before_decay: bool, given: tuple[Operands, EdgeCopies | None], *refs) -> "Program":
         """Return the program at its first item. refs: the fields from `results` to `pipeline`."""
         (operands, edges), number = given, lax.axis_index(PROGRAM)
-        return cls(reverse, operands, *refs, edges, min(operands.q.shape[3], WIDEST), before_decay, number)
+        return cls(reverse, operands, *refs, edges, width_of_block(operands.q.shape[3]), before_decay, number)
 
     @property
     def columns_first(self) -> bool:
@@ -374,6 +376,11 @@ class Program(ChunkProgram):
         return pairs * (factor * jnp.exp2(jnp.where(i > j, between, -jnp.inf)))
 
 
+def width_of_block(K: int) -> int:
+    """Return the channels of a block of K channels: as many as fit together, all of one number."""
+    return K // -(-K // WIDEST)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))  # so that equal calls are lowered once
 def delta_gradient(reverse: bool, before_decay: bool, most: int, *operands) -> Results:
     """Compute the fields of `Results` for every chunk and head. before_decay: whether e reads the state before the token's decay.
@@ -400,7 +407,7 @@ def delta_gradient(reverse: bool, before_decay: bool, most: int, *operands) -> R
 def delta_gradient_wide(reverse: bool, before_decay: bool, *operands) -> Results:
     """Compute the fields of `Results` for every chunk and head. The arguments are those of `delta_gradient`."""
     given = x, _ = split_edges(Operands, operands)
-    K = min(x.q.shape[3], WIDEST)
+    K = width_of_block(x.q.shape[3])
     blocks = x.q.shape[3] // K
 
     def body(*refs):
@@ -499,7 +506,7 @@ def compute_queries(p: Program):
     p.pipeline.keys.wait()
     store_scores(p, tiles.product(PAIRS, (own.d_output, own.beside(own.states))))
     of_state = tiles.product((C, K), (own.d_output, own.state(own.states)))
-    p.tiles.numbers[OF_STATE] = sum((read(own.states.at[at]) * read(own.d_states.at[at])).sum(1) for at in parts(V, K))
+    p.tiles.numbers[OF_STATE] = sum((read(a) * read(b)).sum(1) for a, b in parts(own.states, own.d_states, V, K))
     p.pipeline.states.release()
     store_queries(p, gradient_of_queries(p, of_state))
     p.pipeline.keys.release()
@@ -541,7 +548,7 @@ def add_queries(p: Program, step, totals):
     d_output, S, dS = own.d_output.at[stage], own.S.at[stage], own.dS.at[stage]
     of_tokens, of_columns = (d_output, p.by_columns(own.U.at[stage])), (d_output, p.by_columns(S))
     pairs, of_state = tiles.added_all((pairs, of_state), [of_tokens], [of_columns])
-    edge += sum((read(S.at[at]) * read(dS.at[at])).sum(1) for at in parts(*S.shape))
+    edge += sum((read(a) * read(b)).sum(1) for a, b in parts(S, dS, *S.shape))
     ring.release(stage)
     return pairs, of_state, edge
 
@@ -687,9 +694,14 @@ def store_keys(p: Program, dk, erased, behind):
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def parts(V: int, K: int) -> list:
-    """Return the indices of the tiles [64, 64] of a state."""
-    return [(pl.ds(row, 64), pl.ds(column, 64)) for row in range(0, V, 64) for column in range(0, K, 64)]
+def parts(S, dS, rows: int, columns: int) -> list[tuple]:
+    """Return the pairs of tiles of two states, [64, 64], or [64, 32] where 64 does not divide their rows or columns."""
+    if rows % 64:
+        places = [(pl.ds(row, 32), pl.ds(column, 64)) for row in range(0, rows, 32) for column in range(0, columns, 64)]
+        return [tuple(transposed(x.at[at]) for x in (S, dS)) for at in places]
+    size = tile_columns(columns)
+    places = [(pl.ds(row, 64), pl.ds(column, size)) for row in range(0, rows, 64) for column in range(0, columns, size)]
+    return [(S.at[at], dS.at[at]) for at in places]
 
 
 def meet(p: Program):

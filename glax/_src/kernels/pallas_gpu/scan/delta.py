@@ -112,11 +112,10 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
     read,
     rounded_part,
     split_edges,
-    tiled,
     transposed,
     zeros,
 )
-from glax._src.kernels.pallas_gpu.plan import PAIRS, C, program_indices, quotient
+from glax._src.kernels.pallas_gpu.plan import PAIRS, C, program_indices, quotient, tile_columns
 
 BF16 = jnp.bfloat16
 STRIPE = 64  # columns of the state that a warpgroup carries
@@ -188,8 +187,13 @@ class DeltaScan:
 
     @property
     def columns(self) -> int:
-        """Return the number of columns of the state, with those of M."""
-        return self.V + self.K if self.kind == "transitions" else self.V
+        """Return the number of columns of the state, with those of M, in whole stripes."""
+        return self.V + -(-self.K // STRIPE) * STRIPE if self.kind == "transitions" else self.V
+
+    @property
+    def tile(self) -> int:
+        """Return the columns of a tile in shared memory."""
+        return tile_columns(self.K)
 
     @property
     def wide(self) -> bool:
@@ -314,7 +318,7 @@ class Tiles(NamedTuple):
     @classmethod
     def types(cls, w: DeltaScan) -> "Tiles":
         n, K = w.stages, w.K
-        single = 1 if w.tight else n
+        single, tiled = 1 if w.tight else n, functools.partial(tiles.tiled, columns=w.tile)
         state = tiled(STRIPE, K) if w.has_results else tiled(8, 64)
         return cls(
             q=tiled(n, C, K) if w.reads_queries else tiled(1, 8, 64),
@@ -500,7 +504,7 @@ def delta_scan(w: DeltaScan, rows: int, *operands) -> Results:
 
     B, chunks = x.factors.shape[:2]
     E = x.table.shape[0]
-    return launch(
+    found = launch(
         "delta_" + w.kind.replace(" ", "_"),
         w,
         body,
@@ -511,6 +515,9 @@ def delta_scan(w: DeltaScan, rows: int, *operands) -> Results:
         DeltaPipeline.planned(w),
         programs=w.columns // (STRIPE * w.stripes) * w.H * E,
     )
+    if w.kind == "transitions" and w.K % STRIPE:  # without the columns that fill the last stripe of M
+        return found._replace(last=found.last[:, :, : w.V + w.K])
+    return found
 
 
 def load_chunks(p: Program):
