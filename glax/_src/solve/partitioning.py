@@ -18,7 +18,8 @@ import math
 import pathlib
 import re
 import sys
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax.sharding import NamedSharding
@@ -28,6 +29,7 @@ from glax._src.core.backend import jax_option, lowering_platform
 from glax._src.core.decay import PARTS
 from glax._src.core.erasure import Erasure
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, StoredStates, aligned, varying_axes
+from glax._src.kernels.common.softmax import SoftmaxOperands
 
 Axis = str | tuple[str, ...] | None  # one or more axes of a mesh, the first of them outermost
 
@@ -140,42 +142,100 @@ def spec_on(mesh: jax.sharding.Mesh, x: jax.ShapeDtypeStruct) -> P:
     return P(*map(axes, range(len(x.shape))))
 
 
+class Division(NamedTuple):
+    """Say how the compiler divides a call over devices.
+
+    rule, replicated, sizes: as of `sharding_rule`. specs: (mesh, PartitionSpecs of the operands) -> (the function that each
+    device runs, PartitionSpecs of its operands, and of its results). results: the tree of the results.
+    """
+
+    rule: str
+    replicated: tuple[str, ...]
+    sizes: dict[str, int]
+    specs: Callable[[Any, list[P]], tuple[Callable, list[P], list[P]]]
+    results: Any
+
+
 def by_compiler(f, saves_residuals: bool, *operands, free: FreeAxis | None = None):
     """Run f(*operands) in custom_partitioning, with the shardings that XLA chose. free: the one axis to shard over, or None for
     all."""
     from jax.experimental.custom_partitioning import custom_partitioning  # not a part of `import jax`
 
     leaves, structure = jax.tree.flatten(operands)
+    is_softmax = isinstance(operands[0], SoftmaxOperands)
+    division = softmax_division(f, operands) if is_softmax else recurrence_division(f, saves_residuals, operands)
 
     def flat(f):
         return lambda *leaves: tuple(jax.tree.leaves(f(*structure.unflatten(leaves))))
 
     def partition(mesh, arguments, results):
-        operands = structure.unflatten(arguments)
         if free is None:
             place, specs = functools.partial(NamedSharding, mesh), [spec_on(mesh, x) for x in arguments]
         else:
             mesh, place = free.mesh, free.sharding
             specs = [free.spec(x) for x in arguments]
-        axes = common_axes(mesh, operands, specs)
-        into, out = operand_specs(operands, *axes), result_specs(operands, saves_residuals, *axes)
-        result, given = (tuple(place(spec) for spec in leaves_of(tree)) for tree in (out, into))
-        return mesh, flat(summed(f, axes[1], operands)), result, given
+        on_one_device, into, out = division.specs(mesh, specs)
+        return mesh, flat(on_one_device), tuple(map(place, out)), tuple(map(place, into))
 
-    rule, replicated, sizes = sharding_rule(operands, saves_residuals)
     call = custom_partitioning(
         jax.jit(flat(f))
     )  # jit makes the constants in f part of a function of its own, not operands of the call
     call.def_partition(
         partition=partition,
-        sharding_rule=rule,
-        need_replication_factors=replicated,
+        sharding_rule=division.rule,
+        need_replication_factors=division.replicated,
         decode_shardings=False,
-        **sizes,
+        **division.sizes,
     )
-    return jax.tree.structure(result_specs(operands, saves_residuals, None, None), is_leaf=is_spec).unflatten(
-        call(*leaves)
-    )
+    return division.results.unflatten(call(*leaves))
+
+
+def recurrence_division(f, saves_residuals: bool, operands) -> Division:
+    """Return the division of a recurrence, its gradient, or its call on a pool."""
+
+    def specs(mesh, found: list[P]):
+        axes = common_axes(mesh, operands, found)
+        into, out = operand_specs(operands, *axes), result_specs(operands, saves_residuals, *axes)
+        return summed(f, axes[1], operands), leaves_of(into), leaves_of(out)
+
+    results = jax.tree.structure(result_specs(operands, saves_residuals, None, None), is_leaf=is_spec)
+    return Division(*sharding_rule(operands, saves_residuals), specs, results)
+
+
+def softmax_division(f, operands) -> Division:
+    """Return the division of softmax attention by batch and by heads of k, with the heads of q that read them; or of its
+    gradient, (operands, o, log_total, d_o)."""
+    first = operands[0]
+    (B, _, HQ, _), HK = first.q.shape, first.k.shape[2]
+    heads, shared, sizes = "(h g)", "h", dict(g=HQ // HK)
+    if 1 in (HK, HQ // HK):  # a factor of a joint dimension is at least 2
+        heads, shared, sizes = ("h", "h", {}) if HQ == HK else ("g", "one", {})
+    given = [f"b t {heads} d", f"b s {shared} d", f"b s {shared} e", "b t", "b t", *["c"] * (first.cuts is not None)]
+    outputs = [f"b t {heads} e", f"b t {heads}"]
+    is_gradient = len(operands) > 1
+    given, found = ([*given, *outputs, outputs[0]], given[:3]) if is_gradient else (given, outputs)
+    rule = f"{', '.join(given)} -> {', '.join(found)}"
+    replicated = tuple(name for name in dict.fromkeys(re.findall(r"\w+", rule)) if name not in ("b", "h"))
+
+    def laid(ranks, batch, heads) -> list[P]:
+        """Return the PartitionSpecs of arrays [B, T or S, heads, ...], of intervals [B, T] and of cuts."""
+        by_rank = {1: P(), 2: P(batch), 3: P(batch, None, heads), 4: P(batch, None, heads)}
+        return [by_rank[rank] for rank in ranks]
+
+    def specs(mesh, found: list[P]):
+        ranks, results = [x.ndim for x in jax.tree.leaves(operands)], (4, 4, 4) if is_gradient else (4, 3)
+
+        def axes(place: int, count: int):
+            """Return the axes of the mesh that divide a dimension of some operand and `count`."""
+            chosen = [x[place] for x, rank in zip(found, ranks, strict=True) if rank > max(place, 1) and len(x) > place]
+            names = next((x for x in chosen if x is not None), None)
+            return None if count % math.prod(mesh.shape[name] for name in flat_axes(names)) else names
+
+        batch, heads = axes(0, B), axes(2, HK)
+        heads = None if set(flat_axes(batch)) & set(flat_axes(heads)) else heads
+        return f, laid(ranks, batch, heads), laid(results, batch, heads)
+
+    return Division(rule, replicated, sizes, specs, jax.tree.structure((0,) * len(found)))
 
 
 def name_by_content(context, call, content: str):

@@ -108,15 +108,17 @@ TRITON_GRADIENT = SoftmaxKernel("softmax.vjp/triton/gpu", run_gradient, softmax_
 
 
 def placed(run: Callable, by_xla: Callable, *operands):
-    """Return run(*operands), or by_xla(results, *operands) where the program is lowered for another backend or for several
-    devices that XLA divides it over. results: the shapes that `run` returns. An axis of vmap joins the batch."""
+    """Return run(*operands), or by_xla(results, *operands) where the program is lowered for another backend or exported for
+    several devices. results: the shapes that `run` returns. An axis of vmap joins the batch."""
     from glax._src.solve.lowering import Kernel as Inserted  # loads modules of JAX that are not a part of `import jax`
+    from glax._src.solve.partitioning import is_on_one_device
 
     def again(platform: Platform | None, results, *operands):
         is_able = Backend.here() is Backend.GPU and platform is not Platform.XLA
         return run(*operands) if is_able else by_xla(results, *operands)
 
-    call = jax.custom_batching.custom_vmap(Inserted(run, again, opaque=True).placed_whole)
+    kernel = Inserted(run, again, opaque=True)
+    call = jax.custom_batching.custom_vmap(lambda *operands: kernel.bind(not is_on_one_device(), *operands))
 
     @call.def_vmap
     def rule(size: int, batched, *operands):

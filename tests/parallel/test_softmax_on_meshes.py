@@ -1,0 +1,102 @@
+"""Softmax attention by a kernel that XLA cannot divide, in programs for several devices. XLA's form stands in for the kernel."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from glax._src.core.backend import Backend
+from glax._src.kernels.triton import softmax_config
+from glax._src.solve import softmax as solve
+from glax.nn import softmax as xla
+from tests.parallel.meshes import mesh_of, tree_close
+
+B, T, D, V = 2, 24, 8, 6
+DATA, HEADS, BOTH = P("data", None, "model"), P(None, None, ("data", "model")), P(None, None, "model")
+
+
+@pytest.fixture
+def shapes(monkeypatch):
+    """Return the shapes of q of all calls of the stand-ins."""
+    found = []
+
+    def forward(operands, *, cfg, scale):
+        found.append(operands.q.shape)
+        return xla.whole(operands, scale), jnp.zeros(operands.q.shape[:3], jnp.float32)
+
+    def gradient(operands, o, log_total, d_o, *, cfg, scale):
+        assert o.shape == d_o.shape and log_total.shape == d_o.shape[:3]
+        found.append(operands.q.shape)
+        return jax.vjp(lambda *x: xla.whole(operands._replace(q=x[0], k=x[1], v=x[2]), scale), *operands[:3])[1](d_o)
+
+    monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.GPU))
+    monkeypatch.setattr(softmax_config, "installation", lambda: None)
+    for name, function in (("TRITON", forward), ("TRITON_GRADIENT", gradient)):
+        monkeypatch.setattr(solve, name, dataclasses.replace(getattr(solve, name), function=function))
+    return found
+
+
+def operands(heads: tuple[int, int], is_packed: bool):
+    draw, (HQ, HK), rows = np.random.default_rng(0), heads, np.arange(T)
+    N = 1 if is_packed else B
+    wanted = (N, T, HQ, D), (N, T, HK, D), (N, T, HK, V), (N, T, HQ, V)
+    q, k, v, d_o = (jnp.asarray(draw.standard_normal(shape), jnp.float32) for shape in wanted)
+    first = np.where(rows < 10, 0, 10) if is_packed else np.zeros_like(rows)
+    first, last = (jnp.asarray(np.broadcast_to(x, (N, T)), jnp.int32) for x in (first, rows))
+    return q, k, v, d_o, xla.Intervals(first, last), jnp.array([0, 10, T]) if is_packed else None
+
+
+def values_and_gradients(q, k, v, d_o, seen, cuts):
+    def attended(q, k, v):
+        if cuts is None:
+            return xla.attend_in_blocks(q, k, v, seen, None)
+        return xla.attend_by_sequence(q, k, v, seen, None, cuts)
+
+    o, pull = jax.vjp(attended, q, k, v)
+    return o, *pull(d_o)
+
+
+@pytest.mark.parametrize(
+    "spec, heads, is_packed, own",
+    [
+        (DATA, (8, 4), False, (1, T, 4, D)),
+        (DATA, (4, 4), False, (1, T, 2, D)),
+        (HEADS, (8, 4), False, (2, T, 2, D)),
+        (HEADS, (8, 2), False, (2, T, 8, D)),  # two heads of k for four devices: gathered
+        (P("data"), (4, 1), False, (1, T, 4, D)),
+        (P(None, "data"), (4, 2), False, (2, T, 4, D)),
+        (BOTH, (8, 4), True, (1, T, 4, D)),
+        (P(), (4, 2), True, (1, T, 4, D)),
+    ],
+)
+def test_a_device_runs_the_kernel_on_its_batch_and_heads(shapes, monkeypatch, spec, heads, is_packed, own):
+    *floats, seen, cuts = operands(heads, is_packed)
+    mesh = mesh_of(data=2, model=2)
+
+    def placed(x):
+        sizes = [mesh.shape[n] for n in ("data", "model")]
+        fits = spec != HEADS or x.shape[2] % np.prod(sizes) == 0
+        return jax.device_put(x, NamedSharding(mesh, spec if fits else P()))
+
+    run = jax.jit(lambda *x: values_and_gradients(*x, seen, cuts))
+    found = run(*map(placed, floats))
+    assert set(shapes[-2:]) == {own}
+    monkeypatch.undo()
+    tree_close(found, values_and_gradients(*floats, seen, cuts))
+
+
+def test_inside_shard_map_a_device_runs_the_kernel_on_its_arrays(shapes, monkeypatch):
+    *floats, seen, _ = operands((4, 2), False)
+    mesh = mesh_of(data=2)
+
+    def run(*x):
+        return values_and_gradients(*x[:4], xla.Intervals(*x[4:]), None)
+
+    found = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P("data"), out_specs=P("data")))(*floats, *seen)
+    assert set(shapes) == {(1, T, 4, D)}
+    monkeypatch.undo()
+    tree_close(found, values_and_gradients(*floats, seen, None))
