@@ -269,7 +269,8 @@ def recurrent_gla(
     """Compute gated linear attention:   S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t.
 
     g: log decays, [B, T, H, K], one per key channel, or [B, T, H], one per head; none if None. tiles: block_k to num_stages of
-    `recurrent`, in its order. The other arguments, the results and the errors are those of `recurrent`.
+    `recurrent`, in its order. options: segment_ids, pad_id, platform and cfg, and the tiles by name. The other arguments, the
+    results and the errors are those of `recurrent`.
 
     Yang et al. 2024, https://arxiv.org/abs/2312.06635.
 
@@ -301,8 +302,9 @@ def lightning_attn(
 
         S_t = exp(-(8 h / H) (1 - layer_idx / num_layers)) S_{t-1} + k_t v_t^T,     o_t = softmax_scale * S_t^T q_t
 
-    layer_idx, num_layers: the layer's number in its model, which may be traced, and the number of layers. The other arguments,
-    the results and the errors are those of `recurrent`, and of `glax.lightning_attention`.
+    layer_idx, num_layers: the layer's number in its model, which may be traced, and the number of layers. options:
+    segment_ids, pad_id, platform and cfg. The other arguments, the results and the errors are those of `recurrent`, and of
+    `glax.lightning_attention`.
 
     Qin et al. 2024, https://arxiv.org/abs/2401.04658.
 

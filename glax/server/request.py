@@ -70,9 +70,9 @@ class Request:
     seed:               of the draws, an integer of 64 bits. Equal requests with equal seeds have equal answers. If None, the
                         scheduler draws one.
     repetition_penalty: a logit of a token that the prompt or the answer holds is divided by it if it is above 0, and multiplied
-                        by it otherwise.
+                        by it otherwise; 1 for no penalty.
     presence_penalty:   is subtracted from the logits of tokens that the answer holds.
-    frequency_penalty:  is subtracted as often as the answer holds the token.
+    frequency_penalty:  is subtracted from the logit of a token once for each time that the answer holds it.
     logprobs:           how many of the likeliest tokens `Token.likeliest` holds, 0 to 20. If None, `Token.logprob` is None too.
     ends:               the tokens that end the answer; those of the scheduler if None.
     deadline:           in seconds from its submission; then the request ends with "timeout". None for none.

@@ -119,24 +119,26 @@ class Counts:
 
 
 class Scheduler:
-    """Serve requests by one model. A request's answer depends on nothing that comes and goes beside it.
+    """Serve requests by one model. A request's answer does not depend on the other requests.
 
     capacity:     the most requests that run at a time; each has a slot.
     rows:         the most tokens of prompts that a round reads. A longer prompt is read in several rounds.
     max_length:   the most tokens of a prompt and its answer together.
     queue:        the most requests that wait.
-    state_bytes:  the most bytes of the states of running requests, without limit if None. Caches of keys and values grow with
-                  the longest request; there are then fewer slots, and a request waits until the longest that it and the running
-                  requests may become fits. While they grow, the states before and after exist together.
-    prefix_bytes: the most bytes of stored prefixes; 0 for none.
+    state_bytes:  the most bytes of the states of running requests; no limit if None. Where a model has caches of keys and values,
+                  every slot has room for the longest request, so longer requests leave fewer slots. A request starts only when
+                  it and the running requests would fit in state_bytes if every slot had room for the longest of them at its end.
+                  When slots grow, the old states and the new ones exist together until the copy ends: state_bytes counts one of
+                  them, so memory needs up to twice as much.
+    prefix_bytes: the most bytes of stored prefixes; 0 for none, else at least those of one block.
     block:        the tokens of a stored block. A prompt is read in pieces that end where blocks end.
     ends:         the tokens that end an answer; those of the checkpoint if None.
 
-    `start` runs rounds in a thread, `submit` adds a request, and `stop` ends. `answers` runs rounds itself. A round reads pieces
-    of prompts, and writes one token of every answer. Rounds run with the default precision of matrix products that JAX has where
-    the scheduler is made.
+    `start` runs rounds in a thread, `submit` adds a request, and `stop` ends all of them. `answers` runs rounds itself. A
+    round reads pieces of prompts, and writes one token of every answer. Rounds run with the default precision of matrix
+    products that JAX has where the scheduler is made.
 
-    Raises ValueError, which names the argument.
+    Raises ValueError, which names the argument; also if state_bytes or prefix_bytes is too small for one request or one block.
 
     >>> scheduler = glax.server.Scheduler(model, capacity=2, max_length=64)
     >>> scheduler.answers([glax.server.Request([1, 2, 3], max_tokens=5)])[0].shape
@@ -332,9 +334,9 @@ class Scheduler:
         """Read pieces of prompts, and write one token of every answer whose prompt is read. Then tell consumers what the round
         before has found, while the device works on what this one has called.
 
-        Return True, or False if there is nothing to do. An exception of a program is logged and does not leave this method:
-        it ends
-        the requests that run with "error", or the first that waits if none runs, and drops all states and stored prefixes.
+        Return True, or False if there is nothing to do. An exception of a program is logged, and this method does not raise it.
+        The requests that run then end with "error", or the first that waits if none runs, and all states and stored prefixes are
+        dropped.
         """
         with self.turn, jax.default_matmul_precision(self.precision):
             self.end_due()

@@ -20,18 +20,20 @@ EXTREME = ("-100 on 5%", "-inf on 5%", "extreme")
 class Case:
     """Hold one call for `check_kernel`: its shapes and dtypes, and gates of one or more strengths. Arrays are drawn at random.
 
-    name: what results call it. B, T: the rows and their tokens. K, V: the widths of a head's keys and values.
+    name: what results call it. B, T: the number of sequences in the batch, and of tokens in each. K, V: the widths of a head's
+        keys and values.
     heads: the heads of query, key and value.
     gates: the gates that are given, of g, g_gamma, gk and gv.
     dtype, gate_dtype, state_dtype: the dtype of query, key and value; of the gates; of the initial state, None for no initial
         state.
-    cuts: the boundaries of packed sequences, for B = 1. Rows before the first and behind the last are padding and hold NaN.
+    cuts: cu_seqlens of packed sequences, for B = 1; None if not packed. Tokens before the first cut and behind the last are
+        padding and hold NaN.
     reverse: whether the scan goes from the last token to the first.
     strengths: how strong gates are, a trial each: "log-sigmoid", "mild", "extreme" (-inf on 5% and -100 on 5%), "-inf on 5%", a
         number such as "-20", or another that `glax.testing.cases.gate` lists.
-    ids: segment ids, [B, T]. Tokens with the id 0 are padding and hold NaN.
-    erasure: the arguments of the delta rule that are given, of beta, erase and write. Keys then have norm 1, and beta is up to
-        2.
+    ids: segment ids, [B, T], with pad_id=0; None for none. Tokens with the id 0 are padding and hold NaN.
+    erasure: the arguments of the delta rule that are given, of beta, erase and write; () without a delta rule. Keys then have
+        norm 1, and beta is up to 2.
     chunk: the tokens of a chunk, for kernels whose config has such a field; None for the kernel's own choice.
 
     >>> case = glax.testing.Case("two heads", T=70, gates=("g",))

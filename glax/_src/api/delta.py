@@ -27,9 +27,9 @@ def delta_rule(
 ) -> dict[str, Any]:
     """Compute DeltaNet:   S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T,   o_t = softmax_scale * S_t^T q_t.
 
-    beta: [B, T, H], any float dtype, after its sigmoid; up to 2 keeps the state bounded with keys of norm 1, and beyond is
-    exact too; TypeError if None. use_qk_l2norm: whether to divide each query and key by its norm, x * rsqrt(sum x^2 + 1e-6);
-    False by default. Other shapes and dtypes, options, results and errors: as in `recurrent`.
+    beta: [B, T, H], any float dtype, after its sigmoid; TypeError if None. No value is refused: with keys of norm 1, from 0 to
+    2 the state stays bounded, and elsewhere it may grow. use_qk_l2norm: whether to divide each query and key by its norm, x *
+    rsqrt(sum x^2 + 1e-6); False by default. Other shapes and dtypes, options, results and errors: as in `recurrent`.
 
     Yang et al. 2024, https://arxiv.org/abs/2406.06484.
 
@@ -54,8 +54,8 @@ def gated_delta_rule(
 
     and o_t = softmax_scale * S_t^T q_t.
 
-    The decay comes first, then the erasure. g: [B, T, H] log decays, from -inf to a few; ValueError for any other rank. beta,
-    use_qk_l2norm: as in `delta_rule`. Other shapes and dtypes, options, results and errors: as in `recurrent`.
+    The decay comes first, then the erasure. g: [B, T, H] log decays, with the range of gates in `recurrent`; ValueError for any
+    other rank. beta, use_qk_l2norm: as in `delta_rule`. Other shapes and dtypes, options, results and errors: as in `recurrent`.
 
     Yang et al. 2024, https://arxiv.org/abs/2412.06464.
 
@@ -81,8 +81,8 @@ def kda(
 
     and o_t = softmax_scale * S_t^T q_t.
 
-    g: [B, T, H, K] log decays, one a key channel, from -inf to a few; ValueError for any other rank. beta, use_qk_l2norm: as in
-    `delta_rule`. Other shapes and dtypes, options, results and errors: as in `recurrent`.
+    g: [B, T, H, K] log decays, one a key channel, with the range of gates in `recurrent`; ValueError for any other rank. beta,
+    use_qk_l2norm: as in `delta_rule`. Other shapes and dtypes, options, results and errors: as in `recurrent`.
 
     Kimi Team 2025, https://arxiv.org/abs/2510.26692.
 

@@ -105,12 +105,13 @@ def tune(fn, *args, progress: bool = True, **kwargs) -> dict[str, Measurement]:
     find them.
 
     fn is traced to find the calls, so jax.ShapeDtypeStruct may stand for arrays. Each kernel's candidates are then measured on
-    made-up inputs of those shapes. `tune` ends with jax.clear_caches, so that functions compiled before use the results.
-    progress: whether a bar on standard error shows how many calls are tuned.
+    made-up inputs of those shapes. `tune` ends with jax.clear_caches: functions that were compiled before are compiled again
+    when they are next called, and then use the results. progress: whether a bar on standard error shows how many calls are
+    tuned.
 
     Returns {"kernel: shapes": measurement}, one for each call: `config`, the fastest; `ms`, its median milliseconds; and
-    `candidates`, for each config as text its milliseconds, or why it was rejected. Raises TypeError if fn is no function,
-    ExceptionGroup if no candidate of a kernel can be used, and what fn raises.
+    `candidates`, for each config as text its milliseconds, or why it was rejected. Raises TypeError if fn is no function
+    or progress no bool, ExceptionGroup if no candidate of a kernel can be used, and what fn raises.
 
     >>> x = jax.ShapeDtypeStruct((1, 8, 2, 4), jnp.float32)
     >>> measured = glax.tune(glax.recurrent, x, x, x, progress=False)  # doctest: +SKIP

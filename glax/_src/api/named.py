@@ -99,12 +99,13 @@ def gated_delta_rule_2(
 
     and o_t = softmax_scale * S_t^T q_t, with b = erase_gate and w = write_gate.
 
-    g: log decays, one a key channel, from -inf to a few. erase_gate, write_gate: any float dtype, after their sigmoids.
-    use_qk_l2norm: whether queries and keys are divided by their norms first, as in `delta_rule`; erase_gate then multiplies the
-    normalised key. Other shapes and dtypes, options, results and errors: as in `recurrent`.
+    g: log decays, one a key channel, with the range of gates in `recurrent`. erase_gate, write_gate: any float dtype, after
+    their sigmoids. use_qk_l2norm: whether each query and key is divided by its norm first, x * rsqrt(sum x^2 + 1e-6);
+    erase_gate then multiplies the normalised key. Other shapes and dtypes, options, results and errors: as in `recurrent`.
 
-    One token of decoding is `recurrent_step` with erase = erase_gate * key and write = write_gate, and so are `prefill_into` and
-    `recurrent_verify`.
+    For decoding, `recurrent_step`, `prefill_into` and `recurrent_verify` compute it from the same query, key and value, with
+    gk = g, erase = erase_gate * key with H heads, and write = write_gate. Their use_qk_l2norm leaves erase as it is: form it
+    from the normalised key.
 
     2026, https://arxiv.org/abs/2605.22791.
 
@@ -137,12 +138,13 @@ def comba(
 
     with p = erase_key, which reads the state before the decay.
 
-    g: log decays, one a head, from -inf to a few. A decay of 0 forgets the state, and still erases what p reads of it. beta: any
-    float dtype, after its sigmoid. use_qk_l2norm: whether query, key and erase_key are divided by their norms first, as in
-    `delta_rule`. Other shapes and dtypes, options, results and errors: as in `recurrent`.
+    g: log decays, one a head, with the range of gates in `recurrent`. Where g_t is -inf, S_t has of S_{t-1} only what p erases.
+    beta: any float dtype, after its sigmoid. use_qk_l2norm: whether each query, key and erase_key is divided by its norm first,
+    x * rsqrt(sum x^2 + 1e-6). Other shapes and dtypes, options, results and errors: as in `recurrent`.
 
-    One token of decoding is `recurrent_step` with value = beta * value, erase = beta * erase_key and erase_before_decay=True, and
-    so are `prefill_into` and `recurrent_verify`.
+    For decoding, `recurrent_step`, `prefill_into` and `recurrent_verify` compute Comba from the same query, key and g, with
+    value = beta * value, erase = beta * erase_key, both with H heads, and erase_before_decay=True. Their use_qk_l2norm divides
+    query and key alone: divide erase_key by its norm before.
 
     Hu et al. 2025, https://arxiv.org/abs/2506.02475.
 
@@ -177,8 +179,8 @@ def rwkv7(
 
     and o_t = softmax_scale * S_t^T r_t, with r = receptance. a reads the state before the decay. softmax_scale is 1 if None.
 
-    log_decay: in [-inf, a few], any float dtype, as a and b are; these need no norm. receptance, key and value: as query, key and
-    value of `recurrent`. Options, results and other errors: as in `recurrent`.
+    log_decay, a, b: any float dtype. log_decay has the range of gates in `recurrent`. a and b need no norm of 1. receptance,
+    key and value: as query, key and value of `recurrent`. Options, results and errors: as in `recurrent`.
 
     For `prefill_into` and `recurrent_verify` the arguments are query = receptance, gk = log_decay, erase = -a, erase_along = b,
     erase_before_decay=True and softmax_scale=1.
@@ -246,7 +248,7 @@ def gated_delta_product(
     after its sigmoid. g: log decays, one a head or one a key channel; no decay if None. use_qk_l2norm: as in `delta_rule`.
     cu_seqlens, segment_ids and states_every count tokens. `reverse` turns the tokens round, not the updates of one. Raises
     ValueError if num_updates is below 1, or if key, value or beta have another number of rows. Other shapes and dtypes, options,
-    results and errors: as in `recurrent`. A prompt or a draft goes on from `initial_state`.
+    results and errors: as in `recurrent`. To go on from a state, as for the second part of a prompt, pass initial_state.
 
     It is the delta rule over T * num_updates rows: a row that is not a token's first has no decay, one that is not its last no
     query.

@@ -38,16 +38,23 @@ P = ParamSpec("P")
 class Options(TypedDict, total=False):
     """List the arguments that every function accepts beside its gates.
 
+    A row is one of the B rows of the batch, with T tokens. N is the number of initial and of final states: B, also with
+    segment_ids; with cu_seqlens the number of packed sequences.
+
     softmax_scale: the factor of the output; K ** -0.5 if None. It may be traced, and has a gradient.
     initial_state: the states before the first tokens, [N, H, K, V], or [H, K, V] for the same state in all sequences; zeros if
                    None. Any float dtype.
     reverse:       whether each sequence is scanned from its last token to its first.
-    cu_seqlens:    [N + 1] integers that pack N sequences in one row of T, so B is 1. Sequence n has the rows from
-                   cu_seqlens[n] up to, and without, cu_seqlens[n + 1]. May be traced.
-    segment_ids:   [B, T] integers, or [T] without B, that pack sequences in each row. A token with the id of the token before
-                   it continues that token's state; a token with another id starts from zeros. Ids need no order. Not with
-                   cu_seqlens. May be traced.
-    pad_id:        the id of padding tokens. Their output is 0, they change no state, and they may hold NaN. None: no padding.
+    cu_seqlens:    [N + 1] integers that pack N sequences in one row, so B is 1. Sequence n has the tokens from cu_seqlens[n] up
+                   to, and without, cu_seqlens[n + 1]. May be traced.
+    segment_ids:   [B, T] integers, or [T] without B, that divide each row into segments. In the order of the scan, a token with
+                   the id of the token before it continues that token's state; a token with another id starts from zeros. Ids
+                   need no order. Not with cu_seqlens. May be traced.
+    pad_id:        the id of padding tokens. Their output is 0, they change no state, and they may hold NaN. A token behind
+                   padding starts from zeros, even if the token before the padding has the same id: in [1, 1, 0, 1] with
+                   pad_id=0 the last token is a segment of its own. The initial state of a row enters its first token that is
+                   no padding, and its final state is the state behind the last such token; a row of padding alone hands its
+                   initial state through. None: no padding. ValueError without segment_ids.
     states_every:  a multiple of 64: the result then has a third field, `states`, behind every states_every tokens in the
                    order of the scan, a tail of fewer not included. [N, T // states_every, H, K, V], counted along the row
                    with segment_ids too; with cu_seqlens `PackedStates`, counted within each sequence. Differentiable.
@@ -106,19 +113,20 @@ def recurrent(
 
         S_t = exp(g_t + g_gamma) diag(exp(gk_t)) S_{t-1} diag(exp(gv_t)) + k_t v_t^T,     o_t = softmax_scale * S_t^T q_t
 
-    Gates are logarithms of decays, in [-inf, a few]: 0 keeps the state, -inf forgets it. All are optional and add up; g of
-    shape [B, T, H, K] is the same as gk. H is the largest of the three head counts, which the others divide: head h of H
-    reads head h * Hk // H of the keys. With query [T, Hq, K] and so on, without a B, the output has none either.
+    Gates are logarithms of decays: 0 keeps the state, -inf forgets it, and a number above 0 lets it grow. No value is refused,
+    but sums of gates over tokens above about 88 overflow float32. All gates are optional and add up; g of shape [B, T, H, K]
+    is the same as gk. H is the largest of the three head counts, which the others divide: head h of H reads head h * Hk // H
+    of the keys. With query [T, Hq, K] and so on, without a B, the output has none either.
 
     query, key and value share one dtype: float32, bfloat16, float16, or float64. All other float arguments may have any of
     these. Sums, states and gates are float32 (float64 for float64). Differentiable in every float argument and through both
     results, any number of times, in reverse mode.
 
     softmax_scale is K ** -0.5 if None. initial_state [N, H, K, V], or [H, K, V] for all sequences, is zeros if None. `reverse`
-    scans from the last token to the first. cu_seqlens [N + 1] packs N sequences in one row, so B is 1: sequence n has the rows
-    from cu_seqlens[n] up to, and without, cu_seqlens[n + 1]. segment_ids [B, T] packs by ids, of which pad_id is padding.
-    states_every=n also returns the states behind every n tokens. platform and cfg choose the kernel; glax does if None.
-    `glax._src.api.recurrent.Options` has more of these.
+    scans from the last token to the first. cu_seqlens [N + 1] packs N sequences in one row, so B is 1: sequence n has the
+    tokens from cu_seqlens[n] up to, and without, cu_seqlens[n + 1]. segment_ids [B, T] packs by ids, of which pad_id is
+    padding. N is B without cu_seqlens. states_every=n also returns the states behind every n tokens. platform and cfg choose
+    the kernel; glax does if None. `glax._src.api.recurrent.Options` has more of these.
 
     With `bonus` u [H, K] the read is RWKV-6's, of the state before the token and its decay:
 
@@ -133,7 +141,7 @@ def recurrent(
     With `erase_before_decay` e reads the state before the token's own decay: S_t = S_bar_t + k_t (w_t * v_t - S_{t-1}^T e_t)^T.
     With `erase_along` b [B, T, H, K] what e reads is taken along b: S_t = S_bar_t + k_t (w_t * v_t)^T - b_t (S_bar_t^T e_t)^T.
 
-    Returns output [B, T, H, V] in the query's dtype and final_state [N, H, K, V]. Rows behind cu_seqlens[-1] are padding:
+    Returns output [B, T, H, V] in the query's dtype and final_state [N, H, K, V]. Tokens behind cu_seqlens[-1] are padding:
     output 0, no effect. An empty sequence hands its initial state through. With segment_ids, the initial state of a row enters
     its first segment that is not padding, and the final state is the state of the last such segment, in the order of the scan; a
     row of padding alone hands its initial state through. With states_every the result is `OutputsWithStates`.
@@ -307,8 +315,8 @@ def simple_gla(
 
         S_t = exp(g_t) S_{t-1} + k_t v_t^T,     o_t = softmax_scale * S_t^T q_t
 
-    g: [B, T, H] log decays, from -inf to a few; ValueError for any other rank. Other shapes and dtypes, options, results and
-    errors: as in `recurrent`.
+    g: [B, T, H] log decays, with the range of gates in `recurrent`; ValueError for any other rank. Other shapes and dtypes,
+    options, results and errors: as in `recurrent`.
 
     Dao and Gu 2024, https://arxiv.org/abs/2405.21060.
 

@@ -21,10 +21,10 @@ class Recurrence:
 
     H is the largest of the three head counts. The others divide H, and head h of H reads head h * heads // H. `scale` is one
     number per sequence, so that batches can be merged. With `erasure` this is the delta rule: S_t = decay_t * S_{t-1} + k_t
-    (w_t * v_t - (decay_t * S_{t-1})^T e_t)^T. In packed arrays B is 1, and sequence n has rows boundaries[n] to boundaries[n +
-    1] of T; the rows behind the last are padding. `boundaries` is the `cu_seqlens` of the public functions. `reverse` scans
-    every sequence from its last token to its first. `segments` divides unpacked rows further; `folded` expresses this division
-    by gates, which every kernel accepts.
+    (w_t * v_t - (decay_t * S_{t-1})^T e_t)^T. In packed arrays B is 1, and sequence n has the tokens from boundaries[n] up to,
+    and without, boundaries[n + 1]; those behind the last are padding. `boundaries` is the `cu_seqlens` of the public
+    functions. `reverse` scans every sequence from its last token to its first. `segments` divides unpacked rows further;
+    `folded` expresses this division by gates, which every kernel accepts.
 
     The public functions make it of their arguments, with gates as logarithms. decay: the arrays `constant` [N, H], `head`
     [B, T, H], `key` [B, T, H, K] and `value` [B, T, H, V], whose sum is the log decay; None for 0. erasure: None without a delta

@@ -23,9 +23,9 @@ class Platform(enum.StrEnum):
     """Name the language or compiler that a kernel is written for: `xla` (JAX's own operations), `cpp` (native code for CPUs),
     `triton`, `pallas` (Mosaic, on GPUs and TPUs) or `cuda`.
 
-    A member is a str. Platform(name) raises ValueError for another name.
+    A member is a str. Platform(name) raises ValueError for another name. `parse` also accepts None and "auto".
 
-    >>> glax.Platform.parse("xla")
+    >>> glax.Platform("xla")
     <Platform.XLA: 'xla'>
     """
 
@@ -84,10 +84,13 @@ def check_field(name: str, value, lowest: int, highest: int, power_of_two: bool 
 class Config:
     """Hold the tunable numbers of a kernel. `glax.configs` has the configs of glax's kernels.
 
-    A subclass is a frozen dataclass. Its fields are the numbers, and its __post_init__ raises ValueError for those out of range.
-    It may define `heuristic` and `candidates`.
+    A subclass is a frozen dataclass. Its fields are the numbers, and its __post_init__ raises ValueError for those out of
+    range. It may override two class methods. Both receive a `Recurrence`, the call, of which they may read shapes, dtypes and
+    fields, but no values of arrays. heuristic(r) returns the config of a call that was not measured; if absent, the one with
+    the fields' defaults. candidates(r) returns the configs that tuning measures, in any order; if absent, heuristic(r) alone.
 
-    former_names: the names that the class had in measurements stored by earlier versions of glax.
+    former_names: a class variable, a tuple of str: the names that the class had in measurements stored by earlier versions of
+    glax. () if absent.
 
     >>> config = glax.configs.ChunkedConfig(chunk=32)
     >>> isinstance(config, glax.Config), config
@@ -98,12 +101,12 @@ class Config:
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> Self:
-        """Return the config for r where none was measured, from its shapes; here the one of the fields' defaults."""
+        """Return the config for a call r that was not measured, from its shapes. `Config` returns the fields' defaults."""
         return cls()
 
     @classmethod
     def candidates(cls, r: Recurrence) -> Iterable[Self]:
-        """Return the configs that tuning measures for r; here the heuristic alone. A subclass defines more."""
+        """Return the configs that tuning measures for r. `Config` returns heuristic(r) alone; a subclass may return more."""
         return [cls.heuristic(r)]
 
 
@@ -388,8 +391,9 @@ class KernelRegistry:
     ) -> tuple[list[KernelSpec], dict[str, str]]:
         """Return (the able kernels of that role for r here, the chosen one first; the refusals of the others, by name).
 
-        platform: the one whose kernels are asked; all if None. config: what must be of the kernel's class of configs; any if
-        None. role: what the kernels compute, `KernelSpec.role`; the forward if left out.
+        platform: the one whose kernels are asked, and listed; all if None. config: the config of the call; kernels with another
+        class of configs refuse. None: the call has none. role: what the kernels compute, `KernelSpec.role`; outputs and final
+        states if left out. Raises nothing if no kernel is able: the first list is then empty.
         """
         facts = Facts.of(r)
         eligible = [s for s in self.kernels.values() if s.role is role and platform in (None, s.platform)]

@@ -105,8 +105,9 @@ recurrent = on_mesh(
 
     The arrays have the shapes of the whole problem and any sharding. mesh: a jax.sharding.Mesh; None for the one that
     jax.set_mesh has set. batch_axis, head_axis, sequence_axis: the axes of the mesh that shard B, H and T; None shards nothing.
-    With cu_seqlens, batch_axis shards T. `Spread` has more of these. The output is sharded over the same axes, and the final
-    states over batch and heads. The other arguments, the results and the gradients are those of `glax.recurrent`.
+    The first two are names or tuples of names, the third one name. With cu_seqlens, batch_axis shards T. `Spread` has more of
+    these. The output is sharded over the same axes, and the final states over batch and heads. The other arguments, the
+    results and the gradients are those of `glax.recurrent`.
 
     Raises the errors of `glax.recurrent`, ValueError if there is no mesh, or if an axis is not an axis of the mesh, is named
     twice, or does not divide the batch or the heads, and TypeError if mesh is no mesh.

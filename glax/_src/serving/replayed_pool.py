@@ -44,8 +44,8 @@ ERASURES = ("beta", "erase", "erase+write", "erase+along", "erase+write+along")
 class TokenOptions(TypedDict, total=False):
     """List the arguments of a token beside its query, key and value: those of `recurrent_step`, by name.
 
-    They must be those that the pool's `form` names; the others are None. softmax_scale is K ** -0.5 if None, and the flags are
-    False by default. `verify` takes them with an axis of T tokens after B.
+    Of the gates and of beta to erase_along, give exactly those that the pool's `form` names: ValueError else. softmax_scale is
+    K ** -0.5 if None, and the flags are False by default. `verify` takes them with an axis of T tokens after B.
 
     >>> pool, q = glax.serving.StatePool(2, heads=2, widths=4, form="none+beta"), jnp.ones((2, 2, 4))
     >>> pool.step(q, q, q, beta=jnp.ones((2, 2)), use_qk_l2norm=True)[0].shape
@@ -132,14 +132,16 @@ class StatePool:
     heads: the number of heads H, or the heads of (query, key, value), of which each divides the largest, as in `recurrent`.
     widths: (K, V), or one number for both.
     dtype: the dtype of the states: float32, bfloat16, float16 or float64; or int8 or float8_e4m3fn, with a scale for each head
-        and block of 32 rows. What rounding to 8 bits loses is stored in 8 bits more, its rest. Writes read rests and outputs do
-        not, so outputs are off by one rounding, and states do not gather errors.
+        and block of gcd(K, 32) rows. Beside each number of 8 bits lie 8 bits more, its rest: what the number lost by rounding.
+        The next state is formed from the numbers with their rests, so errors of rounding do not add up from write to write.
+        Outputs are formed without the rests, so each has the error of one rounding to 8 bits.
     replay: the tokens from one write of a state to the next, at least 1. A ring has replay - 1 + drafts places.
     drafts: the most tokens of one `verify`, which lie in the ring after the tokens that count; 0 for none.
-    form: the gates and the arguments of the delta rule that tokens have. It begins with a decay form: "none", "constant",
-        "head" (g), "key" (gk), "value" (gv) or "key+value". Under the delta rule "+beta", "+erase", "+erase+write",
-        "+erase+along" or "+erase+write+along" follows.
-    token_dtype: the dtype of keys and values in the ring. It must hold those of the calls without loss.
+    form: the gates and the arguments of the delta rule that tokens have. It begins with a decay form: "none", "constant"
+        (g_gamma), "head" (g), "key" (gk), "value" (gv) or "key+value" (gk and gv). Under the delta rule there follows "+beta",
+        "+erase", "+erase+write", "+erase+along" or "+erase+write+along", of which along is `erase_along`.
+    token_dtype: the dtype of keys and values in the ring: float32, bfloat16, float16 or float64. It must hold those of the
+        calls without loss: bfloat16 holds no float16, nor float16 bfloat16.
 
     A new pool is zeros. It is a tree of arrays: it passes through jit, and one that is donated is updated in place. No method
     changes the pool that it is called on. `states`, `length` [P] and `drafted` [P] are the stored states and the numbers of
@@ -298,10 +300,11 @@ class StatePool:
         return flushed(self, rounding_key=rounding_key, **transferred(dict(slots=slots)))
 
     def states_of(self, slots: Int[Array, "B"] | None = None) -> Float[Array, "B H K V"]:
-        """Return the states [B, H, K, V] after all tokens of the slots [B], or of all slots if None; zeros for slot -1.
+        """Return the states [B, H, K, V] of the slots [B], or of all slots if None; zeros for slot -1.
 
-        Their dtype is float32, or float64 for a token_dtype of float64. States in 8 bits are returned with their rests. Raises
-        TypeError or ValueError for wrong slots.
+        A state is the one after all tokens that the slot has read, those in its ring included. Drafts that were not committed
+        are no such tokens. The dtype is float32, or float64 for a token_dtype of float64. States in 8 bits are returned with
+        their rests. Raises TypeError or ValueError for wrong slots.
         """
         self.check_slots(slots)
         return states_behind(self, **transferred(dict(slots=slots)))

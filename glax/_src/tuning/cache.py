@@ -67,11 +67,11 @@ class ConfigCache:
         self.configs: dict[tuple[str, int, str], Any] = {}
 
     def get(self, inv: Invocation) -> Any | None:
-        """Return the config that was put for such an Invocation, or None."""
+        """Return the config that was put for an Invocation of the same kernel, version and key; None if there is none."""
         return self.configs.get((inv.kernel.op_id, inv.kernel.version, inv.key)) if self.configs else None
 
     def put(self, inv: Invocation, config: Any):
-        """Store the config of an Invocation, in place of the one before."""
+        """Store the config of an Invocation. It replaces the one that was put before for the same kernel, version and key."""
         self.configs[inv.kernel.op_id, inv.kernel.version, inv.key] = config
 
     def clear(self):
@@ -271,7 +271,8 @@ def overlay(configs: dict[str, Any] | None = None, *, policy=None):
     configs: {the name of a registered kernel, such as "chunked/xla/any", or the `op_id` of a `Kernel`: its config}; none if None.
     policy: the `AutotunePolicy` of the other kernels; the policy around the context if None.
 
-    The innermost overlay wins. Functions that are already compiled are traced again on entering and on leaving.
+    Of nested overlays that name a kernel, the innermost decides. jit traces a function anew in each overlay, also one that is
+    compiled outside; the program from outside serves again outside.
 
     Raises ValueError if a name belongs to no kernel, or if a registered kernel takes no config of that class. Raises TypeError
     if `configs` is no dict, or `policy` no AutotunePolicy.

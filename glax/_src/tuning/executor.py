@@ -48,6 +48,7 @@ class Executor:
     chain: a `ConfigSelectorChain`; a new one, without files, if None. Raises TypeError for another chain.
 
     executor(kernel, *args, cfg=None, **kwargs) returns what the kernel returns; cfg is the config to use instead of a choice.
+    It raises TypeError if kernel is neither a Kernel nor a KernelSpec, and LookupError where the policy forbids a guess.
 
     >>> q = jnp.ones((1, 8, 2, 4))
     >>> glax.Executor()(glax.RecurrentAttention(), q, q, q).shape

@@ -13,9 +13,10 @@ from glax._src.tuning.invocation import described
 class Kernel:
     """Define an operation that an `Executor` configures, tunes and caches. A registered `KernelSpec` has the same interface.
 
-    A subclass sets op_id, the name under which configs are stored, and defines run and heuristic_cfg; candidate_cfgs, key and
-    example as needed. A config is a frozen dataclass of JSON values, any that the subclass likes. Raise `version` when measured
-    configs become invalid. `inv` is the `Invocation`: the call, with shapes in place of arrays.
+    A subclass sets op_id, the name under which configs are stored, and defines run and heuristic_cfg. It may override
+    candidate_cfgs, key and example. Its configs are of a frozen dataclass of its choice, whose fields are values of JSON.
+    version, an int, 0 if absent, is raised when measured configs become invalid. inv is the `Invocation`: the call, with
+    shapes in place of arrays.
 
     >>> class Power(glax.Kernel):
     ...     op_id = "power"
@@ -48,7 +49,7 @@ class Kernel:
         raise NotImplementedError(f"{type(self).__name__} must define heuristic_cfg(self, inv)")
 
     def candidate_cfgs(self, inv) -> Iterable[Any]:
-        """Return the configs that the tuner measures; the guessed one alone unless a subclass defines more."""
+        """Return the configs that the tuner measures: of `heuristic_cfg` alone, unless a subclass overrides it."""
         return [self.heuristic_cfg(inv)]
 
     def key(self, inv) -> str:
@@ -58,8 +59,8 @@ class Kernel:
     def example(self, inv) -> tuple[tuple, dict]:
         """Return (args, kwargs) like those of the Invocation, with arrays in place of shapes, on which the tuner measures.
 
-        Floats are normal numbers, and integers zeros. A subclass gives values as in use: kernels may be fast on zeros and slow on
-        data.
+        Floats are drawn from a normal distribution, and integers are zeros. A subclass overrides it where time depends on
+        values.
         """
         return example_of((inv.args, inv.kwargs))
 

@@ -21,9 +21,10 @@ class AutotunePolicy:
     cache_miss_fallback: "heuristics" takes the config that the kernel derives from the shapes. "autotune" measures all
                          candidates during the call. "error" raises LookupError.
     allow_autotune:      whether calls may measure. If False, "autotune" acts as "heuristics".
-    validate_backward:   whether the tuner also compares each candidate's gradient, and rejects a config whose gradient is wrong.
+    validate_backward:   whether the tuner also compares the gradient of each candidate of a `Kernel`, and rejects a config
+                         whose gradient is wrong. It concerns no `KernelSpec`: gradients there are kernels, and tuned as such.
 
-    A `ConfigSelectorChain` and `overlay` take a policy. Raises ValueError for other values.
+    A `ConfigSelectorChain` and `overlay` take a policy. Raises ValueError for other values of the fields.
 
     >>> glax.AutotunePolicy(cache_miss_fallback="error").allow_autotune
     True

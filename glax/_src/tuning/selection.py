@@ -14,8 +14,12 @@ class Chosen(NamedTuple):
 
 
 class ConfigSelectorChain:
-    """Choose the config of a call, by the first selector that has one: override, overlay, memory, disk, shipped, autotune (if
-    the policy says so), heuristic.
+    """Choose the config of a call, by the first selector that has one:
+
+        "override"   the call names a config          "shipped"    `shipped`
+        "overlay"    an `overlay` names one           "autotune"   a measurement now, if the policy says so
+        "memory"     `cache`                          "heuristic"  what the kernel derives from the shapes
+        "disk"       `persistent`
 
     cache:      the configs in memory, a `ConfigCache`; a new one if None.
     policy:     what to do without a measurement, an `AutotunePolicy`; if None, the one that the
