@@ -196,6 +196,12 @@ CALLS = {
     "head, split": plain("g", T=310, K=60, V=40, begun=True, parts=5),
     "head, reversed, states formed again": plain("g", heads=(1, 2, 1), T=250, reverse=True, save=False),
     "head, wide, split, shared heads": plain("g", T=150, K=160, V=130, heads=(1, 2, 1), begun=True, parts=2),
+    "head, 96 and 192 wide": plain("g", T=130, K=96, V=192),
+    "head, 96 wide, split, reversed": plain("g", T=150, K=96, V=96, reverse=True, begun=True, parts=2),
+    "head, 192 and 384 wide, shared heads": plain("g", T=72, K=192, V=384, heads=(1, 2, 1), save=False),
+    "head, 96 wide, one row": plain(
+        "g", K=96, V=96, cuts=(0, 0, 5, 66, 66, 80), T=90, state=False, finals=(False,)
+    ),
     "head, groups": plain("g", heads=(1, 1, 3), T=120, K=72, V=40),
     "head, pairs": plain("g", heads=(1, 2, 4), T=120, V=40, columns=128),
     "head, one row": plain("g", cuts=(0, 0, 5, 66, 66, 80), T=90, state=False, finals=(False,)),

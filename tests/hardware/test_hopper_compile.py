@@ -52,6 +52,8 @@ KERNELS = {
     ("gradient, packed", "key", "96"): 4,
     ("gradient", "key, float32", "192x384"): 4,
     ("forward", "key", "256x512"): 2,
+    ("gradient", "head", "96x192"): 3,
+    ("gradient", "head", "192x384"): 3,
     ("forward", "head", "256x512"): 1,
     ("gradient", "key", "256x512"): 4,
     ("gradient", "key, float32", "128x256"): 4,

@@ -85,9 +85,11 @@ class Widths:
             columns = BLOCK if -(-V // 64) % 2 == 0 else 64
         blocks = Blocks(-(-K // width), -(-V // columns))
         if blocks.rows > 1 and r.decay.key is None:
-            K, V = blocks.rows * width, blocks.columns * columns
-            return cls(WHOLE, K, V, blocks, (K, V))
-        if r.decay.key is None:
+            # A program's 64 columns of the state lie in one block of V, so values are as wide as the blocks.
+            keys, filled = columns_in_memory(K, blocks.rows, width), blocks.columns * columns
+            return cls(WHOLE, blocks.rows * width, filled, blocks, (blocks.rows * keys, filled))
+        # `gradient_groups` and `pair_scan` read arrays as wide as the blocks.
+        if r.decay.key is None and (group_size(r) > 1 or -(-V // 64) * 64 < width):
             return cls(blocks, width, columns, blocks, (width, columns))
         in_memory = columns_in_memory(K, blocks.rows, width), columns_in_memory(V, blocks.columns, columns)
         return cls(blocks, width, columns, blocks, in_memory)

@@ -40,11 +40,11 @@ def span(start, size: int, width: int):
     """Return the slice of `size` columns from `start` in an axis of `width` columns. The copy engine loads zeros for the columns
     behind the axis, and stores none of them.
 
-    The start of a slice that passes the end is traced, because a slice known to do so is refused. It must be known to be a
-    multiple of a tile's columns.
+    The start of a slice that passes the end is traced, because a slice known to do so is refused. It is a multiple of a tile's
+    columns, and known to be one.
     """
     if not isinstance(start, jax.Array) and start + size > width:
-        start = lax.optimization_barrier(jnp.int32(start // 32)) * 32
+        start = lax.optimization_barrier(jnp.int32(start // 64)) * 64
     return pl.ds(start, size)
 
 

@@ -51,7 +51,6 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
     load_rows,
     product,
     read,
-    tiled,
     transposed,
 )
 from glax._src.kernels.pallas_gpu.gradient import items
@@ -68,7 +67,7 @@ from glax._src.kernels.pallas_gpu.gradient.items import (
     store_rounded,
     tokens,
 )
-from glax._src.kernels.pallas_gpu.plan import WHOLE, Blocks, C
+from glax._src.kernels.pallas_gpu.plan import WHOLE, Blocks, C, span
 
 # Rows of numbers that are summed for every token: over it and those behind it, over the chunk, over those before it. BEFORE
 # is summed for itself. All less what is behind would cancel: the last token's part may be e^-g times the other tokens' parts.
@@ -110,9 +109,9 @@ class Results(NamedTuple):
 
     @classmethod
     def types(cls, n: Items) -> "Results":
-        each = jax.ShapeDtypeStruct((n.B, n.T, n.H, n.D), BF16)
+        of_keys, of_values = (jax.ShapeDtypeStruct((n.B, n.T, n.H, width), BF16) for width in n.in_memory)
         sums = jax.ShapeDtypeStruct((n.B, n.chunks, n.H, 3, 2, C), BF16)
-        return cls(each, each, each, sums, jax.ShapeDtypeStruct((n.B, n.chunks, n.H, C), jnp.float32))
+        return cls(of_keys, of_keys, of_values, sums, jax.ShapeDtypeStruct((n.B, n.chunks, n.H, C), jnp.float32))
 
 
 class Tiles(NamedTuple):
@@ -132,6 +131,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def types(cls, n: Items) -> "Tiles":
+        tiled = functools.partial(tiles.tiled, columns=n.tile)
         tile, state = tiled(n.teams * SLOTS, C, n.D), tiled(n.teams, n.D, n.D)
         scores = tiled(n.teams, C, 64)
         return cls(
@@ -188,9 +188,10 @@ def gradient_head(
     rows: of the results, where the operands have fewer, because the last chunk is read from a copy.
     The other arguments are as in `gradient_key`.
     """
-    (B, T), (_, chunks, H, D, _) = d_output.shape[:2], behind.shape
+    (B, T), (_, chunks, H, *in_memory) = d_output.shape[:2], behind.shape
     heads, run = tuple(x.shape[2] for x in (q, k, v)), chunks // before.shape[1]
-    n = Items(B, rows or T, H, D, heads, programs, reverse, blocks, run=run, edges=bool(edges))
+    D, narrower = items.widths(*in_memory)
+    n = Items(B, rows or T, H, D, heads, programs, reverse, blocks, run=run, edges=bool(edges), narrower=narrower)
     operands = Operands(G, q, k, v, d_output, scale, before, behind, tokens(reverse), *edges)
 
     def body(*refs):
@@ -227,7 +228,8 @@ def load(p: Program):
         def load(rows, from_copy: bool):
             for name in names:
                 array, edges, tile = arrays[name]
-                source = (edges if from_copy else array).at[b, rows, heads[name], slice(None)]
+                columns = span(0, n.D, array.shape[3])
+                source = (edges if from_copy else array).at[b, rows, heads[name], columns]
                 pipeline.tokens.copy(source, tile.at[at], at)
 
         load_rows(x.edges, c, load)
@@ -241,19 +243,19 @@ def load(p: Program):
         load_tokens(("v",), program, i, t)
         gates, tile = x.gates.at[b, c, n.blocks.head(h)], s.gates.at[n.slot(i, t)]
         pipeline.tokens.copy(gates, tile, n.slot(i, t))
-        pipeline.states.copy(x.dS.at[b, c, h], s.dS.at[t], t)
+        pipeline.states.copy(x.dS.at[b, c, h, *n.block], s.dS.at[t], t)
 
         @pl.when(j == 0)
         def _():
             ring = pipeline.states if n.run == 1 else pipeline.S
-            ring.copy(x.S.at[b, run, h], s.S.at[t], t)
+            ring.copy(x.S.at[b, run, h, *n.block], s.S.at[t], t)
 
     def store(program, i, t: int):
         b, _, c, h, _ = n.chunk_of(program, i, t)
         pipeline.results.wait(t)
         for result, tile in zip(p.results[:3], (s.q, s.k, s.do), strict=True):
             at = n.slot(i, t)
-            target = result.at[b, pl.ds(c * C, C), h, slice(None)]
+            target = result.at[b, pl.ds(c * C, C), h, span(0, n.D, result.shape[3])]
             plgpu.copy_smem_to_gmem(tile.at[at], target, commit_group=False)
         plgpu.commit_smem_to_gmem_group()
 

@@ -51,7 +51,7 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
     transposed,
     zeros,
 )
-from glax._src.kernels.pallas_gpu.plan import PAIRS, Scan, ScanResults, program_indices, quotient, remainder
+from glax._src.kernels.pallas_gpu.plan import PAIRS, Scan, ScanResults, program_indices, quotient, remainder, span
 
 BF16 = jnp.bfloat16
 TWO_TERMS = -1.0, -6.0  # log2 decays of a chunk above which values have two terms, with time and against it
@@ -118,6 +118,7 @@ class Tiles(NamedTuple):
     @classmethod
     def types(cls, w: Scan) -> "Tiles":
         K, stages, columns, W = w.K, w.stages, w.columns, w.consumers
+        tiled = functools.partial(tiles.tiled, columns=w.tile)
         return cls(
             q=tiled(stages, C, K) if w.outputs else tiled(1, C, 64),
             k=tiled(stages, C, K),
@@ -205,7 +206,12 @@ class Program:
     @property
     def columns(self):
         """Return the program's columns of V."""
-        return pl.ds(self.block * self.plan.columns, self.plan.columns)
+        return span(self.block * self.plan.columns, self.plan.columns, self.plan.in_memory[1])
+
+    @property
+    def channels(self):
+        """Return all channels of K, and the zeros behind those that are in memory."""
+        return span(0, self.plan.K, self.plan.in_memory[0])
 
     def chunk(self, step):
         """Return the chunk that the scan reaches at a step."""
@@ -292,9 +298,9 @@ def load_chunks(p: Program):
         ring.acquire(slot, step)
         gates = x.gates.at[p.batch, p.chunk(step), w.blocks.head(h)]
         ring.copy(gates, t.gates.at[slot], slot)
-        load(p, x.k, x.k_edges, w.blocks.of_keys(h, w.H, x.k.shape[2]), step, t.k.at[slot], slot)
+        load(p, x.k, x.k_edges, w.blocks.of_keys(h, w.H, x.k.shape[2]), step, t.k.at[slot], slot, p.channels)
         if w.outputs:
-            load(p, x.q, x.q_edges, w.blocks.of_keys(h, w.H, x.q.shape[2]), step, t.q.at[slot], slot)
+            load(p, x.q, x.q_edges, w.blocks.of_keys(h, w.H, x.q.shape[2]), step, t.q.at[slot], slot, p.channels)
         of_b = w.blocks.of_values(h, w.H, x.v.shape[2])
         load(p, x.v, x.v_edges, of_b, step, t.v.at[slot], slot, p.columns)
 
@@ -302,7 +308,7 @@ def load_chunks(p: Program):
 def carry_own_columns(p: Program):
     """Carry 64 columns of the state: one warpgroup of a scan without outputs."""
     w, me = p.plan, p.warpgroup
-    columns = pl.ds((p.block * w.consumers + me) * 64, 64)
+    columns = span((p.block * w.consumers + me) * 64, 64, w.in_memory[1])
 
     def enter(S, step):
         if w.states:
@@ -425,7 +431,7 @@ def store_state(p: Program, S, step, tile, columns):
         def _():
             target = p.results.states.at[p.batch, lax.div(p.chunk(step), jnp.int32(w.run))]
             if w.stored_by.count == 1:
-                plgpu.copy_smem_to_gmem(tile, target.at[p.h, :, columns])
+                plgpu.copy_smem_to_gmem(tile, target.at[p.h, p.channels, columns])
             else:
                 store_by_blocks(p, tile, target, columns)
 
@@ -433,7 +439,7 @@ def store_state(p: Program, S, step, tile, columns):
 def store_by_blocks(p: Program, tile, target, columns):
     """Store 64 columns of the state as parts of the blocks that they lie in."""
     w, by = p.plan, p.plan.stored_by
-    rows, per_block = w.K // by.rows, w.V // by.columns // 64
+    rows, per_block = w.in_memory[0] // by.rows, w.V // by.columns // 64
     column = lax.div(columns.start, jnp.int32(64))
     place = p.h * by.count + quotient(column, per_block)
     columns = pl.ds(remainder(column, per_block) * 64, 64)
