@@ -89,7 +89,7 @@ class Widths:
             keys, filled = columns_in_memory(K, blocks.rows, width), blocks.columns * columns
             return cls(WHOLE, blocks.rows * width, filled, blocks, (blocks.rows * keys, filled))
         # `gradient_groups` and `pair_scan` read arrays as wide as the blocks.
-        if r.decay.key is None and (group_size(r) > 1 or -(-V // 64) * 64 < width):
+        if r.decay.key is None and (group_size(r) > 1 or V <= 64 < width):
             return cls(blocks, width, columns, blocks, (width, columns))
         in_memory = columns_in_memory(K, blocks.rows, width), columns_in_memory(V, blocks.columns, columns)
         return cls(blocks, width, columns, blocks, in_memory)
