@@ -120,10 +120,11 @@ def without_lora(model: CausalLM) -> CausalLM:
 
 
 def save_adapter(model: CausalLM, folder: str | Path):
-    """Write the low-rank terms of a model as peft does: adapter_config.json and adapter_model.safetensors, in one step.
+    """Write the low-rank terms of a model as peft does: adapter_config.json and adapter_model.safetensors.
 
-    folder: is made if it is missing; the files of an older adapter are replaced. Raises ValueError for a model without low-rank
-    terms of `lora`, or with terms of which only some are rank_stabilized, and OSError if a file cannot be written.
+    folder: is made if it is missing. Both files of an older adapter are replaced together: wherever the call is interrupted,
+    `load_adapter` reads either both old files or both new ones. Raises ValueError for a model without low-rank terms of
+    `lora`, or with terms of which only some are rank_stabilized, and OSError if a file cannot be written.
 
     >>> tuned = glax.models.lora(model, 4, ["o_proj"], rngs=nnx.Rngs(0))
     >>> glax.models.save_adapter(tuned, folder)
@@ -175,8 +176,9 @@ def load_adapter(model: CausalLM, folder: str | Path, *, dtype: DTypeLike | None
     if None. Dropout, which acts in training alone, is not applied.
 
     Raises FileNotFoundError if a file is missing. Raises UnsupportedOption, which names the key and its value, for an adapter
-    that computes something else, such as DoRA. Raises ValueError, which lists names, if tensors fit no projection of the model,
-    or one that has a term.
+    that computes something else, such as DoRA. Raises ValueError, which names the tensors or the projection, in four cases: the
+    folder holds no terms; a tensor belongs to no projection of the model; a projection already has a low-rank term; shapes
+    differ from those that the config and the model give.
 
     >>> tuned = glax.models.lora(glax.models.from_pretrained(folder), 4, rngs=nnx.Rngs(0))
     >>> glax.models.save_adapter(tuned, folder)

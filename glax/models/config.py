@@ -61,7 +61,8 @@ class UnsupportedOption(ValueError):
 class ModelConfig:
     """Hold the content of a model's config.json as text. It is hashable, and `save_pretrained` writes the text unchanged.
 
-    text: a JSON object. `of` makes a config of a dict, and `read` of a folder; `values` is the dict.
+    text: the text of a JSON object, which the constructor does not check. `of` makes a config of a dict, and `read` of a
+    folder; `values` is the dict.
 
     >>> config = glax.models.ModelConfig.of(dict(model_type="gla", hidden_size=64))
     >>> config.values["hidden_size"]

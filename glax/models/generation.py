@@ -57,8 +57,9 @@ def generate(
     """Return the tokens that continue each prompt, int32 [B * samples, max_new_tokens]. With log_probs return (tokens,
     log_probs), of which the second are the logarithms of the tokens' probabilities, float32 of the same shape.
 
-    One compiled program reads the prompts and writes the tokens. It serves `stream` too, equal models, and all prompts whose
-    lengths are in one bucket. Caches of keys and values grow with the longest sequence; each growth compiles it again.
+    One compiled program reads the prompts and writes the tokens. It also serves `stream`, and models of equal structure. The
+    number of tokens in the prompts is padded to one of a few sizes, each of which compiles it again. Caches of keys and values
+    grow with the longest sequence; each growth compiles it again, too.
 
     tokens:      [B, T], prompts of one length or padded; or a list of prompts of any lengths, each a list of tokens.
     lengths:     [B], the lengths of the prompts in tokens [B, T], each at least 1; T each if None.
@@ -66,10 +67,11 @@ def generate(
     samples:     how many continuations of each prompt are drawn. Those of prompt b are the rows from b * samples on.
     key:         one key for all draws; or [B * samples] keys, with which a row's draws do not depend on the other rows.
     temperature: 0 takes the likeliest token. Otherwise a token is drawn from softmax(logits / temperature) with `key`.
-    top_k:       draw among the k likeliest tokens. None with temperature 0.
-    top_p:       draw among the likeliest tokens that together have this probability, at least one. None with temperature 0.
+    top_k:       draw among the k likeliest tokens; no limit if None. ValueError with temperature 0, unless None.
+    top_p:       draw among the likeliest tokens that together have this probability, at least one; no limit if None. ValueError
+                 with temperature 0, unless None.
     repetition_penalty: a logit of a token that the prompt or the continuation holds is divided by it if it is above 0, and
-                 multiplied by it otherwise. Keskar et al. 2019, https://arxiv.org/abs/1909.05858.
+                 multiplied by it otherwise; no penalty if None. Keskar et al. 2019, https://arxiv.org/abs/1909.05858.
     eos:         a token, or several, that end a sequence. An ended sequence repeats the token that ended it. The loop ends with
                  the last sequence.
     stop:        a text, or several. A sequence ends with the token behind which the text of its continuation holds one of them.

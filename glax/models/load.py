@@ -199,7 +199,9 @@ def from_pretrained(
     only: a regular expression: a parameter is read if `re.search` finds it in the name of a tensor of the checkpoint that holds
     it. The others are `jax.ShapeDtypeStruct`, without memory, so that single blocks of a large model can be run.
 
-    Weights in float8 with a scale for each block are dequantized to the config's dtype. `save_pretrained` writes them so.
+    Weights in float8 with a scale for each block are read as float32 products of numbers and scales, rounded to the config's
+    dtype, or to bfloat16 if it names none; then to `dtype`, if that is given. `save_pretrained` writes these products, in the
+    dtype of the parameters, and no float8.
 
     Nothing is downloaded. The folder of a snapshot of huggingface_hub works. Raises UnsupportedOption, which names the key and
     its value, for an option that is not supported. Raises ValueError, which lists the names, if weights are missing or left

@@ -51,8 +51,8 @@ def training_mesh(wanted: Mapping[str, int]) -> Mesh:
     """Return the mesh with the axes "data", "fsdp", "tensor", "expert" and "sequence", of the `wanted` sizes, over the first
     devices of all processes.
 
-    wanted: the size of each of these axes; one may be -1, for as many as the devices allow. Raises ValueError for sizes that do
-    not fit the devices, and for several processes of which the mesh would not have all devices.
+    wanted: {name: size} of all five axes; one size may be -1, for as many as the devices allow. Raises ValueError for sizes
+    that do not fit the devices, and for several processes of which the mesh would not have all devices.
 
     >>> from glax.models.meshes import training_mesh
     >>> dict(training_mesh(dict(data=1, fsdp=1, expert=1, sequence=1, tensor=1)).shape)["data"]

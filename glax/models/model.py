@@ -87,9 +87,11 @@ class CausalLM(nnx.Module):
     padding:   a token whose embedding gets no gradient as an input, as in the models' own code, or None.
     logit_cap: c of logits c tanh(z / c), or None.
 
-    `folder` is the folder that the model was loaded from, or None. Subclasses may define `embed`, `arguments`, `through` and
-    `before_head`. Methods raise TypeError or ValueError for tokens of another shape or dtype, and for known tokens that the
-    vocabulary does not have.
+    `folder` is the folder that the model was loaded from, or None. A subclass may override embed(tokens), which returns the
+    rows that the first block reads; arguments(layer), further arguments of that block's `mix`; through(x, states, rows), which
+    returns the rows behind all blocks and the new states; and before_head(x), which returns the rows that the head reads.
+    Methods raise TypeError or ValueError for tokens of another shape or dtype, and for known tokens that the vocabulary does
+    not have.
 
     >>> logits = model(jnp.array([[1, 2, 3]]))
     >>> logits.shape == (1, 3, model.vocabulary)
@@ -185,7 +187,8 @@ class CausalLM(nnx.Module):
     ) -> tuple[Float[Array, "B vocabulary"], list[dict]]:
         """Read one token of each sequence, and return (the logits of the next [B, vocabulary], the pools with the new states).
 
-        pools: as `initial_states` returns them. Sequence b lives in row slots[b], -1 for none, or without slots in row b.
+        pools: as `initial_states` returns them. Sequence b lives in row slots[b], or without slots in row b. Slot -1 is no
+        sequence: its logits have no meaning, and no pool changes. Raises TypeError or ValueError, which names the argument.
         """
         tokens = self.checked(tokens, "[B]")
         x, pools = self.through(self.embed(tokens), pools, token_rows(slots, tokens.shape[0], pools, "pools"))
@@ -204,7 +207,8 @@ class CausalLM(nnx.Module):
 
         targets: the token behind each token; -1, or any number below 0, for a token that does not count. If None, the target is
         the next token of the same segment, and padding does not count. z_loss: the weight of the mean of (log sum exp logits)^2,
-        which is added. tokens, segment_ids, pad_id: as in a call of the model. The loss is a float32 scalar.
+        which is added. tokens, segment_ids, pad_id: as in a call of the model. The loss is a float32 scalar. Raises
+        TypeError or ValueError, which names the argument.
         """
         tokens = self.checked(tokens, "[B, T]")
         targets = None if targets is None else checked_targets(targets, tokens.shape, self.vocabulary)
@@ -407,10 +411,10 @@ class CausalLM(nnx.Module):
         return jax.tree.map(grown, pools, jax.eval_shape(lambda: self.empty_states(batch, max_length)))
 
     def set_remat(self, name: str | None):
-        """Choose what the backward pass recomputes. Raises ValueError for an unknown name.
+        """Choose what the forward stores for the backward pass, which recomputes the rest. Raises ValueError for an unknown name.
 
-        name: "full" for everything but block inputs, "dots" for everything but matrix products, "dots_no_batch" for everything
-        but matrix products without batch axes, or None for nothing.
+        name: "full" stores the inputs of blocks alone; "dots" also all results of matrix products; "dots_no_batch" also those of
+        matrix products without batch axes; None, as in a new model, stores all that the backward pass reads.
         """
         if name is not None and name not in REMAT:
             raise ValueError(f"remat must be None or one of {', '.join(map(repr, REMAT))}, got {name!r}")

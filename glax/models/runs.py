@@ -281,9 +281,10 @@ class Checkpoints:
     record and the position of the data.
 
     out: the run's folder. record: what must be the same in a checkpoint that is restored, values of JSON by name (`record_of`).
-    count: how many checkpoints stay, the newest. hours: beside these, one stays for each so many hours; none if None. Writing
-    goes on beside the steps that follow `save`, and the next call waits for its end. All processes call each method together.
-    It is a context, which waits at its end.
+    count: how many of the newest checkpoints stay. hours: beside these, the first stays, and each that is written at least so
+    many hours after the last one that stays by this rule; None for none. `save` returns before a checkpoint is written, and
+    the next `save` waits for the end of the writing. All processes call each method together. It is a context, which waits at
+    its end.
 
     >>> from glax.models.training import Checkpoints
     >>> with Checkpoints(folder / "run", record={}) as checkpoints: checkpoints.save(1, dict(x=jnp.ones(2)))

@@ -73,8 +73,8 @@ def save_pretrained(model: CausalLM, folder: str | Path, *, others: bool = True,
     divided into files model-00001-of-00002.safetensors and so on, with an index. The host holds one file's tensors at a
     time. A tensor that is larger has a file of its own.
 
-    Raises ValueError, which names the parameters, for a model with others than its config describes. Raises OSError if a file
-    cannot be written.
+    Raises ValueError, which names the parameters, for a model whose parameters are not those that its config describes. Raises
+    OSError if a file cannot be written.
 
     >>> glax.models.save_pretrained(model, folder)
     >>> glax.models.from_pretrained(folder).vocabulary == model.vocabulary

@@ -47,9 +47,10 @@ def partition_spec(
     """Return the PartitionSpec of a parameter with these logical axes.
 
     axes: the name of each axis of the parameter, of those in `glax.nn.parts`: "embed", "experts", "heads", "mlp" or "vocabulary";
-    None for an axis that stays whole. With None for all, so does the parameter. shape: the sizes of the axes. mesh: its axes of
-    the names "model" or "tensor" shard heads, MLPs and the vocabulary, "fsdp" the width, and "expert" experts: each where its
-    size divides the parameter's, and once for a parameter.
+    None for an axis that stays whole. axes=None is None for every axis. shape: the sizes of the axes. mesh: its axis "model",
+    or else "tensor", shards heads, MLPs and the vocabulary; "fsdp" shards the width, which is "embed"; "expert" shards
+    experts. An axis of the mesh shards the first axis of the parameter that it is for and whose size it divides, and no second
+    one.
 
     >>> mesh = jax.sharding.AbstractMesh((2,), ("model",))
     >>> tuple(glax.models.partition_spec(("embed", "heads"), (64, 128), mesh))
@@ -169,9 +170,11 @@ class Placement:
 def shard(model: nnx.Module, mesh: Mesh):
     """Move every parameter of `model` to the devices that `partition_spec` names, in place. Returns None.
 
-    mesh: a jax.sharding.Mesh with the axes that `partition_spec` reads; over its other axes parameters are replicated. An axis of
-    the mesh that does not divide the heads of a layer does not shard them, and a warning of the logger "glax" names the
-    parameters. Raises TypeError for another mesh.
+    mesh: a jax.sharding.Mesh. `partition_spec` reads its axes "model", "tensor", "fsdp" and "expert", as far as it has them;
+    over other axes parameters are replicated. An axis of the mesh that does not divide the heads of a layer does not shard
+    them, and a warning of the logger "glax" names the parameters. On a mesh with none of the four axes all parameters are
+    replicated, and a warning says so if it has several devices. Raises TypeError if mesh is no jax.sharding.Mesh, as an
+    AbstractMesh is not.
 
     >>> mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> glax.models.shard(model, mesh)

@@ -156,8 +156,8 @@ class TrainingConfig:
     scan_layers: whether equal layers are stacked and run by one scan, so that one is compiled for all: True, or an error if there
         are none; False; or None for True where there are some, on TPUs alone: on CPUs and GPUs a step takes longer in a scan.
     checkpoint_every: the steps between checkpoints. seed: the seed of weights and of the order of the data.
-    checkpoints: how many checkpoints stay, the newest. checkpoint_hours: beside these, one stays for each so many hours; none
-        if None.
+    checkpoints: how many of the newest checkpoints stay. checkpoint_hours: beside these, the first stays, and each that is
+        written at least so many hours after the last one that stays by this rule; None for none.
     lora_rank:  the rank of low-rank terms; None for none. With a rank only the terms are trained, `out` also gets a folder
         `adapter`, and weights that are loaded have `dtype`. lora_targets, lora_alpha: as in `glax.models.lora`; its defaults if
         None.
@@ -429,10 +429,10 @@ class Text:
 
     @classmethod
     def read(cls, path: Path, tokenizer: Tokenizer, length: int) -> "Text":
-        """Return the tokens of a text file, of which the last 5%, up to 16 windows and at least one, are held out.
+        """Return the tokens of a text file as a `Text`. Its last 5% are held out, in whole windows, at least one and at most 16.
 
         tokenizer: as `make_model` returns it. length: the tokens of a window, without the one that is only a target. Raises
-        ValueError if the file has fewer than two windows.
+        ValueError if the file has fewer than two windows, and OSError if it cannot be read.
         """
         tokens, window = read_tokens(path, tokenizer), length + 1
         windows = min(int(len(tokens) * HELD_OUT) // window, EVALUATED) or 1
@@ -608,8 +608,12 @@ def trained_filter(config: TrainingConfig, model: CausalLM) -> Callable[[tuple, 
 def spread_sequence(model: CausalLM, mesh: Mesh):
     """Change the model in place: every layer with a recurrence then solves its shard of the sequence, and exchanges states.
 
-    mesh: a mesh with the axis "sequence". Its axes "data", "fsdp" and "expert" shard the batch, and "tensor" the heads of the
-    layers whose heads it divides. Returns None.
+    mesh: a jax.sharding.Mesh with the axis "sequence". Its axes "data", "fsdp" and "expert", as far as it has them, shard the
+    batch, and "tensor" the heads of the layers whose heads it divides. Returns None.
+
+    Layers of softmax attention, Mamba-1, convolutions and MLPs stay as they are: jit divides them as it divides their inputs.
+    Nothing is raised here. A call of the model raises ValueError if the mesh has no axis "sequence", or if the product of the
+    batch's axes does not divide B. "sequence" need not divide T: sequences are padded.
 
     >>> from glax.models.training import spread_sequence
     >>> model = glax.models.from_pretrained(folder)
@@ -644,10 +648,12 @@ def keep_rows(model: CausalLM, mesh: Mesh):
 class Beginning:
     """Hold what a run begins with, for `begin` of `train` to report.
 
-    model:  the model as training begins. What keeps it may keep a copy of its parameters in memory.
+    model:  the model as training begins. Training may go on with other arrays: a reference to the model that outlives the call
+            of `begin` then keeps a second copy of its parameters in memory.
     start:  where the parameters came from before step 1, in words. data: what the run trains on, and how much of it, in words.
     step:   the step of the checkpoint that the run resumes from; 0 for none.
-    layers: how many of the layers are compiled, and why all are if no scan runs over equal ones, in words.
+    layers: how many of the layers are compiled, in words. Where one scan runs over equal layers, one of these is compiled: "2
+            of 24 compiled". Where none does, each is, and the reason follows: "each of 24 compiled: scan_layers is false".
     """
 
     model: CausalLM
@@ -671,8 +677,9 @@ def train(
     text depend on the step alone, and a checkpoint holds the position of documents. `steps` may differ in a resumed run. Every
     process of a run calls `train`.
 
-    Raises ValueError if `config.out` holds a run of another start, text or recipe, or if another process trains there. Raises
-    NotFiniteLoss, and saves nothing more, if a loss or a parameter is not finite.
+    Raises ValueError if `config.out` holds a run of another record (`record_of`: the model, the data, the tokenizer, and fields
+    such as batch and seed), if it holds more than `steps` steps, or if another process trains there. Raises NotFiniteLoss, and
+    saves nothing more, if a loss or a parameter is not finite.
     """
     mesh = training_mesh({name: getattr(config, name) for name in AXES})
     config.check_shards(mesh.shape)
@@ -720,6 +727,9 @@ def write_model(config: TrainingConfig, model: CausalLM):
 
 def record_of(config: TrainingConfig, model: CausalLM, tokenizer: Tokenizer, data: Data) -> dict[str, Any]:
     """Return the record of a run: what must not change when it resumes, by the names of `TrainingConfig`, as values of JSON.
+
+    These are batch, length, learning_rate, warmup, weight_decay, clip, dtype, seed, lora_rank, lora_targets, lora_alpha, frozen,
+    schedule, decay, optimizer, moment_dtype, ema and z_loss, and, each as {source, sha256}, model, text and tokenizer.
 
     model, tokenizer: as `make_model` returns them. data: what the run trains on, a `glax.models.training.Data`. `Checkpoints`
     takes the record; `glax.models.runs.refuse_another` compares it with the record in a checkpoint.

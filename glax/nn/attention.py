@@ -36,7 +36,8 @@ class Attention(Layer):
                   whether one norm reads all heads of q, and one all heads of k.
     gated:        whether sigmoid(z) multiplies each head's output. z has head_width rows, behind those of q in its projection.
 
-    dtype, param_dtype and kernel_init are as in `glax.nn.linear_attention.Options`. norm_whole needs qk_norm, and not gated.
+    dtype, param_dtype and kernel_init are as in `glax.nn.linear_attention.Options`. norm_whole=True needs qk_norm=True
+    and gated=False.
 
     layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
     The state is the cache, a dict: `key` and `value` [N, max_length, num_kv_heads, head_width] in `dtype`, float32 if None, and

@@ -26,9 +26,9 @@ QK_NORMS = ("l2", "sum")
 class DeltaOptions(MixerOptions, total=False):
     """List the arguments that all layers of the delta rule share, with those of `glax.nn.linear_attention.MixerOptions`.
 
-    use_short_conv and norm_eps are True and 1e-5 if left out.
-    allow_neg_eigval: whether beta reaches from 0 to 2, and not to 1 (False). The eigenvalues of a token's transition then reach
-        from -1 to 1.
+    use_short_conv is True and norm_eps is 1e-5 if left out, unlike there.
+    allow_neg_eigval: whether beta is doubled, and so reaches from 0 to 2 and not from 0 to 1; False if left out. The
+        eigenvalues of a token's transition then reach from -1 to 1.
 
     >>> layer = nn.DeltaNet(64, num_heads=2, allow_neg_eigval=True, rngs=nnx.Rngs(0))
     >>> layer(jnp.ones((1, 16, 64)))[0].shape
@@ -124,13 +124,14 @@ class DeltaNet(DeltaAttention):
         S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T                                   o_t = S_t^T q_t / sqrt(K)
         y_t = W_o RMSNorm(o_t)
 
-    The recurrence reads q and k divided by their norms.
+    The recurrence reads q and k normalised by qk_norm.
 
     width:         the width of x and y. num_heads: H.
     use_beta:      whether there is a beta; it is 1 if False.
-    use_output_gate, gate_fn: whether gate_fn(W_s x_t) multiplies the norm, and the name of this function.
+    use_output_gate, gate_fn: whether RMSNorm(o_t) is multiplied by gate_fn(W_s x_t), and the name of this function, such as
+                   "swish" (SiLU) or "sigmoid": `glax.nn.linear_attention.Options` lists the names.
     qk_activation: the function of q and k: "silu", "relu", "elu" (elu(x) + 1) or "identity".
-    qk_norm:       how q and k are normalised: "l2", or "sum" for x / max(sum |x|, 1e-6).
+    qk_norm:       how q and k are normalised: "l2" for x * rsqrt(sum x^2 + 1e-6), or "sum" for x / max(sum |x|, 1e-6).
 
     layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
     The state is the dict of `glax.nn.linear_attention.LinearAttention`, or S [N, H, K, V] in float32 without use_short_conv.
@@ -181,7 +182,8 @@ class GatedDeltaNet(DeltaAttention):
     width:        the width of x and y. num_heads: H, the heads of v, the gates and the state.
     num_qk_heads: the heads of q and k, a divisor of num_heads; num_heads if None. Head h reads head h * num_qk_heads //
         num_heads.
-    use_output_gate, gate_fn: whether gate_fn(W_s x_t) multiplies the norm, and the name of this function; "swish" is SiLU.
+    use_output_gate, gate_fn: whether RMSNorm(o_t) is multiplied by gate_fn(W_s x_t), and the name of this function, such as
+        "swish" (SiLU) or "sigmoid": `glax.nn.linear_attention.Options` lists the names.
     use_forget_gate: whether there is a decay; g_t is 0 if False.
     A_range:      the range of the uniform first values of exp(A_log). dt_range, dt_floor: dt_bias starts as the inverse
         softplus of a step that is uniform in its logarithm over dt_range, and at least dt_floor.
@@ -289,7 +291,8 @@ class Comba(GatedDeltaNet):
     p itself.
 
     use_output_correction, correction_factor: whether there is D, and its first value. use_inner_decay: whether there is b, which
-    starts as 1; p_t is k_t if False. gate_fn: the name of the function of W_s x_t.
+    starts as 1; p_t is k_t if False. gate_fn: the name of the function of W_s x_t, in place of sigmoid:
+    `glax.nn.linear_attention.Options` lists the names.
 
     layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
     The state is as in `GatedDeltaNet`.
@@ -353,7 +356,8 @@ class KimiDeltaAttention(DeltaAttention):
     gate_rank:    the rank of W_f W_r and of W_s W_t; value_width if None. low_rank: whether they are such products; else each is
         one matrix.
     lower_bound:  a negative bound of the log gates: g_t = lower_bound sigmoid(exp(A_log) f_t). No bound if None.
-    gate_fn:      the name of the function that gates the output. gate_bias: whether there is b.
+    gate_fn:      the name of the function of W_s W_t x_t + b, in place of sigmoid: `glax.nn.linear_attention.Options` lists the
+        names. gate_bias: whether there is b.
     A_range:      the range of the uniform first values of exp(A_log). dt_range, dt_floor: as in `GatedDeltaNet`.
 
     layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.

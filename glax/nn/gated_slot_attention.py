@@ -30,12 +30,13 @@ class GatedSlotAttention(LinearAttention):
     The norm is over all heads together. K and V are also the widths of a head's keys and values.
 
     width:        the width of x and y. num_heads: H. num_slots: M; key_width if None.
-    temperature:  the divisor of the log gates. feature_map: the name of phi, SiLU by default. norm_eps: the epsilon of the norm.
+    temperature:  the divisor of the log gates. feature_map: the name of phi, "swish" (SiLU) if left out. norm_eps: the epsilon
+    of the norm.
     learned_feature_map: whether q_t and k_t are phi(W_phi W_q x_t) and phi(W_phi W_k x_t), with one matrix W_phi [K, K] for both
         and all heads.
 
-    The other arguments are those of `glax.nn.linear_attention.Options` but for use_output_gate and gate_fn: there is no output
-    gate.
+    The other arguments, `ConvolutionOptions`, are those of `glax.nn.linear_attention.Options` with use_short_conv. There is no
+    output gate: gate_fn is without effect, and use_output_gate a TypeError.
 
     layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
     The state is a dict: K_t [N, H, K, M] as `keys` and V_t [N, H, M, V] as `values` in float32, and with use_short_conv the rows

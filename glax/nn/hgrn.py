@@ -38,8 +38,9 @@ class HGRNAttention(Layer):
     use_short_conv: whether W_f x and W_i x pass through convolutions, without activation.
     norm_eps, elementwise_affine: the epsilon of the norm, and whether it has a scale.
 
-    conv_size to recurrence are as in `glax.nn.linear_attention.MixerOptions`. b [D], from 0 to 1, is the argument lower_bound of
-    `mix`, with which a model shares one table among its layers; a call of the layer has b = 0.
+    conv_size, conv_bias, dtype, param_dtype, kernel_init, filter_init and recurrence are as in
+    `glax.nn.linear_attention.MixerOptions`. b [D], from 0 to 1, is the argument lower_bound of `mix`, with which a model
+    shares one table among its layers; a call of the layer has b = 0.
 
     layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
     The state is h [N, D] in float32; with use_short_conv a dict of h as `recurrent`, and of the last conv_size - 1 rows before
@@ -124,8 +125,8 @@ class HGRN2Attention(LinearAttention):
     with which a model shares one table among its layers; a call of the layer has b = 0.
 
     width: the width of x and y. num_heads: H. norm_eps: the epsilon of the norm. use_short_conv: whether W_q x, W_f x and W_i x
-    pass through convolutions, without activation. The other arguments are those of `glax.nn.linear_attention.Options` but for
-    use_output_gate and gate_fn: there is no output gate.
+    pass through convolutions, without activation. The other arguments are those of `glax.nn.linear_attention.Options`. There
+    is no output gate: gate_fn is without effect, and use_output_gate a TypeError.
 
     layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
     The state is S [N, H, K, V] in float32, or with use_short_conv the dict of `glax.nn.linear_attention.LinearAttention`.

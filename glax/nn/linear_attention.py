@@ -56,10 +56,12 @@ class Options(MixerOptions, total=False):
 
     num_kv_heads:  the heads of k and v, a divisor of num_heads; num_heads if None. Head h reads h * num_kv_heads // num_heads.
     feature_map:   the name of a function of q and k, such as "relu"; none if None.
-    use_output_gate, gate_fn: whether gate_fn(W_s x) multiplies the norm of the output (True), and the name of this function
-                   ("swish").
+    use_output_gate, gate_fn: whether the norm of the output is multiplied by gate_fn(W_s x) (True), and the name of this
+                   function ("swish").
 
-    Names of functions are those in `glax.nn.parts.ACTIVATIONS`, such as "silu", "relu", "sqrelu", "gelu" and "sigmoid".
+    Names of functions are the keys of `glax.nn.parts.ACTIVATIONS`: "silu" and "swish", which are one function, "sigmoid",
+    "logsigmoid", "tanh", "relu", "relu6", "sqrelu" (the square of relu), "leaky_relu", "elu_plus_one", "hardswish", "mish",
+    "gelu" (by tanh), "gelu_exact", "quick_gelu", and "identity". ValueError for another name.
 
     >>> layer = nn.GatedLinearAttention(64, num_heads=4, num_kv_heads=2, feature_map="relu", rngs=nnx.Rngs(0))
     >>> layer(jnp.ones((1, 16, 64)))[0].shape
@@ -89,16 +91,16 @@ class OwnRecurrenceOptions(ConvolutionOptions, NormOptions, total=False):
 
 
 class LinearAttention(Layer):
-    """Compute y = W_o (norm(o) * gate_fn(W_s x)) for o = recurrence(q, k, v) of each head, with q, k, v = conv(W x). Subclasses
-    define the gates. W_s is the projection of the output's gate.
+    """Compute y = W_o (RMSNorm(o) * gate_fn(W_s x)) for o = recurrence(q, k, v) of each head, with q, k, v = conv(W x).
+    Subclasses define the gates of the recurrence. W_s is the projection of the output's gate.
 
     The state is S [N, H, K, V] in float32. With convolutions it is a dict: S as `recurrent`, and the last conv_size - 1 rows of
     q, k and v before their convolutions, [N, conv_size - 1, channels], as `query_conv`, `key_conv` and `value_conv`.
 
     width: the width of x and y. num_heads: H, the heads of the output. `Options` has the other arguments.
     num_query_heads, num_key_heads: num_heads and num_kv_heads if None. num_updates: how many k and v a token has, each of all
-    heads, one behind the other. qk_conv_activation: the activation of the convolutions of q and k. conv_activation: the
-    activation of the convolution of v.
+    heads, one behind the other. qk_conv_activation, conv_activation: the name of the function behind the convolutions of q and
+    k, and of v, as in `Options`; none if None.
     """
 
     @checked

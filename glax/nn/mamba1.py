@@ -33,7 +33,8 @@ class Mamba1(Layer):
 
     width:       the width of u and u'. inside: the number of channels of x and z; 2 width if None.
     state_width: N. rank: the rows of W_dt; width / 16, rounded up, if None.
-    conv_size, conv_bias: the size of the causal convolution, and whether it has a bias. act: the name of the function after it.
+    conv_size, conv_bias: the size of the causal convolution, and whether it has a bias. act: the name of the function after it,
+    as `glax.nn.linear_attention.Options` lists them.
     bias:        whether W_in and W_out have a bias.
     part_norm:   "scaled" for RMSNorms with a scale, "plain" for RMSNorms without one, None for none. norm_eps: their epsilon.
     dt_init, dt_scale: with b = dt_scale / sqrt(rank), W_dt starts uniform from -b to b if "random", and as b if "constant".

@@ -40,16 +40,17 @@ class Mamba2(Layer):
         S_t = exp(dt_t A) S_{t-1} + B_t (dt_t x_t)^T         y_t = S_t^T C_t + D x_t
         u'_t = W_out RMSNorm(y_t * SiLU(z_t))                the norm in each group
 
-    width:       the width of u and u'. num_heads, head_width: H and V. state_width: K. groups: of B and C; divides num_heads.
+    width:       the width of u and u'. num_heads, head_width: H and V. state_width: K. groups: the number
+             of groups of heads that share B and C; divides num_heads.
     conv_size, conv_bias: the size of the convolution, and whether it has a bias. bias: whether W_in and W_out have a bias.
-    act:         the name of the function behind the convolution.
+    act:         the name of the function behind the convolution, as `glax.nn.linear_attention.Options` lists them.
     dt_limit:    the least and the greatest step.
-    norm_eps:    the epsilon of the norm. norm_before_gate: u'_t = W_out (RMSNorm(y_t) * SiLU(z_t)).
+    norm_eps:    the epsilon of the norm. norm_before_gate: whether u'_t is W_out (RMSNorm(y_t) * SiLU(z_t)) instead.
     use_norm:    whether there is a norm; u'_t = W_out (y_t * gate_fn(z_t)) if False.
-    gate_fn:     the name of the function of z; act if None.
+    gate_fn:     the name of the function of z, for use_norm=False alone; act if None.
     norm_groups: how many parts of y are normalised separately; `groups` if None.
     per_channel_skip: whether D is [H V], one number per channel, rather than [H].
-    A_range:     the range of the uniform first values of A; A starts as 1, 2, ..., H if None.
+    A_range:     the range of the uniform first values of -A; -A starts as 1, 2, ..., H in the heads if None.
     dt_range, dt_floor: dt_bias starts as the inverse softplus of a step that is uniform in its logarithm over dt_range, and at
         least dt_floor.
     conv_init:   the convolution starts uniform within this number; as torch.nn.Conv1d does if None.

@@ -37,8 +37,8 @@ class Mamba3(Layer):
         y_t = mamba3(RMSNorm(C_t), RMSNorm(B_t), x_t, dt_t A_t, dt_t, trap_t, C_bias, B_bias, angles_t, D) * SiLU(z_t)
         u'_t = W_out y_t
 
-    with the arguments of `glax.mamba3`. With mimo_rank R, B_t and C_t are R keys and R queries of one state. x and z are
-    multiplied by R factors each, and the R outputs by R others before they are summed.
+    with the arguments of `glax.mamba3`. With mimo_rank R, B_t and C_t are R keys and R queries of one state. Three parameters
+    [H, R, V] multiply x and z [H, V], so that each becomes R rows, and the R rows of the output before they are summed.
 
     width:         the width of u and u'. num_heads, head_width: H and V. state_width: K, an even number. groups: the number
                    of groups of heads that share B and C; divides num_heads.

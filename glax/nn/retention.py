@@ -86,7 +86,8 @@ class LightningAttention(Layer):
     width:       the width of x and y. num_heads: H. head_width: D, the K and V of a head; width // num_heads if None.
     norm_groups: the equal parts of all heads' outputs that RMSNorm normalises separately; norm_eps: its epsilon.
     slopes:      s [H], or "fla" or "minimax": the slopes of `glax.lightning_attention` for layer_idx and num_layers.
-    act:         the name of a function; "silu" in MiniMax-01, and None for none, as in Ling-2.5.
+    act:         the name of a function, as `glax.nn.linear_attention.Options` lists them: "silu" in MiniMax-01; None for none, as
+                 in Ling-2.5.
     theta:       the base of the rotation; no rotation if None. rotary_width, frequencies: as in `glax.nn.Attention`.
     qk_norm:     whether q and k pass through RMSNorm in each head before they rotate, with norm_eps.
     scale:       the factor of the outputs.

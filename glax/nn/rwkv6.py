@@ -55,8 +55,8 @@ class RWKV6Attention(Layer):
     width:      the width of x and y. num_heads: H; divides key_width and value_width.
     key_width, value_width: the widths of all heads together; width // 2 and width if None.
     mix_rank:   the rank of B A, for each of the five. decay_rank: the rank of W_2 W_1.
-    gate_fn:    the name of the function of g_t. norm_eps, elementwise_affine: the epsilon of GroupNorm, and whether it has a
-                scale.
+    gate_fn:    the name of the function of g_t, in place of SiLU: `glax.nn.linear_attention.Options` lists the names.
+    norm_eps, elementwise_affine: the epsilon of GroupNorm, and whether it has a scale.
 
     dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.Options`. If kernel_init is None, kernels
     start Xavier uniform with a gain of 2^(-5/2).
