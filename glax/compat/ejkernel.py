@@ -399,7 +399,8 @@ def function_of(algorithm: str) -> Callable[..., Outputs]:
 
 
 def detect_platform(algorithm: str, platform: str | None = "auto") -> Platform:
-    """Return the platform that is named. For "auto" or None, return the one that runs a usual call of the algorithm here.
+    """Return the platform that is named. For "auto" or None, return the one that runs a usual call of the algorithm here: of
+    float32 query, key and value [1, 1024, 4, 64].
 
     algorithm: "recurrent", "lightning_attn" or "gla". platform: a name of a `Platform`. Raises ValueError for unknown names.
 

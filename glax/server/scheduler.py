@@ -95,7 +95,7 @@ class Counts:
     """Hold what a scheduler does and has done. `Scheduler.counts` returns it.
 
     running, waiting, free_slots: the requests that run, those that wait, and how many more may run, now.
-    rounds: the rounds since the scheduler was made, as all that follow but the bytes.
+    rounds: the rounds since the scheduler was made. The tokens and `finished` are counted since then, too.
     read_tokens, cached_tokens: the tokens of prompts that were read, and those that were not because a stored prefix has them.
     written_tokens: the tokens of answers.
     finished: {the reason of `Finished`: how many requests ended with it}.

@@ -139,8 +139,9 @@ def check_kernel(
     name:     the kernel's name in the results. Results of the gradient are named "<name>.vjp".
 
     Returns one `Result` for each case and function. Raises AssertionError, with a list of the misses and the worst array of
-    each, if an array is beyond its bar, has another shape or dtype, has values that are not finite, or has padding rows that
-    are not 0. An exception of the kernel is a miss, too. Raises AssertionError as well if the kernel refuses every case.
+    each, if an array has an error above its bar, the largest that passes; another shape or dtype; values that are not finite;
+    or padding rows that are not 0. An exception of the kernel is a miss, too. Raises AssertionError as well if the kernel
+    refuses every case.
 
     >>> kernel = glax.kernel_registry.kernels["recurrent/xla/any"]
     >>> def run(r): return kernel.run(r, config=kernel.config.heuristic(r))

@@ -36,8 +36,8 @@ def explain(fn, *args, **kwargs) -> Explanation:
 
     Returns a list, which prints as text, with an entry for each call: `kernel`, its name; `config`; `selector`; `refused` and
     `outranked`, dicts of why each other kernel does not run: it refused, or its priority is not above the chosen kernel's; and
-    `route`, how the kernel runs the call. With `platform`, kernels of other platforms are not listed. If no kernel can run a
-    call, the list ends before this call, and its `unsupported`, else None, has each kernel's reason.
+    `route`, how the kernel runs the call. For a call that names a platform, kernels of others are not listed. If no kernel can
+    run a call, the list ends before this call, and its `unsupported`, else None, has each kernel's reason.
 
     fn is only traced, so jax.ShapeDtypeStruct may stand for arrays. Raises TypeError if fn is no function, and what fn raises.
 

@@ -339,7 +339,7 @@ def retention(
 
         S_t = (1 - 2^(-5-h)) S_{t-1} + k_t v_t^T,     o_t = softmax_scale * S_t^T q_t
 
-    Shapes, dtypes, options, results and errors: as in `recurrent`. Gates are not options.
+    Shapes, dtypes, options, results and errors: as in `recurrent`. The decay is fixed: it takes no gates.
 
     Sun et al. 2023, https://arxiv.org/abs/2307.08621.
 
@@ -369,8 +369,8 @@ def lightning_attention(
         "fla"      s_h = (8 h / H) (1 - l / L)                           l from 0 to L, as in flash-linear-attention
         "minimax"  s_h = 2^(-8 (h + 1) / H) (1 - l / (L - 1) + 1e-5)     l from 0 to L - 1, as in MiniMax-01
 
-    With L = 1 the last factor of "minimax" is 1 + 1e-5. transformers divides l by L - 1 + 1e-5 there: its decay of the last
-    layer is larger by 1 / (L - 1), relatively.
+    With L = 1 the last factor of "minimax" is 1 + 1e-5. transformers divides l by L - 1 + 1e-5 there, so its s_h in the
+    last layer is 1 + 1 / (L - 1) times this one.
 
     layer_idx is the layer's number in its model, num_layers the number of layers. Deeper layers decay more slowly. layer_idx may
     be traced, so that layers can be scanned over. Raises TypeError if layer_idx or num_layers is no integer; ValueError if

@@ -31,7 +31,8 @@ class Recurrence:
     rule, else `beta`, for which e = beta k and w = beta, or `erase` and `write`. initial_state: None for zeros. boundaries: None
     if no sequences are packed. segments: None if rows are whole.
 
-    With `states_every` the final state is `StoredStates`, and so is its cotangent. Kernels refuse it unless they store states.
+    states_every: None, or a number n: kernels then also return the states behind every n tokens. A `StoredStates` of these and of
+    the final state takes the place of the final state, and likewise of its cotangent. Kernels that store no states refuse it.
 
     >>> from glax.testing.cases import CASES, recurrence
     >>> recurrence(CASES[0], "log-sigmoid").q.shape

@@ -22,8 +22,8 @@ from glax._src.solve.partitioning import Axis, flat_axes, output_specs, recurren
 class Spread:
     """Name the mesh axes that shard the arrays of a call. Users need no Spread, and no function takes one: each function of
     `glax.parallel` takes these four fields as arguments of the same names. It raises TypeError if mesh is no mesh, and
-    ValueError if there is no mesh, or for an axis that the mesh does not have or that is named twice. A Spread itself checks
-    nothing. An axis of None shards nothing.
+    ValueError if there is no mesh, for an axis that the mesh does not have or that is named twice, or if the size of
+    batch_axis or head_axis does not divide B or H. A Spread itself checks nothing. An axis of None shards nothing.
 
     batch_axis: an axis or a tuple of axes that shards B, which its size must divide. No communication. With cu_seqlens B is 1:
         these axes then shard T, as outer axes of sequence_axis.

@@ -64,12 +64,13 @@ def prefill_into(
     call.
 
     write_slots: the slots of the new states; `slots` if None. A prefix in the pool can thus be read without being changed, by
-    several sequences too: `slots` may then repeat. A sequence without a slot to read from is no sequence, unless it is fresh.
-    A sequence without a slot to write to stores no state.
+    several sequences too: `slots` may then repeat. Sequence n is none if slots[n] is -1, unless fresh[n]. It stores no state if
+    write_slots[n] is -1.
 
     states_every, state_slots: a multiple n of 64, and [M] slots for the states behind every n tokens, in the order of
     `recurrent`'s `states`. The states of sequence i follow the states of the sequences before it: T // n of each, or if packed
-    as many as the sequence has whole pieces of n tokens. Slots without a state, and slots of null sequences, do not change.
+    as many as the sequence has whole pieces of n tokens. Slots without a state, and slots of sequences that are none, do not
+    change.
 
     Returns output [B, T, H, V], or [T, H, V] if query has no B, and the pool in its dtype: float32, or bfloat16 or float16 for
     storage. A pool that is donated to jit is updated in place. Slot -1 is no sequence: its output is 0, and nothing is read or

@@ -181,7 +181,10 @@ class PrefixCache:
                 self.free.append(slot)
 
     def release(self, prefix: Prefix):
-        """End the use of a prefix. Its blocks stay stored until their slots are needed. Raises ValueError if it was released."""
+        """End the use of a prefix. `reserve` may drop its blocks from then on, unless another prefix holds them.
+
+        Raises ValueError if it was released before.
+        """
         self.remove_reference(self.block_of(prefix))
         prefix.block = None
 

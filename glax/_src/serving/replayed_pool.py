@@ -246,7 +246,9 @@ class StatePool:
         slots: Int[Array, "B"] | None = None,
         rounding_key: Key | None = None,
     ) -> "StatePool":
-        """Return the pool after the first accepted[b] drafts of each sequence. States are written where a ring is then full.
+        """Return the pool after the first accepted[b] drafts of each sequence b, without its other drafts.
+
+        A state is written, and its ring emptied, where the ring then holds at least `replay` tokens.
 
         accepted: [B] integers. A number above the drafts that the slot has, or below 0, is a ValueError when known, and is
         clipped when traced. slots, rounding_key: as in `step`.
