@@ -27,7 +27,8 @@ class MultiHeadLatentAttention(Layer):
     W_r read RMSNorm(W_u x_t) in place of x_t. The cache holds c_t and the shared key, L + shared_width numbers a token. Where
     there is a cache, queries read it as it is: q_t^T W_k c_s = (W_k^T q_t)^T c_s, and W_v is applied to the sum of c_s.
 
-    width:         the width of x and y. num_heads: the heads of q. latent_width: L. query_rank: the width of W_u x_t, or None.
+    width:         the width of x and y. num_heads: the heads of q. latent_width: L.
+    query_rank:    the width of W_u x_t; None for no W_u.
     head_width:    the channels of W_k^h c_t. shared_width: those of the shared key; without one if None, and without rotation.
     value_width:   the channels of v; head_width if None.
     theta:         the base of the rotation; no rotation if None. frequencies: as in `glax.nn.Attention`. interleaved: whether

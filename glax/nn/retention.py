@@ -84,7 +84,8 @@ class LightningAttention(Layer):
     R_t rotates by the position in the sequence. RMSNorm reads all heads together.
 
     width:       the width of x and y. num_heads: H. head_width: D, the K and V of a head; width // num_heads if None.
-    norm_groups: the equal parts of all heads' outputs that RMSNorm normalises separately; norm_eps: its epsilon.
+    norm_groups: into how many equal parts the outputs of all heads are divided, which RMSNorm normalises separately.
+    norm_eps:    the epsilon of all norms.
     slopes:      s [H], or "fla" or "minimax": the slopes of `glax.lightning_attention` for layer_idx and num_layers.
     act:         the name of a function, as `glax.nn.linear_attention.Options` lists them: "silu" in MiniMax-01; None for none, as
                  in Ling-2.5.

@@ -139,7 +139,7 @@ class KernelSpec:
               for "<algorithm>.replay" (recurrence of one token, RingedStates, slots or None, config=)
               -> (output, RingedStates)
     forward_with_residuals: (recurrence, config=) -> (Outputs, Residuals), if the gradient kernel of the same algorithm and
-              platform takes `residuals` instead of recomputing them; else None
+              platform takes `residuals`, what the forward saves for it, instead of recomputing them; else None
     route:    (recurrence, *cotangents, config=) -> (how the kernel runs them in a line, or "", {the faster form of the kernel
               that they do not get: why}); `explain` shows it
     omits_d_final: recurrence -> whether a gradient kernel takes None for a d_final of zeros

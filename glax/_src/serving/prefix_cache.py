@@ -38,9 +38,9 @@ class Block:
 class Prefix:
     """Hold the stored blocks with which a request begins: their number of tokens, and the slot of the state after each.
 
-    `PrefixCache.match` returns it, and `insert` extends it. length: the tokens of the blocks. slots: one for each block; the last
-    is the one to read. block: the last block in the tree, which users leave alone. The blocks stay stored until the prefix is
-    released.
+    `PrefixCache.match` returns it, and `insert` extends it. length: the tokens of the blocks. slots: one for each block; the
+    last is the one to read, `slot`, which is -1 without blocks. block: the last block in the tree, which users leave alone.
+    The blocks stay stored until the prefix is released.
 
     >>> prefix = glax.serving.PrefixCache(every=64, slots=range(4)).match([1, 2, 3])
     >>> prefix.length, prefix.slots, prefix.slot

@@ -45,7 +45,7 @@ class Decision(NamedTuple):
 class Executor:
     """Run a `Kernel` or a `KernelSpec` with the config that its chain of selectors chooses: executor(kernel, *args).
 
-    chain: a `ConfigSelectorChain`; a new one, without files, if None. Raises TypeError for another chain.
+    chain: a `ConfigSelectorChain`; a new one, without files, if None. Raises TypeError if it is neither.
 
     executor(kernel, *args, cfg=None, **kwargs) returns what the kernel returns; cfg is the config to use instead of a choice.
     It raises TypeError if kernel is neither a Kernel nor a KernelSpec, and LookupError where the policy forbids a guess.
