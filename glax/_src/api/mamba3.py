@@ -96,19 +96,21 @@ def mamba3(
 
         S_t = alpha S_{t-1} + (1 - trap) DT alpha k_{t-1} v_{t-1}^T + trap DT k_t v_t^T,     o_t = S_t^T q_t + D v_t,
 
-    times silu(Z_t), with alpha = exp(ADT_t), trap = sigmoid(Trap_t), and q = Q + Q_bias and k = K + K_bias rotated in pairs of
-    columns by the angles sum_{s <= t} pi tanh(Angles_s) DT_s. The columns behind 2 A are not rotated. softmax_scale, a factor of
-    q, is 1 if None.
+    with alpha = exp(ADT_t), trap = sigmoid(Trap_t), and q = Q + Q_bias and k = K + K_bias rotated in pairs of columns by the
+    angles sum_{s <= t} pi tanh(Angles_s) DT_s. The columns behind 2 A are not rotated. softmax_scale, a factor of q, is 1 if
+    None.
 
     With a rank R, Q and K [B, T, R, G, K], a token writes and reads R pairs of one state: v_r = MIMO_V_r * V, gated by
     silu(MIMO_Z_r * Z), and the output is the sum of MIMO_Out_r * o_r, or [B, T, R, H, V] without MIMO_Out. The columns are
     rotated in the same pairs; those of the kernel mamba3_mimo are i and K / 2 + i, as in `glax.nn.Mamba3`.
 
-    Q, K and V share one dtype of `recurrent`; the other arguments may have any float dtype. G divides H, K is even, and A is at
-    most K / 2. Without D there is no skip, and without Z no gate. A rank needs MIMO_V, and MIMO_Z where there is Z.
+    With Z and no rank the output is o_t * silu(Z_t). Q, K and V share one dtype of `recurrent`; the other arguments may have
+    any float dtype. G divides H, K is even, and A is at most K / 2. Without D there is no skip, and without Z no gate. A rank
+    needs MIMO_V, and MIMO_Z where there is Z.
 
-    Returns `Outputs`: output [B, T, H, V] in Q's dtype, and final_state a `Mamba3State`, as initial_state is. Every input has a
-    gradient. Raises TypeError or ValueError naming the argument. Other options as in `recurrent`, but for states_every.
+    Returns `Outputs`: output [B, T, H, V], or as above with a rank, in Q's dtype, and final_state a `Mamba3State`, as
+    initial_state is. Every input has a gradient. Raises TypeError or ValueError naming the argument. Other options as in
+    `recurrent`, but for states_every.
 
     Lahoti et al. 2026; https://github.com/state-spaces/mamba, mamba3_siso_combined and mamba3_mimo.
 
@@ -158,9 +160,9 @@ def mamba3_step(
 
         S' = alpha S + (1 - trap) DT alpha k v^T + trap DT k' v'^T,     o = S'^T q' + D v'
 
-    with k and v of the token before. The arguments are those of `mamba3` without T. state: a `Mamba3State`, of pools [P, ...]
-    with slots. Returns (o [B, H, V] in Q's dtype, or [B, R, H, V] with a rank and without MIMO_Out; the new `Mamba3State`).
-    Options and errors as in `recurrent_step`; softmax_scale is 1 if None.
+    where k and v are those of the token before. A gate Z and a rank act as in `mamba3`, whose arguments these are, without T.
+    state: a `Mamba3State`, of pools [P, ...] with slots. Returns (o [B, H, V] in Q's dtype, or [B, R, H, V] with a rank and
+    without MIMO_Out; the new `Mamba3State`). Options and errors as in `recurrent_step`; softmax_scale is 1 if None.
 
     Lahoti et al. 2026; https://github.com/state-spaces/mamba.
 
