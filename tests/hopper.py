@@ -202,6 +202,11 @@ CALLS = {
     "head, 96 wide, one row": plain(
         "g", K=96, V=96, cuts=(0, 0, 5, 66, 66, 80), T=90, state=False, finals=(False,)
     ),
+    "head, groups, 96 and 64 wide": plain("g", heads=(1, 1, 3), T=130, K=96, V=64),
+    "head, groups, 96 and 192 wide, states formed again": plain(
+        "g", heads=(1, 1, 2), T=73, K=96, V=192, save=False
+    ),
+    "head, pairs, 96 wide": plain("g", heads=(1, 2, 4), T=120, K=96, V=64, columns=128),
     "head, groups": plain("g", heads=(1, 1, 3), T=120, K=72, V=40),
     "head, pairs": plain("g", heads=(1, 2, 4), T=120, V=40, columns=128),
     "head, one row": plain("g", cuts=(0, 0, 5, 66, 66, 80), T=90, state=False, finals=(False,)),

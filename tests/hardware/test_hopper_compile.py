@@ -54,6 +54,8 @@ KERNELS = {
     ("forward", "key", "256x512"): 2,
     ("gradient", "head", "96x192"): 3,
     ("gradient", "head", "192x384"): 3,
+    ("gradient, groups", "head", "96x192"): 3,
+    ("forward, residuals, groups, pairs", "head", "96x64"): 1,
     ("forward", "head", "256x512"): 1,
     ("gradient", "key", "256x512"): 4,
     ("gradient", "key, float32", "128x256"): 4,

@@ -88,11 +88,10 @@ class Widths:
             # A program's 64 columns of the state lie in one block of V, so values are as wide as the blocks.
             keys, filled = columns_in_memory(K, blocks.rows, width), blocks.columns * columns
             return cls(WHOLE, blocks.rows * width, filled, blocks, (blocks.rows * keys, filled))
-        # `gradient_groups` and `pair_scan` read arrays as wide as the blocks.
-        if r.decay.key is None and (group_size(r) > 1 or V <= 64 < width):
-            return cls(blocks, width, columns, blocks, (width, columns))
-        in_memory = columns_in_memory(K, blocks.rows, width), columns_in_memory(V, blocks.columns, columns)
-        return cls(blocks, width, columns, blocks, in_memory)
+        keys, values = columns_in_memory(K, blocks.rows, width), columns_in_memory(V, blocks.columns, columns)
+        # `gradient_groups` takes values in parts of 64 columns.
+        by_parts = r.decay.key is None and (group_size(r) > 1 or V <= 64 < width)
+        return cls(blocks, width, columns, blocks, (keys, columns if by_parts and values % 64 else values))
 
 
 def columns_in_memory(size: int, blocks: int, width: int) -> int:

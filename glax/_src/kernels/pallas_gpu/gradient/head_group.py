@@ -57,7 +57,6 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
     by_column,
     by_row,
     read,
-    tiled,
     transposed,
     zeros,
 )
@@ -71,6 +70,7 @@ from glax._src.kernels.pallas_gpu.gradient.items import (
     store_rounded,
     tokens,
     warpgroups,
+    widths,
 )
 from glax._src.kernels.pallas_gpu.plan import PAIRS, Blocks, C, quotient, remainder
 
@@ -96,6 +96,10 @@ class HeadGroups(Items):
 
     pieces: int = 1
     members: int = 1
+
+    def channels(self, part: int):
+        """Return the part-th 64 channels in memory."""
+        return half(part, self.in_memory[0])
 
     @property
     def parts(self) -> int:
@@ -153,7 +157,8 @@ class Results(NamedTuple):
     @classmethod
     def types(cls, n: HeadGroups) -> "Results":
         sums = jax.ShapeDtypeStruct((n.B, n.chunks, n.H * n.pieces, 4, C), jnp.float32)
-        each = [(n.parts, n.D), (n.parts, n.D), (n.H * n.pieces, COLUMNS)]
+        of_keys = n.parts, n.in_memory[0]
+        each = [of_keys, of_keys, (n.H * n.pieces, COLUMNS)]
         return cls(*(jax.ShapeDtypeStruct((n.B, n.T, *x), jnp.bfloat16) for x in each), sums)
 
 
@@ -179,6 +184,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def types(cls, n: HeadGroups) -> "Tiles":
+        tiled = functools.partial(tiles.tiled, columns=n.tile)
         values = tiled(STAGES, C, COLUMNS)
         gates = plgpu.SMEM((STAGES, C), jnp.float32)
         return cls(
@@ -258,10 +264,11 @@ def gradient_groups(
     """
     B, T, H, V = d_output.shape
     K, chunks, pieces, group = q.shape[3], G.shape[1], V // COLUMNS, group * columns
+    D, narrower = widths(K, K)  # values lie in parts of 64 columns
     heads, each = tuple(x.shape[2] for x in (q, k, v)), members(B * chunks * (H // group), group, pieces, programs)
     n = HeadGroups(
-        B, rows or T, H, K, heads, programs, reverse, Blocks(columns=columns),
-        run=chunks // before.shape[1], edges=bool(edges), pieces=pieces, members=each,
+        B, rows or T, H, D, heads, programs, reverse, Blocks(columns=columns),
+        run=chunks // before.shape[1], edges=bool(edges), pieces=pieces, members=each, narrower=narrower,
     )  # fmt: skip
 
     def body(*refs):
@@ -346,7 +353,7 @@ def load_unit(p: Program, place, unit, slot):
     load_rows(p, b, chunk, of_value, of_output, copy=copy)
     run, columns = quotient(chunk, n.run), pl.ds(piece * COLUMNS, COLUMNS)
     for i, states in enumerate((x.S, x.dS)):
-        copy(states.at[b, run, head, :, columns], t.states.at[slot * 2 + i])
+        copy(states.at[b, run, head, n.block[0], columns], t.states.at[slot * 2 + i])
     if n.run > 1:
         other, is_first = other_chunk(chunk), n.is_first(chunk)
         copy(x.gates.at[b, other, gate_head], t.other_gates.at[slot])
@@ -361,12 +368,13 @@ def load_shared(p: Program, place):
     n, x, t, copy = p.plan, p.operands, p.tiles, p.pipeline.keys.copy
     b, part, chunk = place
     query_head, key_head = (quotient(part * n.members, n.H // heads) for heads in n.heads[:2])
-    load_rows(p, b, chunk, (x.q, x.q_edges, query_head, t.q.at[0]), (x.k, x.k_edges, key_head, t.k.at[0]), copy=copy)
+    of_query, of_key = ((head, n.block[0]) for head in (query_head, key_head))
+    load_rows(p, b, chunk, (x.q, x.q_edges, of_query, t.q.at[0]), (x.k, x.k_edges, of_key, t.k.at[0]), copy=copy)
     if n.run > 1:
         other, is_first = other_chunk(chunk), n.is_first(chunk)
 
         def load_halves(source, edges, head):
-            halves = [(source, edges, (head, half(part)), t.other.at[part]) for part in range(n.halves)]
+            halves = [(source, edges, (head, n.channels(part)), t.other.at[part]) for part in range(n.halves)]
             load_rows(p, b, other, *halves, copy=copy)
 
         pl.when(is_first)(functools.partial(load_halves, x.q, x.q_edges, query_head))
@@ -516,7 +524,7 @@ def compute_queries(p: Program):
             y = tiles.added(y * scale, (t.pairs.at[at], k), (t.pairs_rest.at[at], k))
             t.other.at[part][...] = y.astype(BF16)
         p.meet()
-        store(p, i, *((t.other.at[part], p.results.dq.at[..., half(part)]) for part in range(n.halves)))
+        store(p, i, *((t.other.at[part], p.results.dq.at[..., n.channels(part)]) for part in range(n.halves)))
 
     items(p, item)
 
@@ -579,6 +587,6 @@ def compute_keys(p: Program):
         p.meet()
         for part, x in enumerate(dk):
             t.scores.at[part][...] = x.astype(BF16)
-        store(p, i, *((t.scores.at[part], p.results.dk.at[..., half(part)]) for part in range(n.halves)))
+        store(p, i, *((t.scores.at[part], p.results.dk.at[..., n.channels(part)]) for part in range(n.halves)))
 
     items(p, item)

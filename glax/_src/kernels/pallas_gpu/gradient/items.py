@@ -66,7 +66,7 @@ class Items:
         return self.narrower or (self.D, self.D)
 
     @property
-    def block(self) -> tuple[pl.Slice, pl.Slice]:
+    def block(self) -> tuple[slice | pl.Slice, slice | pl.Slice]:
         """Return the rows and columns of a block of the state, [D, D], in memory."""
         keys, values = self.in_memory
         return span(0, self.D, keys), span(0, self.D, values)

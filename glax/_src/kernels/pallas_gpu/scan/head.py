@@ -47,7 +47,6 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
     by_column,
     by_row,
     read,
-    tiled,
     transposed,
     zeros,
 )
@@ -493,6 +492,7 @@ class PairTiles(NamedTuple):
 
     @classmethod
     def types(cls, w: Scan) -> "PairTiles":
+        tiled = functools.partial(tiles.tiled, columns=w.tile)
         q, gates = tiled(w.stages, C, w.K), plgpu.SMEM((w.stages, C), jnp.float32)
         v, state, values = tiled(w.stages, C, COLUMNS), tiled(w.K, COLUMNS), tiled(C, COLUMNS)
         return cls(q, q, *((x, x) for x in (v, gates, state, values, values)))
@@ -528,6 +528,11 @@ class PairProgram:
     def batch(self):
         """Return the row of the operands."""
         return self.segment_field(0)
+
+    @property
+    def channels(self):
+        """Return all channels of K, and the zeros behind those that are in memory."""
+        return span(0, self.plan.K, self.plan.in_memory[0])
 
     def head(self, i):
         """Return the i-th head of the pair."""
@@ -582,7 +587,7 @@ def load_pairs(p: PairProgram):
         slot = ring.slot(step)
         ring.acquire(slot, step)
         for source, edges, tile in ((x.q, x.q_edges, t.q), (x.k, x.k_edges, t.k)):
-            load(p, source, edges, quotient(p.head(0), w.H // source.shape[2]), step, tile.at[slot], slot)
+            load(p, source, edges, quotient(p.head(0), w.H // source.shape[2]), step, tile.at[slot], slot, p.channels)
         for i in PAIR:
             sums = x.gates.at[p.batch, p.chunk(step), p.head(i)]
             ring.copy(sums, t.gates[i].at[slot], slot)
@@ -606,7 +611,7 @@ def carry_states(p: PairProgram):
             def _():
                 run = lax.div(p.chunk(step), jnp.int32(w.run))
                 for i in PAIR:
-                    plgpu.copy_smem_to_gmem(t.state[i], p.results.states.at[p.batch, run, p.head(i)])
+                    plgpu.copy_smem_to_gmem(t.state[i], p.results.states.at[p.batch, run, p.head(i), p.channels])
 
     def add_tokens(S, slot, i):
         """Return S plus the terms of the chunk's tokens, from values in two terms where most of the state passes, as in

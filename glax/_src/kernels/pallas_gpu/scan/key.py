@@ -620,6 +620,7 @@ def token_in_memory(p: Program, columns, token):
 def copied_token(p: Program, columns, token):
     """Return what `token_in_memory` returns, in shared memory and with zeros behind what is in memory."""
     w, ring = p.plan, p.pipeline.token
+    assert ring is not None  # as in every plan with narrower arrays
     mine = 0 if w.outputs else p.warpgroup
     found = [p.tiles.token.at[mine, pl.ds(0, w.K)], p.tiles.token.at[mine, pl.ds(w.K, columns.size)]]
     plgpu.commit_smem()  # all warps have read the token before
