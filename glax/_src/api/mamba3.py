@@ -280,6 +280,15 @@ def wrapped(angle: Array) -> Array:
     return angle - 2 * math.pi * lax.stop_gradient(jnp.floor(angle / (2 * math.pi)))
 
 
+def around_0(angle: Array) -> Array:
+    """Return the angle in [-pi, pi], for sums of many angles, which stay small.
+
+    2 pi has two parts, of which the first has few digits: whole turns are subtracted without rounding.
+    """
+    turns, first = jnp.round(angle / (2 * math.pi)), 6.28125
+    return (angle - turns * first) - turns * (2 * math.pi - first)
+
+
 @jax.custom_vjp
 def in_pairs(x: Float[Array, "*rows A"]) -> Float[Array, "*rows 2*A"]:
     """Return x with each of its columns twice. The gradient adds the columns as slices, which XLA fuses into their reader; a sum
@@ -397,22 +406,22 @@ class Places(NamedTuple):
 
 
 def angles_of(r: Recurrence, turn: Float[Array, "B T H A"], start: Float[Array, "N H A"]) -> Float[Array, "B T H A"]:
-    """Return the sums of the turns through every token in scan order, from `start` or, at a reset, from 0."""
+    """Return the sums of the turns through every token in scan order, from `start` or, at a reset, from 0. In [-pi, pi]."""
     begins = r.ends(scan_end=False)[None, :, None, None]
     first, resets = jnp.where(begins, r.by_token(start), 0), None if r.boundaries is None else begins
     if r.segments is not None:
         first = jnp.where(expanded(r.segments.resets, 4), 0, first)
         resets = begins | expanded(r.segments.resets, 4)
-    return running_sums(r.reverse, True, wrapped(first + turn), resets)
+    return running_sums(r.reverse, True, first + turn, resets)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def running_sums(
     reverse: bool, wraps: bool, x: Float[Array, "B T H A"], resets: Bool[Array, "b T 1 1"] | None
 ) -> Float[Array, "B T H A"]:
-    """Return the sums of x through every token in scan order, which begin anew at resets. wraps: whether in [0, 2 pi)."""
-    in_order = jax.tree.map(lambda each: jnp.flip(each, 1) if reverse else each, (x, resets))
-    found = sums_by_group(*in_order, wrapped if wraps else lambda y: y)
+    """Return the sums of x through every token in scan order, which begin anew at resets; as angles in [-pi, pi] if wraps."""
+    x, resets = jax.tree.map(lambda each: jnp.flip(each, 1) if reverse else each, (x, resets))
+    found = sums_by_group(around_0(x), resets, around_0) if wraps else sums_by_group(x, resets, lambda y: y)
     return jnp.flip(found, 1) if reverse else found
 
 
@@ -431,7 +440,8 @@ running_sums.defvjp(_sums_fwd, _sums_bwd)
 
 
 def sums_by_group(x: Array, resets: Array | None, finish: Callable[[Array], Array]) -> Array:
-    """Return `running_sums` in the order of axis 1: within groups of tokens, then over the groups, then of both.
+    """Return `running_sums` in the order of axis 1: within groups of tokens, then over the groups, then of both. finish: what
+    becomes of each sum.
 
     A group of sums has two kernels, which touch every number once. `lax.associative_scan` has two for each power of two.
     """
@@ -529,7 +539,10 @@ def bind_mamba3(
     # A token's k . q is the same before one angle rotates both. Those are read once for all heads.
     out = read.reshape(B, T, R, H, V).astype(wide) + of_pairs(p.q, p.k, p.v, of_token)
     ended = Mamba3State(
-        at.pick(angle, at.last, start.angle), final, start.key, at.pick(a["V"].astype(wide), at.last, start.value)
+        wrapped(at.pick(angle, at.last, start.angle)),
+        final,
+        start.key,
+        at.pick(a["V"].astype(wide), at.last, start.value),
     )
     # Of the last token alone: a gather from all rotated keys would need them in the dtype of sums.
     last_k = with_bias(at.pick(a["K"], at.last, 0)[:, None].astype(wide), a["K_bias"].astype(wide))
