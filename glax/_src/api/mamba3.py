@@ -539,7 +539,7 @@ def bind_mamba3(
     # A token's k . q is the same before one angle rotates both. Those are read once for all heads.
     out = read.reshape(B, T, R, H, V).astype(wide) + of_pairs(p.q, p.k, p.v, of_token)
     ended = Mamba3State(
-        wrapped(at.pick(angle, at.last, start.angle)),
+        at.pick(wrapped(angle), at.last, start.angle),
         final,
         start.key,
         at.pick(a["V"].astype(wide), at.last, start.value),
