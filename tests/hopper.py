@@ -285,7 +285,7 @@ CALLS = {
         "g", T=140, heads=(1, 1, 2), K=96, V=64, reverse=True, save=False, parts=2, finals=BOTH
     ),
     "delta, keys of 192 and values of 384": delta("g", T=70, K=192, V=384),
-    "erase, write, 96 and 192 wide, packed": delta("g", K=96, V=192, **ERASE_WRITE, **PACKED),
+    "erase, write, 96 and 192 wide": delta("g", T=130, K=96, V=192, **ERASE_WRITE),
     "delta, values of 192, split": delta("g", T=120, K=64, V=192, parts=2, finals=BOTH),
     "delta, split, one row": delta(
         "g", T=140, cuts=(0, 70, 139), state=False, save=False, parts=2, finals=BOTH, **SMALL
