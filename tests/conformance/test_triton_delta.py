@@ -51,6 +51,7 @@ KEY_CASES = [
         ALL["key"], T=70, draws=tuple(draw for draw in DRAWS if draw.strength != "mild" or draw.beta == "2")
     ),
     *(ALL[name] for name in ("heads4-2-2", "K1V1")),
+    DeltaCase("key-K100V72", ("gk",), T=40, K=100, V=72, heads=(1, 1, 2), draws=FEW[:1]),
     DeltaCase("key-packed-reverse", ("gk",), reverse=True, **PACKED, draws=FEW[:2]),
     DeltaCase("bfloat16-key", ("gk",), T=70, K=64, V=64, dtype="bfloat16", draws=FEW[:2]),
     DeltaCase("float16-key", ("gk",), T=70, K=32, V=32, dtype="float16", draws=FEW[:2]),
@@ -78,6 +79,8 @@ FREE = [
     FreeCase("free-none", (), BOTH, T=70, draws=HOSTILE[:1]),
     FreeCase("free-head", ("g",), ("erase",), T=70, draws=HOSTILE),
     FreeCase("free-key", ("gk",), ("erase",), T=70, draws=HOSTILE),
+    FreeCase("free-head-K100V72", ("g",), BOTH, T=40, K=100, V=72, heads=(1, 1, 2), draws=HOSTILE[:1]),
+    FreeCase("free-key-K100V72", ("gk",), BOTH, T=40, K=100, V=72, heads=(1, 1, 2), draws=HOSTILE[:1]),
     FreeCase("free-key-write", ("gk",), BOTH, T=40, draws=HOSTILE[-1:]),
     FreeCase("free-constant-packed", ("g_gamma",), ("erase",), **PACKED, draws=HOSTILE[:1]),
     FreeCase("free-head-packed-reverse", ("g",), BOTH, reverse=True, **PACKED, draws=HOSTILE[:1]),
@@ -201,7 +204,7 @@ def decaying(case: DeltaCase) -> DeltaCase:
 
 @pytest.mark.parametrize("case", CASES + KEY_CASES + FREE + ALONG + [decaying(x) for x in ALONG_BFLOAT16], ids=str)
 def test_gradient(case):
-    check_gradient(case, jax.jit(functools.partial(chunked_vjp, config=GradientConfig(32, 32, block=32))))
+    check_gradient(case, jax.jit(functools.partial(chunked_vjp, config=GradientConfig(32, 32, block=32, columns=16))))
 
 
 @pytest.mark.parametrize("gate,in_range", [(-1.87, True), (-1.88, False)])

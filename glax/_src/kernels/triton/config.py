@@ -143,6 +143,8 @@ class TritonChunkedConfig(Config):
         of two where e or key gates are one operand more. 32 columns are faster where 64 leave half of the multiprocessors idle.
         """
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
+        if r.q.dtype == "float32" and not is_direct(r):
+            return cls.erasing_float32(r)
         if r.q.dtype != "bfloat16":
             return cls(32, 16, warps=4 if K <= 128 else 8, stages=1)
         if K > 128:
@@ -154,8 +156,22 @@ class TritonChunkedConfig(Config):
         return cls(64, min(V, 32 if few else 64), stages=stages)
 
     @classmethod
+    def erasing_float32(cls, r: Recurrence) -> Self:
+        """Return the config of the delta rule in float32, whose products have two terms of every operand in registers.
+
+        A chunk is loaded while the one before is processed. Chunks of 64 take 144 KB for that, and with key gates their
+        preparation would spill registers.
+        """
+        if has_large_tiles() and r.decay.form != "key":
+            return cls(64, 16, warps=8, stages=2)
+        return cls(32, 16, warps=4, stages=2)
+
+    @classmethod
     def candidates(cls, r: Recurrence) -> list[Self]:
         guess = cls.heuristic(r)
+        if r.erasure is not None and r.q.dtype == "float32":
+            shapes = ((64, 8, 2), (32, 4, 2), (32, 4, 3))
+            return list(dict.fromkeys((guess, *(cls(chunk, 16, 0, warps, n) for chunk, warps, n in shapes))))
         if r.erasure is not None:
             shapes = [(64, columns, n) for columns in (32, 64) for n in (2, 3)]
             shapes += [(32, 64, 2), (32, 32, 3)] if is_direct(r) else []
@@ -187,7 +203,8 @@ class GradientConfig(Config):
     together. segment: the tokens that a program of the state kernels scans, 0 for all of T. block: the rows and columns of the
     state in such a program. warps, stages: the warps and the software pipeline's stages of the gradient kernel. columns: 0 for
     one kernel, whose programs hold all columns of the states; or the columns of a block in two kernels. Programs of the first
-    have a block of rows and loop over blocks of columns; those of the second have a block of columns and loop over rows.
+    have a block of rows and loop over blocks of columns; those of the second have a block of columns and loop over rows. With an
+    erasure there is one kernel, which sums over blocks of columns in float32 and else holds all columns.
 
     The fields are checked as those of `TritonChunkedConfig`.
 
@@ -247,7 +264,8 @@ class GradientConfig(Config):
         """Return the config of the delta rule, whose tiles are smaller where they would spill registers.
 
         With key gates its tiles are those of a recurrence without an erasure, in one stage less, so that two programs share a
-        multiprocessor.
+        multiprocessor. In float32 all rows of a state are processed together, in blocks of 16 columns: its sums fit in registers
+        where the operands of all columns do not.
         """
         narrow = r.q.dtype == "bfloat16" and max(width(r.q.shape[3]), width(r.v.shape[3])) <= 128
         block = 16
@@ -257,7 +275,10 @@ class GradientConfig(Config):
             plain = cls.narrow(r.replace(erasure=None))
             if is_direct(r):
                 return cls.along(plain, r, block)
-            return dataclasses.replace(plain, segment=0, block=block, stages=min(plain.stages, 3))
+            columns = 16 if r.q.dtype == "float32" else 0
+            return dataclasses.replace(plain, segment=0, block=block, stages=min(plain.stages, 3), columns=columns)
+        if r.q.dtype == "float32":
+            return cls(32, width(r.q.shape[3]), 0, block, warps=8, stages=2, columns=16)
         if r.q.dtype != "bfloat16":
             return cls(16, 16, 0, block, warps=8, stages=1)
         if not narrow:

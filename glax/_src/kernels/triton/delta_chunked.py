@@ -34,6 +34,7 @@ from glax._src.kernels.triton.operands import (
 )
 from glax._src.kernels.triton.segments import Segments
 
+STATE_SLICE = 64  # channels of a slice of a float32 state in the scans
 KEY_BLOCK = 32  # channels of an iteration of `delta_key_pairs`
 
 
@@ -73,6 +74,24 @@ def chunk_pairs(r: Recurrence, chunks: Segments, chunk: int) -> Pairs:
 def constants(r: Recurrence, chunk: int) -> dict:
     """Return the constants of `Dimensions` that follow from r, by name."""
     return dimensions(r, chunk) | dict(ERASURE=r.erasing.form, BEFORE=r.erasing.before_decay)
+
+
+def terms(r: Recurrence) -> dict:
+    """Return PRECISION of scans and gradients. The inverse is formed with the constants of `dimensions`."""
+    return dict(PRECISION="tf32 terms") if r.q.dtype == jnp.float32 else {}
+
+
+def scan_constants(r: Recurrence, chunk: int, q: Array, k: Array) -> dict:
+    """Return the constants of a scan that reads q and k in the place of r's."""
+    K = width(r.state_shape[2])
+    block = min(K, STATE_SLICE) if r.q.dtype == jnp.float32 else K
+    return constants(r, chunk) | terms(r) | dict(HQ=q.shape[2], HK=k.shape[2], BK=block, GATE=gate_of(r))
+
+
+def value_block(r: Recurrence, config: GradientConfig) -> int:
+    """Return how many columns of V a gradient kernel sums at a time: all of them but in float32."""
+    V = width(r.state_shape[3])
+    return min(V, config.columns or V) if r.q.dtype == jnp.float32 else V
 
 
 def erasing_array(r: Recurrence) -> Array:
@@ -117,7 +136,7 @@ class Scanned(NamedTuple):
 def scanned(r: Recurrence, chunks: Segments, chunk: int) -> Scanned:
     """Compute what the scan reads."""
     if r.decay.form != "key":
-        e_read = r.scale if r.erasing.erase is None else r.erasing.erase
+        e_read = r.k if r.erasing.erase is None else r.erasing.erase
         return Scanned(r.q, r.k, e_read, r.scale, chunk_pairs(r, chunks, chunk), r.scale)
     (B, T), (_, H, K, _), M = r.q.shape[:2], r.state_shape, chunks.count
     assert r.decay.key is not None
@@ -149,15 +168,14 @@ def delta_chunked(r: Recurrence, config: TritonChunkedConfig) -> Outputs:
     segments, chunks = sequences_and_chunks(r, config)
     q, k, e_read, decays, pairs, _ = scanned(r, chunks, config.chunk)
     start, kind = start_of_sequences(r)
-    (B, T), (_, H, K, V) = r.q.shape[:2], r.state_shape
+    (B, T), (_, H, _, V) = r.q.shape[:2], r.state_shape
     columns = min(config.columns, width(V))
     o, final = launch(
         delta_outputs,
         -(-V // columns) * H * segments.count,
         (q, k, r.v, e_read, write_of(r), decays, *pairs[:3], r.scale, start, segments.table),
         [((B, T, H, V), r.q.dtype), (r.state_shape, jnp.float32)],
-        **constants(r, config.chunk) | dict(HQ=q.shape[2], HK=k.shape[2]), BK=width(K), BV=columns,
-        GATE=gate_of(r), START=kind != 0, warps=config.warps, stages=config.stages,
+        **scan_constants(r, config.chunk, q, k), BV=columns, START=kind != 0, warps=config.warps, stages=config.stages,
     )  # fmt: skip
     return Outputs(o, final)
 
@@ -194,8 +212,7 @@ def chunk_ends(r: Recurrence, d_output, d_final, config: GradientConfig, segment
             segments.table,
         ),
         [(states, stored), U, (states, stored), Y, (r.state_shape, f32)],
-        **constants(r, config.chunk) | dict(HQ=scan.q.shape[2], HK=scan.k.shape[2]), BK=width(K), BV=columns,
-        GATE=gate_of(r), START=kind != 0, warps=4, stages=2,
+        **scan_constants(r, config.chunk, scan.q, scan.k), BV=columns, START=kind != 0, warps=4, stages=2,
     )  # fmt: skip
     return Ends(*results)
 
@@ -243,7 +260,7 @@ def key_gate_gradients(
     assert g is not None
     scaled = scan.q, scan.e_read, scan.k
     per_chunk, pairs = ((M, H), jnp.float32), jnp.full(1, H * M, jnp.int32)
-    shape = dict(constants(r, config.chunk), BV=width(V), PER_TOKEN=per_token)
+    shape = constants(r, config.chunk) | dict(PER_TOKEN=per_token)
     dq, dk, dv, d_erasure, d_write, dg, d_scale = launch(
         delta_key_gradient,
         H * M,
@@ -252,7 +269,7 @@ def key_gate_gradients(
             chunks.table,
         ),
         [*(like(r, x) for x in (r.q, r.k, r.v)), *d_erasing(r), (g.shape, g.dtype), per_chunk],
-        **shape, BK=min(config.rows, width(K)), warps=config.warps, stages=config.stages,
+        **shape | terms(r), BK=min(config.rows, width(K)), BV=value_block(r, config), warps=config.warps, stages=config.stages,
     )  # fmt: skip
     found = dq, dk, dg, d_scale, d_erasure
     dq, dk, dg, d_scale, d_erasure = launch(
@@ -264,7 +281,7 @@ def key_gate_gradients(
         ),
         [(x.shape, x.dtype) for x in found],
         in_place={13 + i: i for i in range(5)},
-        **shape, BK=16, PAIRS=PAIRS_PER_PROGRAM, warps=EXACT_WARPS, stages=1,
+        **shape, BK=16, BV=width(V), PAIRS=PAIRS_PER_PROGRAM, warps=EXACT_WARPS, stages=1,
     )  # fmt: skip
     d_scale = by_sequence(r, chunks, d_scale).sum(1)
     return gradient_recurrence(
@@ -276,7 +293,7 @@ def head_gate_gradients(
     r: Recurrence, d_output, config: GradientConfig, chunks: Segments, pairs: Pairs, ends: Ends, per_token
 ):
     """Compute the gradient with per-head, constant or no gates, in one launch."""
-    (B, T), (_, H, K, V) = r.q.shape[:2], r.state_shape
+    (B, T), (_, H, K, _) = r.q.shape[:2], r.state_shape
     gates, form = gates_of(r)
     per_chunk, per_row = ((chunks.count, H), jnp.float32), (B, T, H)
     d_gates = (per_row, gates.dtype) if form == "head" else per_chunk
@@ -288,8 +305,8 @@ def head_gate_gradients(
             ends.dS, chunks.table,
         ),
         [*(like(r, x) for x in (r.q, r.k, r.v)), *d_erasing(r), d_gates, per_chunk],
-        **constants(r, config.chunk), BK=min(config.rows, width(K)), BV=width(V), PER_TOKEN=per_token,
-        warps=config.warps, stages=config.stages,
+        **constants(r, config.chunk) | terms(r), BK=min(config.rows, width(K)), BV=value_block(r, config),
+        PER_TOKEN=per_token, warps=config.warps, stages=config.stages,
     )  # fmt: skip
     d_decay = Decay()
     if form != "none":

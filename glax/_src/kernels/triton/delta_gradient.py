@@ -51,6 +51,7 @@ from glax._src.kernels.triton.tiles import (
     at,
     chunk_of,
     dot,
+    dot_onto,
     exact_factors,
     exp,
     fine_gate_sums,
@@ -84,8 +85,8 @@ def delta_gradient(
 
     erasure, d_erasure: beta [rows, H] or e [rows, H, K], and its gradient. write, d_write: w [rows, H, V] and its gradient,
     which are not touched unless ERASURE is "erase+write". dg: [rows, H] for head gates, and the chunk's sum [chunks, H] for
-    constant gates. BV holds all of V; each iteration takes BK rows of the states. g: the cumulative sums G of head gates, or
-    the constants of the sequences.
+    constant gates. Each iteration takes BK rows of the states. BV holds all of V; but in float32 sums over V are taken in
+    blocks of BV, whose terms fit in registers. g: the cumulative sums G of head gates, or the constants of the sequences.
     """
     h, e = tl.program_id(0) % D.H, tl.program_id(0) // D.H
     origin, length, count, n = chunk_of(table, e)
@@ -94,20 +95,24 @@ def delta_gradient(
     tokens, cv = tl.arange(0, D.C), tl.arange(0, D.BV)
     i, j = tokens[:, None], tokens[None, :]
     limit = tl.where(count > 0, D.K, 0)  # padding has no state
-    # [C, BV]
-    tdo = load_tokens(do, origin, h, D.H, D.V, tokens, cv, count, D)
-    U = load_tokens(written, origin, h, D.H, D.V, tokens, cv, count, D)
-    Y = load_tokens(d_written, origin, h, D.H, D.V, tokens, cv, count, D)
-    if D.ERASURE != "beta":
-        U, Y = U.to(D.DTYPE), Y.to(D.DTYPE)
-        dL = value_gradients(v, write, written, d_written, dv, d_write, h, origin, length, count, D)
-    else:
+    if D.ERASURE == "beta":
         tbeta = load_rows(erasure, origin, h, tokens, count, D)
-        store_tile(at(dv, origin, h, D.H, D.V), Y.to(tl.float32) * tbeta[:, None], tokens, cv, length, D.H, D.V, D.SIGN)
-        tv = load_tokens(v, origin, h, D.HV, D.V, tokens, cv, count, D)
-        tdbeta = tl.sum(Y.to(tl.float32) * tv.to(tl.float32), 1)
     # [C, C]
-    dP = dot(tdo, tl.trans(U), D)
+    if D.PRECISION != "tf32 terms":
+        # [C, BV]
+        tdo = load_tokens(do, origin, h, D.H, D.V, tokens, cv, count, D)
+        U = load_tokens(written, origin, h, D.H, D.V, tokens, cv, count, D)
+        Y = load_tokens(d_written, origin, h, D.H, D.V, tokens, cv, count, D)
+        if D.ERASURE != "beta":
+            U, Y = U.to(D.DTYPE), Y.to(D.DTYPE)
+            dL = value_gradients(v, write, written, d_written, dv, d_write, h, origin, length, count, D)
+        else:
+            tdbeta = scaled_value_gradients(Y, tbeta, v, dv, h, tokens, cv, origin, length, count, D)
+        dP = dot(tdo, tl.trans(U), D)
+    else:
+        dP, dL, tdbeta = pairs_of_values(
+            erasure, v, write, do, written, d_written, dv, d_write, h, e, origin, length, count, D
+        )
     P = load_pairs(scores, e.to(tl.int64) * D.H + h, tokens, count, D)
     pairs = P.to(tl.float32) * dP
     d_scale = tl.sum(tl.sum(pairs, 1), 0)
@@ -124,21 +129,14 @@ def delta_gradient(
         B = load_head_sums(g, origin, h, n, tokens - 1, count, D)
         e_up = exp(B)[:, None]
         decay = exp(tl.where(i > j, B[:, None] - G[None, :], float("-inf")))
-    if D.ERASURE == "beta":
+    if D.ERASURE == "beta" and D.PRECISION != "tf32 terms":
         dL = dot(Y, tl.trans(U), D)
     dL = tl.where(i > j, dL * -decay, 0.0)
     products = erase_products(erasure, k, origin, h, length, count, D) * dL
     if D.ERASURE == "beta":
         tdbeta += tl.sum(products, 1)
         products *= tbeta[:, None]
-    # [C]: of each pair of tokens, those that the gate of the later token's step decays
-    if D.BEFORE:
-        products = tl.where(tokens_apart(D) > 1, products, 0.0)
-        pairs = tl.where(tokens_apart(D) > 0, pairs * factor, 0.0)
-        within = tl.sum(pairs, 1) - column_sums(pairs + products, D.C)
-    else:
-        pairs = tl.where(tokens_apart(D) > 0, pairs * factor + products, 0.0)
-        within = tl.sum(pairs, 1) - column_sums(pairs, D.C)
+    within, products = gate_terms_of_pairs(pairs, products, factor, D)
     if D.ERASURE == "beta":
         dL = (dL * tbeta[:, None]).to(D.DTYPE)
         by_keys = dL + tl.trans(dL)
@@ -150,19 +148,27 @@ def delta_gradient(
     state_products = tl.full([D.BK], 0, tl.float32)
     for k0 in range(0, runtime_bound(D.K, length), D.BK):
         ck = k0 + tl.arange(0, D.BK)
+        if D.PRECISION == "tf32 terms":
+            tdq, tde, tdk, products_of_rows = sums_over_values(
+                do, written, d_written, states, d_states, ck, h, e, origin, length, count, D
+            )
+            tde = -tde
+            state_products += products_of_rows
         # [C, BK]
         tq = load_tile(at(q, origin, hq, D.HQ, D.K), tokens, ck, count, D.HQ, D.K, D.SIGN)
         tk = load_tile(at(k, origin, hk, D.HK, D.K), tokens, ck, count, D.HK, D.K, D.SIGN)
-        # [BV, BK]
-        S = load_state(states, e, h, cv, ck, limit, D.H, D.V, D.K)
-        dS = load_state(d_states, e, h, cv, ck, limit, D.H, D.V, D.K)
-        # [C, BK]
-        tdq = dot(tdo, S, D)
-        tde = -dot(Y, S, D)
-        tdk = dot(U, dS, D)
+        if D.PRECISION != "tf32 terms":
+            # [BV, BK]
+            S = load_state(states, e, h, cv, ck, limit, D.H, D.V, D.K)
+            dS = load_state(d_states, e, h, cv, ck, limit, D.H, D.V, D.K)
+            # [C, BK]
+            tdq = dot(tdo, S, D)
+            tde = -dot(Y, S, D)
+            tdk = dot(U, dS, D)
+            if D.FORM != "none":
+                state_products += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
         if D.FORM != "none":
             tdq, tde, tdk = tdq * up, tde * e_up, tdk * down
-            state_products += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
         te = load_erase(erasure, tk, origin, h, tokens, ck, count, D)
         through_start += tl.sum(tq * tdq, 1)
         erased += tl.sum(te * tde, 1)
@@ -184,14 +190,93 @@ def delta_gradient(
         store_rows(d_erasure + row, tdbeta + erased, tokens, length, D)
         erased *= tbeta
     if D.FORM != "none":
-        if D.BEFORE:
-            after = erased + tl.sum(products, 1)
-            reaching = through_start * factor + within
-        else:
-            after = erased
-            reaching = through_start * factor + erased + within
+        after = erased + tl.sum(products, 1) if D.BEFORE else erased
+        reaching = (through_start * factor if D.BEFORE else through_start * factor + erased) + within
         through = tl.sum(state_products, 0) * exp(load_head_sums(g, origin, h, n, D.C - 1, count, D))
         store_gate_gradient(dg, slot, row, reaching, after, through_end, through, length, count, D)
+
+
+@triton.jit
+def gate_terms_of_pairs(pairs, products, factor, D: tl.constexpr):
+    """Return the terms of a gate's gradient from pairs within the chunk, [C], and the products with e that the gates decay.
+
+    Of each pair of tokens, those count that the gate of the later token's step decays.
+    """
+    if D.BEFORE:
+        products = tl.where(tokens_apart(D) > 1, products, 0.0)
+        pairs = tl.where(tokens_apart(D) > 0, pairs * factor, 0.0)
+        return tl.sum(pairs, 1) - column_sums(pairs + products, D.C), products
+    else:
+        pairs = tl.where(tokens_apart(D) > 0, pairs * factor + products, 0.0)
+        return tl.sum(pairs, 1) - column_sums(pairs, D.C), products
+
+
+@triton.jit
+def scaled_value_gradients(Y, tbeta, v, dv, h, tokens, cv, origin, length, count, D: tl.constexpr):
+    """Store dv = beta Y of a chunk, [C, BV], and return y_i . v_i, [C]."""
+    Y = Y.to(tl.float32)
+    store_tile(at(dv, origin, h, D.H, D.V), Y * tbeta[:, None], tokens, cv, length, D.H, D.V, D.SIGN)
+    tv = load_tokens(v, origin, h, D.HV, D.V, tokens, cv, count, D)
+    return tl.sum(Y * tv.to(tl.float32), 1)
+
+
+@triton.jit
+def pairs_of_values(
+    erasure, v, write, do, written, d_written, dv, d_write, h, e, origin, length, count, D: tl.constexpr
+):  # fmt: skip
+    """Return dO U^T and Y U^T of a chunk, [C, C], and y_i . v_i, [C], in blocks of V; store dv and dw.
+
+    With key gates Z stands for Y, and with beta dv and the last sum are left to `store_value_gradients`.
+    """
+    tokens = tl.arange(0, D.C)
+    dP, dL = tl.full([D.C, D.C], 0, tl.float32), tl.full([D.C, D.C], 0, tl.float32)
+    tdbeta = tl.full([D.C], 0, tl.float32)
+    for v0 in range(0, runtime_bound(D.V, length), D.BV):
+        cv = v0 + tl.arange(0, D.BV)
+        # [C, BV]
+        tdo = load_tokens(do, origin, h, D.H, D.V, tokens, cv, count, D)
+        U = load_written(written, h, e, origin, tokens, cv, count, D)
+        Y = load_written(d_written, h, e, origin, tokens, cv, count, D)
+        if D.ERASURE != "beta":
+            dX = -Y if D.FORM == "key" else Y
+            store_written_gradients(dX, v, write, dv, d_write, h, tokens, cv, origin, length, count, D)
+        elif D.FORM != "key":
+            tbeta = load_rows(erasure, origin, h, tokens, count, D)
+            tdbeta += scaled_value_gradients(Y, tbeta, v, dv, h, tokens, cv, origin, length, count, D)
+        dP = dot_onto(tdo, tl.trans(U), dP, D)
+        dL = dot_onto(Y, tl.trans(U), dL, D)
+    return dP, dL, tdbeta
+
+
+@triton.jit
+def sums_over_values(do, written, d_written, states, d_states, ck, h, e, origin, length, count, D: tl.constexpr):
+    """Return dO S, Y S and U dS' of a chunk, [C, BK], and the sums of S dS', [BK], in blocks of V."""
+    tokens, limit = tl.arange(0, D.C), tl.where(count > 0, D.K, 0)
+    none = tl.full([D.C, D.BK], 0, tl.float32)
+    tdq, tde, tdk, products = none, none, none, tl.full([D.BV, D.BK], 0, tl.float32)
+    for v0 in range(0, runtime_bound(D.V, length), D.BV):
+        cv = v0 + tl.arange(0, D.BV)
+        # [BV, BK]
+        S = load_state(states, e, h, cv, ck, limit, D.H, D.V, D.K)
+        dS = load_state(d_states, e, h, cv, ck, limit, D.H, D.V, D.K)
+        # [C, BV]
+        tdo = load_tokens(do, origin, h, D.H, D.V, tokens, cv, count, D)
+        U = load_written(written, h, e, origin, tokens, cv, count, D)
+        Y = load_written(d_written, h, e, origin, tokens, cv, count, D)
+        tdq = dot_onto(tdo, S, tdq, D)
+        tde = dot_onto(Y, S, tde, D)
+        tdk = dot_onto(U, dS, tdk, D)
+        products += S * dS
+    return tdq, tde, tdk, tl.sum(products, 0)
+
+
+@triton.jit
+def load_written(x, h, e, origin, tokens, cv, count, D: tl.constexpr):
+    """Load U or Y of a chunk, [C, BV], or with key gates what stands for Y."""
+    if D.FORM == "key":
+        return tl.trans(load_by_chunk(x, e.to(tl.int64) * D.H + h, tokens, cv, count, D))
+    else:
+        return load_tokens(x, origin, h, D.H, D.V, tokens, cv, count, D)
 
 
 @triton.jit
@@ -214,8 +299,9 @@ def erase_products(erasure, k, origin, h, length, count, D: tl.constexpr):
     """Return E K^T of a chunk, [C, C], with K in the place of E with beta."""
     tokens = tl.arange(0, D.C)
     products = tl.full([D.C, D.C], 0, tl.float32)
-    for k0 in range(0, runtime_bound(D.K, length), D.BK):
-        ck = k0 + tl.arange(0, D.BK)
+    WIDTH: tl.constexpr = D.BK if tl.bfloat16 == D.DTYPE else BLOCK
+    for k0 in range(0, runtime_bound(D.K, length), WIDTH):
+        ck = k0 + tl.arange(0, WIDTH)
         tk = load_tokens(k, origin, h, D.HK, D.K, tokens, ck, count, D)
         te = load_erase(erasure, tk, origin, h, tokens, ck, count, D)
         products += dot(te, tl.trans(tk), D)
@@ -288,8 +374,8 @@ def delta_key_gradient(
 ):  # fmt: skip
     """Compute dq, dk, dg [rows, H, K], dv [rows, H, V], dscale [chunks, H] and the gradient of the erasure of a chunk.
 
-    erasure, write and their gradients are those of `delta_gradient`. BV holds all of V; each iteration takes BK columns of the
-    states [chunks, H, V, K]. q_read, e_read, k_written and decays are those of `delta_key_pairs`. In the code x, z and y are
+    erasure, write, their gradients and BV are those of `delta_gradient`. Each iteration takes BK columns of the states [chunks,
+    H, V, K]. q_read, e_read, k_written and decays are those of `delta_key_pairs`. In the code x, z and y are
     q e^M, e e^M and k e^{-M}. Where gates are out of range, `exact_delta_key_gradient` computes dq, dk, dg, dscale and de again.
     """
     h, e = tl.program_id(0) % D.H, tl.program_id(0) // D.H
@@ -301,21 +387,28 @@ def delta_key_gradient(
     limit = tl.where(count > 0, D.K, 0)  # padding has no state
     if D.ERASURE == "beta":
         store_value_gradients(erasure, written, d_written, dv, d_erasure, h, pair, origin, length, count, D)
-    # [C, BV]
-    tdo = load_tokens(do, origin, h, D.H, D.V, tokens, cv, count, D)
-    U = tl.trans(load_by_chunk(written, pair, tokens, cv, count, D))
-    Z = tl.trans(load_by_chunk(d_written, pair, tokens, cv, count, D))
-    if D.ERASURE != "beta":
-        whole = tl.trans(load_whole(d_written, pair, tokens, cv, count, D))
-        store_written_gradients(-whole, v, write, dv, d_write, h, tokens, cv, origin, length, count, D)
     # [C, C]
-    dP = dot(tdo, tl.trans(U), D)
+    if D.PRECISION != "tf32 terms":
+        # [C, BV]
+        tdo = load_tokens(do, origin, h, D.H, D.V, tokens, cv, count, D)
+        U = tl.trans(load_by_chunk(written, pair, tokens, cv, count, D))
+        Z = tl.trans(load_by_chunk(d_written, pair, tokens, cv, count, D))
+        if D.ERASURE != "beta":
+            whole = tl.trans(load_whole(d_written, pair, tokens, cv, count, D))
+            store_written_gradients(-whole, v, write, dv, d_write, h, tokens, cv, origin, length, count, D)
+        dP = dot(tdo, tl.trans(U), D)
+    else:
+        dP, dL, _ = pairs_of_values(
+            erasure, v, write, do, written, d_written, dv, d_write, h, e, origin, length, count, D
+        )
+        dL = tl.where(i > j, dL, 0.0)
     own = tl.sum(tl.where(i == j, dP, 0.0), 1)
     if D.PER_TOKEN > 1:
         near_dP, dP = near_pairs(dP, 0, D)
         near_dP = near_dP.to(D.DTYPE)
     dP = tl.where(i > j, dP, 0.0).to(D.DTYPE)
-    dL = erased_pairs_gradient(U, Z, written, d_written, pair, tokens, cv, count, D)
+    if D.PRECISION != "tf32 terms":
+        dL = erased_pairs_gradient(U, Z, written, d_written, pair, tokens, cv, count, D)
     if D.BEFORE or D.PER_TOKEN > 1:
         adjacent, dL = near_pairs(dL, D.BEFORE, D)
     d_scale = tl.full([D.C], 0, tl.float32)
@@ -323,9 +416,10 @@ def delta_key_gradient(
         ck = k0 + tl.arange(0, D.BK)
         # [C, BK]
         gates = load_key_gates(g, origin, h, tokens, ck, count, D)
-        # [BV, BK]
-        S = load_state(states, e, h, cv, ck, limit, D.H, D.V, D.K)
-        dS = load_state(d_states, e, h, cv, ck, limit, D.H, D.V, D.K)
+        if D.PRECISION != "tf32 terms":
+            # [BV, BK]
+            S = load_state(states, e, h, cv, ck, limit, D.H, D.V, D.K)
+            dS = load_state(d_states, e, h, cv, ck, limit, D.H, D.V, D.K)
         # q e^M, e e^M and k e^-M: [C, BK]
         if tl.bfloat16 == D.DTYPE:
             leave = tl.load(decays + (pair * 4 + 3) * D.K + ck, mask=ck < limit, other=0.0)
@@ -335,20 +429,29 @@ def delta_key_gradient(
             z = load_tokens(e_read, origin, h, D.H, D.K, tokens, ck, count, D)
             y = load_tokens(k_written, origin, h, D.H, D.K, tokens, ck, count, D)
         else:
+            enter = exp(tl.sum(tl.where(i < D.C // 2, gates, 0.0).to(tl.float32), 0))
+            leave = exp(tl.sum(tl.where(i >= D.C // 2, gates, 0.0).to(tl.float32), 0))
+            if D.PRECISION == "tf32 terms":
+                tdq, tde, tdk, edge = sums_over_values(
+                    do, written, d_written, states, d_states, ck, h, e, origin, length, count, D
+                )
+                tdq, tde, tdk = tdq * enter[None, :], tde * enter[None, :], tdk * leave[None, :]
+                edge *= enter * leave
+            else:
+                S *= enter[None, :]
+                dS *= leave[None, :]
             tq = load_tokens(q, origin, h, D.HQ, D.K, tokens, ck, count, D)
             tk = load_tokens(k, origin, h, D.HK, D.K, tokens, ck, count, D)
             M = gate_sums(middle_matrix(tokens, D.C), gates)
             up, down = tl.exp2(M * LOG2E), tl.exp2(M * -LOG2E)
             te = load_erase(erasure, tk, origin, h, tokens, ck, count, D)
             x, z, y = tq * up, te * erase_decay(M, up, gates, D), tk * down
-            S *= exp(tl.sum(tl.where(i < D.C // 2, gates, 0.0).to(tl.float32), 0))[None, :]
-            dS *= exp(tl.sum(tl.where(i >= D.C // 2, gates, 0.0).to(tl.float32), 0))[None, :]
-        edge = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
         # The gradients of q e^M / scale, of e e^M and of k e^-M: [C, BK]
-        tdk = dot(U, dS, D)
+        if D.PRECISION != "tf32 terms":
+            edge = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
+            tdk, tdq, tde = dot(U, dS, D), dot(tdo, S, D), dot(Z, S, D)
         leaving = y * tdk
-        tdq = added_dot(dP, y, dot(tdo, S, D), D)
-        tde = dot(Z, S, D)
+        tdq = added_dot(dP, y, tdq, D)
         tde = added_dot(dL, y, tde, D) if D.ERASURE == "beta" else added_fine_dot(dL, y, tde, D)
         by_erased = added_dot(tl.trans(dL.to(D.DTYPE)), z, tl.full([D.C, D.BK], 0, tl.float32), D)
         erased = z * tde
@@ -442,6 +545,8 @@ def added_dot(a, b, c, D: tl.constexpr):
     """Return c + a @ b in float32, for a in DTYPE. b: in bfloat16 where DTYPE is, else in float32, with all its digits."""
     if tl.bfloat16 == D.DTYPE:
         return tl.dot(a, b, c)
+    elif D.PRECISION == "tf32 terms":
+        return dot_onto(a, b, c, D)
     else:
         return tl.dot(a, b, c, input_precision="tf32x3")
 

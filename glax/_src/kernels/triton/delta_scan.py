@@ -19,6 +19,9 @@ has its left operand in registers and its right operand as it lies in memory, an
     dU = e^{G_last - G} * (K dS') + scale P^T dO         Y  = (I + T)^T dU, the gradient of W * V
     dS = e^{G_last} dS' + (scale e^G * Q)^T dO - (e^B * E)^T Y
 
+The state is a tuple of slices of BK channels: products with float32 have two terms of each operand in registers, and slices of 64
+channels leave room for them. bfloat16 has one slice.
+
 The two directions do not depend on each other, so each has half of the programs of one launch. States, U and Y are held
 transposed, and states are stored so. With key gates e^G * Q, e^B * E and e^{G_last - G} * K come from
 `delta_key_pairs`.
@@ -28,9 +31,9 @@ from glax._src.kernels.triton.launch import tl, triton
 from glax._src.kernels.triton.tiles import (
     at,
     dot,
+    dot_onto,
     load_pairs,
     load_state,
-    load_tile,
     load_tokens,
     place_of,
     split,
@@ -46,66 +49,96 @@ def delta_outputs(
 
     START: whether sequences begin from `start` or from zero. GATE: "none", "head", or "key". inverse, scores and factors are the
     results of `delta_scores`. With key gates q, e_read, k and decays are q_read, e_read, k_written and decays of
-    `delta_key_pairs`; without, decays are not read, and e_read is e [rows, H, K], or not read with beta. write: w [rows, H, V],
-    read where ERASURE is "erase+write".
+    `delta_key_pairs`; without, decays are not read, and e_read is e [rows, H, K], or with beta k, which is read from there
+    in float32 alone. write: w [rows, H, V], read where ERASURE is "erase+write".
     """
     block, h, e = place_of(tl.program_id(0), D.NV, D)
     entry = table + e * 6
     origin, length, filled = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     n, edges, chunk = tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
-    ck, cv, tokens = tl.arange(0, D.BK), block * D.BV + tl.arange(0, D.BV), tl.arange(0, D.C)
-    hq, hk, hv = h // (D.H // D.HQ), h // (D.H // D.HK), h // (D.H // D.HV)
+    cv, tokens = block * D.BV + tl.arange(0, D.BV), tl.arange(0, D.C)
     factor = tl.load(scale + n).to(tl.float32)
-    # [BV, BK]
-    S = load_start(start, n, h, ck, cv, D, D.START)
+    S = load_starts(start, decays, chunk, n, h, cv, filled, 0, D, D.START)
     # Always loaded one chunk ahead, so that its latency is hidden.
-    through = load_decay(factors, decays, chunk, h, ck, filled, D)
-    if D.GATE == "key":
-        S = S * through[None, :]
+    through = load_through(factors, chunk, h, filled, D)
     for c in range(0, tl.cdiv(length, D.C)):
         first = origin + D.SIGN * c * D.C
         count = filled - c * D.C
         pair = (chunk + c).to(tl.int64) * D.H + h
-        # [C, BK]
-        tq = load_tile(at(q, first, hq, D.HQ, D.K), tokens, ck, count, D.HQ, D.K, D.SIGN)
-        tk = load_tile(at(k, first, hk, D.HK, D.K), tokens, ck, count, D.HK, D.K, D.SIGN)
-        # [C, C]
-        T = load_pairs(inverse, pair, tokens, count, D)
-        P = load_pairs(scores, pair, tokens, count, D)
-        # [C, BV]
-        tv = load_tile(at(v, first, hv, D.HV, D.V), tokens, cv, count, D.HV, D.V, D.SIGN)
+        tq = load_slices(q, first, h, D.HQ, tokens, count, D)
+        tk = load_slices(k, first, h, D.HK, tokens, count, D)
         # [C]
         erase_factor = load_factor(factors, pair, 2, tokens, count, D)
         up = load_factor(factors, pair, 0, tokens, count, D)
         down = load_factor(factors, pair, 1, tokens, count, D)
-        U = written_tokens(S, e_read, write, tk, tv, T, erase_factor, up, first, h, tokens, ck, cv, count, D)
-        out = dot(S, tl.trans(tq), D)
+        te = load_erasing(e_read, tk, first, h, tokens, count, D)
+        if len(S) > 1:
+            read, out = sliced_dots(S, te, tq, D)
+        else:
+            read = sliced_dot(S, te, D)
+        # [C, C]
+        T = load_pairs(inverse, pair, tokens, count, D)
+        P = load_pairs(scores, pair, tokens, count, D)
+        # [C, BV]
+        tv = load_tokens(v, first, h, D.HV, D.V, tokens, cv, count, D)
+        U = written_tokens(read, write, tv, T, erase_factor, up, first, h, tokens, cv, count, D)
+        if len(S) == 1:
+            out = sliced_dot(S, tq, D)
         if D.GATE == "head":
             out *= up[None, :]
         elif D.GATE == "key":
             out *= factor
-        if D.GATE == "key":
-            behind = load_decay(factors, decays, chunk + c + 1, h, ck, count - D.C, D)
-            S = next_read_state(S, U, tk, decays, chunk + c, h, ck, behind, D)
-        else:
-            S = next_state(S, U, tk, down, through, D)
-            through = load_decay(factors, decays, chunk + c + 1, h, ck, count - D.C, D)
-        out = tl.dot(U.to(D.DTYPE), tl.trans(P).to(D.DTYPE), out, input_precision=D.PRECISION)
+        S = next_states(S, U, tk, down, through, decays, chunk + c, h, count - D.C, D)
+        through = load_through(factors, chunk + c + 1, h, count - D.C, D)
+        out = dot_onto(U, tl.trans(P), out, D)
         if D.GATE != "key":  # whose scores are scaled
             out *= factor
         store_columns(at(o, first, h, D.H, D.V), out, tokens, cv, length - c * D.C, D.H, D.V, D.SIGN)
     if (edges & 2) != 0:
-        store_state(final, tl.trans(S), n, h, ck, cv, D.H, D.K, D.V)
+        for s in tl.static_range(len(S)):
+            store_state(final, tl.trans(S[s]), n, h, channels(s, D), cv, D.H, D.K, D.V)
 
 
 @triton.jit
-def written_tokens(S, e_read, write, tk, tv, T, erase_factor, up, first, h, tokens, ck, cv, count, D: tl.constexpr):
+def channels(s, D: tl.constexpr):
+    """Return the channels of slice s of a state, [BK]."""
+    return s * D.BK + tl.arange(0, D.BK)
+
+
+@triton.jit
+def load_slices(x, row, h, HEADS: tl.constexpr, tokens, count, D: tl.constexpr):
+    """Load what head h of a chunk reads of x [rows, HEADS, K], a tuple of [C, BK], a tile for each slice of a state."""
+    N: tl.constexpr = D.NK
+    found = ()
+    for s in tl.static_range(N):
+        found += (load_tokens(x, row, h, HEADS, D.K, tokens, channels(s, D), count, D),)
+    return found
+
+
+@triton.jit
+def sliced_dot(S, x, D: tl.constexpr):
+    """Return S x^T, [BV, C], from the slices of a transposed state S [BV, BK] and of x [C, BK]."""
+    product = dot(S[0], tl.trans(x[0]), D)
+    for s in tl.static_range(1, len(S)):
+        product = dot_onto(S[s], tl.trans(x[s]), product, D)
+    return product
+
+
+@triton.jit
+def sliced_dots(S, x, y, D: tl.constexpr):
+    """Return S x^T and S y^T as `sliced_dot` does, with both products of a slice together, so that its terms are formed once."""
+    of_x, of_y = dot(S[0], tl.trans(x[0]), D), dot(S[0], tl.trans(y[0]), D)
+    for s in tl.static_range(1, len(S)):
+        of_x, of_y = dot_onto(S[s], tl.trans(x[s]), of_x, D), dot_onto(S[s], tl.trans(y[s]), of_y, D)
+    return of_x, of_y
+
+
+@triton.jit
+def written_tokens(read, write, tv, T, erase_factor, up, first, h, tokens, cv, count, D: tl.constexpr):
     """Return what the tokens of a chunk write, transposed: U^T = (W * V - e^B * (E S))^T (I + T)^T, [BV, C].
 
-    S: transposed, [BV, BK]. tk [C, BK], tv [C, BV] and T [C, C]: as they lie in memory. With key gates e_read holds e^B E.
+    read: (E S)^T [BV, C], or with key gates (e^B E S)^T. tv [C, BV] and T [C, C]: as they lie in memory.
     """
-    te = load_erasing(e_read, tk, first, h, tokens, ck, count, D)
-    read = dot(S, tl.trans(te), D)
     if D.GATE == "head":
         read *= (up if D.ERASURE == "beta" else erase_factor)[None, :]
     if D.ERASURE == "beta":
@@ -113,15 +146,20 @@ def written_tokens(S, e_read, write, tk, tv, T, erase_factor, up, first, h, toke
     elif D.ERASURE == "erase":
         return inverted(T, added_transpose(-read, tv, D), D)
     else:
-        tw = load_tile(at(write, first, h, D.H, D.V), tokens, cv, count, D.H, D.V, D.SIGN)
+        tw = load_tokens(write, first, h, D.H, D.V, tokens, cv, count, D)
         return inverted(T, added_product(-read, tv, tw, D), D)
 
 
 @triton.jit
-def load_erasing(e_read, tk, first, h, tokens, ck, count, D: tl.constexpr):
-    """Load the operand that reads what is erased, [C, BK]: e^B E, or E without key gates; with beta, K in the place of E."""
+def load_erasing(e_read, tk, first, h, tokens, count, D: tl.constexpr):
+    """Load slices [C, BK] of what reads what is erased: e^B E, or E without key gates; with beta, K in the place of E.
+
+    The compiler does not load a float32 tile ahead that two products read in two layouts, so e_read is K again.
+    """
     if D.GATE == "key" or D.ERASURE != "beta":
-        return load_tokens(e_read, first, h, D.H, D.K, tokens, ck, count, D)
+        return load_slices(e_read, first, h, D.H, tokens, count, D)
+    elif D.PRECISION == "tf32 terms":
+        return load_slices(e_read, first, h, D.HK, tokens, count, D)
     else:
         return tk
 
@@ -154,16 +192,28 @@ def added_transpose(x, tile, D: tl.constexpr):
 @triton.jit
 def inverted(T, x, D: tl.constexpr):
     """Return x + x T^T, the transposed rows x [BV, C] multiplied by the inverse I + T. The identity is not rounded to DTYPE."""
-    return tl.dot(x.to(D.DTYPE), tl.trans(T).to(D.DTYPE), x, input_precision=D.PRECISION)
+    return dot_onto(x, tl.trans(T), x, D)
 
 
 @triton.jit
-def next_state(S, U, tk, down, through, D: tl.constexpr):
-    """Return the transposed state behind a chunk, [BV, BK]. U: [BV, C]. through: the result of `load_decay`."""
+def next_states(S, U, tk, down, through, decays, chunk, h, left, D: tl.constexpr):
+    """Return the slices [BV, BK] of the transposed state behind a chunk, with key gates as the next chunk reads them.
+
+    U: [BV, C]. through: the result of `load_through`. left: the tokens behind the chunk.
+    """
     if D.GATE == "head":
-        return S * through + dot(U * down[None, :], tk, D)
-    else:
-        return S + dot(U, tk, D)
+        U *= down[None, :]
+    after = ()
+    for s in tl.static_range(len(S)):
+        if D.GATE == "head":
+            after += (S[s] * through + dot(U, tk[s], D),)
+        elif D.GATE == "key":
+            ck = channels(s, D)
+            enter = load_key_decay(decays, chunk + 1, h, ck, left, 0, D)
+            after += (next_read_state(S[s], U, tk[s], decays, chunk, h, ck, enter, D),)
+        else:
+            after += (S[s] + dot(U, tk[s], D),)
+    return after
 
 
 @triton.jit
@@ -195,20 +245,9 @@ def load_factor(factors, pair, which, tokens, count, D: tl.constexpr):
 
 @triton.jit
 def load_through(factors, chunk, h, count, D: tl.constexpr):
-    """Load e^{G_last}, the decay of a whole chunk; 1 where the segment has no such chunk."""
-    return tl.load(factors + (chunk.to(tl.int64) * D.H + h) * 3 * D.C + D.C - 1, mask=count > 0, other=1.0)
-
-
-@triton.jit
-def load_decay(factors, decays, chunk, h, ck, count, D: tl.constexpr):
-    """Load the decay of a whole chunk, or with key gates the decay [BK] before its tokens read the state.
-
-    It is 1 where the segment has no such chunk.
-    """
-    if D.GATE == "key":
-        return load_key_decay(decays, chunk, h, ck, count, 0, D)
-    elif D.GATE == "head":
-        return load_through(factors, chunk, h, count, D)
+    """Load e^{G_last}, the decay of a whole chunk with head gates; 1 without them and where the segment has no such chunk."""
+    if D.GATE == "head":
+        return tl.load(factors + (chunk.to(tl.int64) * D.H + h) * 3 * D.C + D.C - 1, mask=count > 0, other=1.0)
     else:
         return 1.0
 
@@ -220,6 +259,19 @@ def load_start(start, n, h, ck, cv, D: tl.constexpr, START: tl.constexpr):
         return tl.trans(load_state(start, n, h, ck, cv, D.V, D.H, D.K, D.V).to(tl.float32))
     else:
         return tl.zeros([cv.shape[0], ck.shape[0]], tl.float32)
+
+
+@triton.jit
+def load_starts(start, decays, chunk, n, h, cv, count, which, D: tl.constexpr, START: tl.constexpr):
+    """Load the slices of `load_start`, with key gates times row `which` of the decays of a chunk."""
+    N: tl.constexpr = D.NK
+    found = ()
+    for s in tl.static_range(N):
+        x = load_start(start, n, h, channels(s, D), cv, D, START)
+        if D.GATE == "key":
+            x *= load_key_decay(decays, chunk, h, channels(s, D), count, which, D)[None, :]
+        found += (x,)
+    return found
 
 
 @triton.jit
@@ -267,18 +319,14 @@ def scan_states(
     entry = table + e * 6
     origin, filled = tl.load(entry), tl.load(entry + 2)
     n, chunk = tl.load(entry + 3), tl.load(entry + 5)
-    ck, cv, tokens = tl.arange(0, D.BK), block * D.BV + tl.arange(0, D.BV), tl.arange(0, D.C)
-    # [BV, BK]
-    S = load_start(start, n, h, ck, cv, D, START)
-    through = load_decay(factors, decays, chunk, h, ck, filled, D)
-    if D.GATE == "key":
-        S = S * through[None, :]
+    cv, tokens = block * D.BV + tl.arange(0, D.BV), tl.arange(0, D.C)
+    S = load_starts(start, decays, chunk, n, h, cv, filled, 0, D, START)
+    through = load_through(factors, chunk, h, filled, D)
     for c in range(0, tl.cdiv(filled, D.C)):
         first = origin + D.SIGN * c * D.C
         count = filled - c * D.C
         pair = (chunk + c).to(tl.int64) * D.H + h
-        # [C, BK]
-        tk = load_tokens(k, first, h, D.HK, D.K, tokens, ck, count, D)
+        tk = load_slices(k, first, h, D.HK, tokens, count, D)
         # [C, C]
         T = load_pairs(inverse, pair, tokens, count, D)
         # [C, BV]
@@ -287,18 +335,16 @@ def scan_states(
         erase_factor = load_factor(factors, pair, 2, tokens, count, D)
         up = load_factor(factors, pair, 0, tokens, count, D)
         down = load_factor(factors, pair, 1, tokens, count, D)
-        store_state(states, S, chunk + c, h, cv, ck, D.H, D.V, D.K)
-        U = written_tokens(S, e_read, write, tk, tv, T, erase_factor, up, first, h, tokens, ck, cv, count, D)
+        for s in tl.static_range(len(S)):
+            store_state(states, S[s], chunk + c, h, cv, channels(s, D), D.H, D.V, D.K)
+        read = sliced_dot(S, load_erasing(e_read, tk, first, h, tokens, count, D), D)
+        U = written_tokens(read, write, tv, T, erase_factor, up, first, h, tokens, cv, count, D)
         if D.GATE == "key":
             store_by_chunk(written, U, pair, tokens, cv, D)
         else:
             store_columns(at(written, first, h, D.H, D.V), U, tokens, cv, count, D.H, D.V, D.SIGN)
-        if D.GATE == "key":
-            behind = load_decay(factors, decays, chunk + c + 1, h, ck, count - D.C, D)
-            S = next_read_state(S, U, tk, decays, chunk + c, h, ck, behind, D)
-        else:
-            S = next_state(S, U, tk, down, through, D)
-            through = load_decay(factors, decays, chunk + c + 1, h, ck, count - D.C, D)
+        S = next_states(S, U, tk, down, through, decays, chunk + c, h, count - D.C, D)
+        through = load_through(factors, chunk + c + 1, h, count - D.C, D)
 
 
 @triton.jit
@@ -311,23 +357,18 @@ def scan_state_gradients(
     entry = table + e * 6
     origin, filled, n = tl.load(entry), tl.load(entry + 2), tl.load(entry + 3)
     edges, chunk = tl.load(entry + 4), tl.load(entry + 5)
-    ck, cv, tokens = tl.arange(0, D.BK), block * D.BV + tl.arange(0, D.BV), tl.arange(0, D.C)
+    cv, tokens = block * D.BV + tl.arange(0, D.BV), tl.arange(0, D.C)
     factor = tl.load(scale + n).to(tl.float32)
-    # [BV, BK]
-    dS = load_start(d_start, n, h, ck, cv, D, True)
     steps = tl.cdiv(filled, D.C)
-    if D.GATE == "key":
-        dS = dS * load_key_decay(decays, chunk + steps - 1, h, ck, filled, 2, D)[None, :]
-    else:
-        through = load_decay(factors, decays, chunk + steps - 1, h, ck, filled, D)
+    dS = load_starts(d_start, decays, chunk + steps - 1, n, h, cv, filled, 2, D, True)
+    through = load_through(factors, chunk + steps - 1, h, filled, D)
     for step in range(0, steps):
         c = steps - 1 - step
         first = origin + D.SIGN * c * D.C
         count = filled - c * D.C
         pair = (chunk + c).to(tl.int64) * D.H + h
-        # [C, BK]
-        tq = load_tokens(q, first, h, D.HQ, D.K, tokens, ck, count, D)
-        tk = load_tokens(k, first, h, D.HK, D.K, tokens, ck, count, D)
+        tq = load_slices(q, first, h, D.HQ, tokens, count, D)
+        tk = load_slices(k, first, h, D.HK, tokens, count, D)
         # [C, C]
         T = load_pairs(inverse, pair, tokens, count, D)
         P = load_pairs(scores, pair, tokens, count, D)
@@ -340,35 +381,52 @@ def scan_state_gradients(
         erase_factor = load_factor(factors, pair, 2, tokens, count, D)
         up = load_factor(factors, pair, 0, tokens, count, D)
         down = load_factor(factors, pair, 1, tokens, count, D)
-        store_state(d_states, dS, chunk + c, h, cv, ck, D.H, D.V, D.K)
-        dU = dot(dS, tl.trans(tk), D)
+        for s in tl.static_range(len(dS)):
+            store_state(d_states, dS[s], chunk + c, h, cv, channels(s, D), D.H, D.V, D.K)
+        dU = sliced_dot(dS, tk, D)
         if D.GATE == "head":
             dU *= down[None, :]
-        dU = tl.dot(tdo.to(D.DTYPE), P.to(D.DTYPE), dU, input_precision=D.PRECISION)
+        dU = dot_onto(tdo, P, dU, D)
         Y = inverted(tl.trans(T), dU, D)
-        if D.GATE != "key":
-            store_columns(at(d_written, first, h, D.H, D.V), Y, tokens, cv, count, D.H, D.V, D.SIGN)
         if D.GATE == "head":
-            dS = dS * through + dot(tdo * up[None, :], tq, D)
+            tdo *= up[None, :]
             erased = -Y * (erase_factor * up if D.ERASURE == "beta" else erase_factor)[None, :]
-        elif D.GATE == "key":
-            between = load_key_decay(decays, chunk + c, h, ck, 1, 1, D)
-            dS = dS * between[None, :] + dot(tdo, tq, D) * factor
+        else:
             erased = -Y * erase_factor[None, :] if D.ERASURE == "beta" else -Y
+        if D.GATE == "key":
             store_by_chunk(d_written, erased, pair, tokens, cv, D)
         else:
-            dS += dot(tdo, tq, D)
-            erased = -Y * erase_factor[None, :] if D.ERASURE == "beta" else -Y
-        te = load_erasing(e_read, tk, first, h, tokens, ck, count, D)
-        dS = tl.dot(erased.to(D.DTYPE), te.to(D.DTYPE), dS, input_precision=D.PRECISION)
-        if D.GATE == "key":
-            enter = load_key_decay(decays, chunk + c, h, ck, 1, 0, D)
-            leave = load_key_decay(decays, chunk + c - 1, h, ck, c, 2, D)
-            dS = dS * enter[None, :] * leave[None, :]
-        else:
-            through = load_decay(factors, decays, chunk + c - 1, h, ck, c, D)
+            store_columns(at(d_written, first, h, D.H, D.V), Y, tokens, cv, count, D.H, D.V, D.SIGN)
+        te = load_erasing(e_read, tk, first, h, tokens, count, D)
+        dS = previous_state_gradients(dS, tdo, erased, tq, te, through, factor, decays, chunk, c, h, D)
+        through = load_through(factors, chunk + c - 1, h, c, D)
     if (edges & 1) != 0:
-        store_state(d_initial, tl.trans(dS), n, h, ck, cv, D.H, D.K, D.V)
+        for s in tl.static_range(len(dS)):
+            store_state(d_initial, tl.trans(dS[s]), n, h, channels(s, D), cv, D.H, D.K, D.V)
+
+
+@triton.jit
+def previous_state_gradients(dS, tdo, erased, tq, te, through, factor, decays, chunk, c, h, D: tl.constexpr):
+    """Return the slices [BV, BK] of dL/dS before chunk c of a segment whose first chunk is `chunk`, from those behind it.
+
+    With key gates they are decayed as the chunk before writes them. tdo, erased: [BV, C], what multiplies tq and te, [C, BK].
+    """
+    before = ()
+    for s in tl.static_range(len(dS)):
+        if D.GATE == "head":
+            x = dS[s] * through + dot(tdo, tq[s], D)
+        elif D.GATE == "key":
+            between = load_key_decay(decays, chunk + c, h, channels(s, D), 1, 1, D)
+            x = dS[s] * between[None, :] + dot(tdo, tq[s], D) * factor
+        else:
+            x = dS[s] + dot(tdo, tq[s], D)
+        x = dot_onto(erased, te[s], x, D)
+        if D.GATE == "key":
+            enter = load_key_decay(decays, chunk + c, h, channels(s, D), 1, 0, D)
+            leave = load_key_decay(decays, chunk + c - 1, h, channels(s, D), c, 2, D)
+            x = x * enter[None, :] * leave[None, :]
+        before += (x,)
+    return before
 
 
 @triton.jit

@@ -53,8 +53,30 @@ def exp(x):
 @triton.jit
 def dot(a, b, D: tl.constexpr):
     """Return a @ b in float32. Operands are rounded to D.DTYPE; float32 operands are multiplied in D.PRECISION."""
-    a, b = operand(a, D.DTYPE, D.PRECISION), operand(b, D.DTYPE, D.PRECISION)
-    return tl.dot(a, b, input_precision=D.PRECISION)
+    return dot_onto(operand(a, D.DTYPE, D.PRECISION), operand(b, D.DTYPE, D.PRECISION), None, D)
+
+
+@triton.jit
+def dot_onto(a, b, c, D: tl.constexpr):
+    """Return c + a @ b in float32, for operands that need no rounding to TF32. c may be None.
+
+    PRECISION "tf32 terms" has the three products of "tf32x3" in two sums, so that a chain of products is a third as long, and
+    fewer terms are in registers at a time.
+    """
+    if D.PRECISION == "tf32 terms":
+        a_high, a_low = tf32_terms(a)
+        b_high, b_low = tf32_terms(b)
+        low = tl.dot(a_low, b_high, input_precision="tf32") + tl.dot(a_high, b_low, input_precision="tf32")
+        return tl.dot(a_high, b_high, c, input_precision="tf32") + low
+    else:
+        return tl.dot(a.to(D.DTYPE), b.to(D.DTYPE), c, input_precision=D.PRECISION)
+
+
+@triton.jit
+def tf32_terms(x):
+    """Split float32 x into a TF32 number, rounded to nearest, and the rest, which tensor cores truncate: 22 bits together."""
+    high = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return high, x - high
 
 
 @triton.jit
