@@ -264,7 +264,7 @@ class GradientConfig(Config):
         """Return the config of the delta rule, whose tiles are smaller where they would spill registers.
 
         With key gates its tiles are those of a recurrence without an erasure, in one stage less, so that two programs share a
-        multiprocessor. In float32 all rows of a state are processed together, in blocks of 16 columns: its sums fit in registers
+        multiprocessor. In float32 64 rows of a state are processed together, in blocks of 16 columns: its sums fit in registers
         where the operands of all columns do not.
         """
         narrow = r.q.dtype == "bfloat16" and max(width(r.q.shape[3]), width(r.v.shape[3])) <= 128
@@ -278,7 +278,7 @@ class GradientConfig(Config):
             columns = 16 if r.q.dtype == "float32" else 0
             return dataclasses.replace(plain, segment=0, block=block, stages=min(plain.stages, 3), columns=columns)
         if r.q.dtype == "float32":
-            return cls(32, width(r.q.shape[3]), 0, block, warps=8, stages=2, columns=16)
+            return cls(32, min(64, width(r.q.shape[3])), 0, block, warps=4, stages=2, columns=16)
         if r.q.dtype != "bfloat16":
             return cls(16, 16, 0, block, warps=8, stages=1)
         if not narrow:

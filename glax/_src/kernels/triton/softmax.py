@@ -225,8 +225,8 @@ def add_key_gradient(
     dk, dv, k, v, keys, q, d_o, log_total, shift, first, last, start, stop, hq, factor, D: tl.constexpr,
     MASKED: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Return dk / scale and dv with the terms of ROWS rows from `start` on added: dk with D.KEY, dv with D.VALUE. Rows from `stop`
-    on have none with MASKED."""
+    """Return dk / scale and dv with the terms of ROWS rows from `start` on added: dk with D.KEY, dv with D.VALUE. With MASKED,
+    rows from `stop` on have none."""
     own, ck, cv, count = tl.arange(0, D.ROWS), tl.arange(0, D.BK), tl.arange(0, D.BV), stop - start
     qt = read(at(q, start, hq, D.HQ, D.K), own, ck, count, D.HQ, D.K, D.BK, MASKED)
     d_ot = read(at(d_o, start, hq, D.HQ, D.V), own, cv, count, D.HQ, D.V, D.BV, MASKED)
