@@ -196,8 +196,9 @@ def from_pretrained(
     dtype: the dtype of parameters and activations. If None, each parameter has the dtype of the file, and activations have the
     config's (`Weights.activations`). Sums and states, and the parameters that the model's own code has in float32, are float32
     in every case. mesh: the mesh over which `glax.models.shard` places the parameters; the default device if None.
-    only: a regular expression: a parameter is read if `re.search` finds it in the name of a tensor of the checkpoint that holds
-    it. The others are `jax.ShapeDtypeStruct`, without memory, so that single blocks of a large model can be run.
+    only: a regular expression. A parameter is read if `re.search` finds the expression in the name of its tensor, or of one of
+    its tensors, in the checkpoint. The others are `jax.ShapeDtypeStruct`, without memory, so that single blocks of a large
+    model can be run.
 
     Weights in float8 with a scale for each block are read as float32 products of numbers and scales, rounded to the config's
     dtype, or to bfloat16 if it names none; then to `dtype`, if that is given. `save_pretrained` writes these products, in the

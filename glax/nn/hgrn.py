@@ -121,7 +121,7 @@ class HGRN2Attention(LinearAttention):
         S_t = diag(f_t) S_{t-1} + (1 - f_t) v_t^T            o_t = S_t^T q_t / sqrt(K)
         y_t = W_o RMSNorm(o_t)
 
-    The norm is over all heads together. W_f is the parameter `key`. b [H K], from 0 to 1, is the argument lower_bound of `mix`,
+    The norm is over all heads together. W_f is the parameter `key`. b [H * K], from 0 to 1, is the argument lower_bound of `mix`,
     with which a model shares one table among its layers; a call of the layer has b = 0.
 
     width: the width of x and y. num_heads: H. norm_eps: the epsilon of the norm. use_short_conv: whether W_q x, W_f x and W_i x

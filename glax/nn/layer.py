@@ -34,12 +34,14 @@ class Layer(nnx.Module):
         y, pool = layer.prefill_into(x, pool, slots, cu_seqlens)       [T, width]
         y, state = layer.step(x, state)                                [B, width]
 
-    The state of N sequences is an array with N rows, or a dict of such arrays where the layer's docstring names several. N is B,
-    or the number of packed sequences. A pool is the state of as many sequences as it has slots. x is floating point. y has
-    the layer's `dtype`, or if that is None the dtype to which x and the parameters are promoted.
+    The state of N sequences is an array with N rows, or a dict of such arrays where the layer's docstring names several; a dict
+    whose only key is "recurrent" is given and taken as its array. N is B, or the number of packed sequences. A pool is the
+    state of as many sequences as it has slots. x is floating point. y has the layer's `dtype`, or if that is None the dtype to
+    which x and the parameters are promoted.
 
-    A subclass defines the layer once, by `mix(x, state, rows)`, which returns (y, the new state) for rows of any packing, a
-    `glax.nn.passes.Rows`. It also sets `width` and defines `empty_state(batch, max_length)`, which returns a dict of zeros.
+    A subclass defines the layer once, by `mix(x, state, rows)`, which returns (y, the new state) for the x and y of each of these
+    calls. In it states are always dicts, and rows is a `glax.nn.passes.Rows`, by which it reads other rows and states however
+    the rows are packed. It also sets `width` and defines `empty_state(batch, max_length)`, which returns a dict of zeros.
 
     Constructors and methods raise TypeError or ValueError, which names the argument: for sizes below 1, for heads that do not
     divide, for unknown names of functions, and for x or a state of another shape.

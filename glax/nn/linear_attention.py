@@ -23,7 +23,8 @@ class MixerOptions(TypedDict, total=False):
     key_width, value_width: K and V of one head; width // num_heads if None.
     use_short_conv, conv_size, conv_bias: whether a ShortConvolution follows each projection of q, k and v (False unless the
                    layer says otherwise); its size (4); whether it has a bias (False).
-    norm_eps, elementwise_affine: the epsilon of the norm of each head's output, and whether the norm has a scale (True).
+    norm_eps, elementwise_affine: the epsilon of the norm of each head's output, whose default each layer's signature has, and
+                   whether the norm has a scale (True).
     dtype:         the dtype of the projections and of q, k, v and y; the dtype of x and the parameters if None. The state is
                    float32.
     param_dtype:   the dtype of the parameters; float32 by default.
@@ -33,7 +34,8 @@ class MixerOptions(TypedDict, total=False):
     recurrence:    the function that solves whole sequences: `glax.recurrent`, or `glax.parallel.recurrent` with its mesh and
                    axes.
 
-    A layer that sets use_short_conv, norm_eps or recurrence itself leaves these out of its options.
+    use_short_conv, norm_eps and recurrence are arguments of most layers, and so described here. A layer whose signature has none
+    of that name, nor options with it, fixes it and raises TypeError for it.
 
     >>> layer = nn.GatedDeltaNet(64, num_heads=2, key_width=16, conv_size=3, rngs=nnx.Rngs(0))
     >>> layer.initial_state(1)["recurrent"].shape

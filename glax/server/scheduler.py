@@ -23,12 +23,13 @@ logger = logging.getLogger("glax")
 
 @dataclasses.dataclass(eq=False)
 class Ticket:
-    """Hold a request from its submission to its end, and cancel it. `Scheduler.submit` returns it; users read its fields alone.
+    """Hold a request from its submission to its end, and cancel it. `Scheduler.submit` returns it. Users read its fields, and
+    must not set them.
 
     request: what was asked. prompt: the request's, in int32. receive: its consumer. ends: the tokens that end its answer.
     deadline: the time at which it ends, by time.monotonic(). seed: of its draws. slot: its slot, -1 while it waits.
-    length: the tokens of the prompt and of the answer that programs have been called to read.
-    cached_tokens: those of them that a stored prefix had. written: the tokens of its answer. prefix: the stored blocks with which
+    length: how many tokens of the prompt and of the answer programs have been called to read.
+    cached_tokens: how many of them a stored prefix had. written: the tokens of its answer. prefix: the stored blocks with which
     it begins. saved: how many of its first tokens have states that were copied into blocks; `prefix` holds a block
     a little later, once its program has ended.
     is_cancelled: whether `cancel` was called. has_ended: whether its last event was given.

@@ -30,8 +30,8 @@ class Result:
     """Hold the result of a kernel on a case, by their names.
 
     status: "pass", "miss", or "refused" by the kernel.
-    error:  the relative RMS error of the array `of`, which is the one closest to its `bar`, the largest error that passes, or
-        beyond it. All three are None if refused.
+    error:  the relative RMS error of the array `of`. Of all arrays it is the one whose error is the largest part of its bar.
+    bar:    the largest error of that array that passes. error, bar and of are None if refused.
     reason: why the kernel refused, or missed otherwise than by an error beyond the bar; None else.
 
     >>> glax.testing.Result("mine", "key", "pass", error=1e-7, bar=1e-5, of="output").status

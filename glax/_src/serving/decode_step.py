@@ -57,9 +57,10 @@ def recurrent_step(
     bfloat16 or float16 for storage; sums are float32 in every case.
 
     rounding_key: a key of jax.random for stochastic rounding to bfloat16 or float16, another key at each step. None rounds to
-    nearest. Rounding to nearest loses slow decays: a decay of 0.99992 never changes a bfloat16 state, which is off by up to 0.5
-    after 4096 steps. Stochastic rounding is right on average. With a key, a kernel for whole sequences runs the step on states
-    gathered from the pool. A float32 state is stored unchanged.
+    nearest. Rounding to nearest loses slow decays: one step of a decay of 0.99992 rounds a bfloat16 state back to what it was.
+    With values added at every step the state's relative error is up to 0.5 after 4096 steps. Stochastic rounding is right on
+    average. With a key, a kernel for whole sequences runs the step on states gathered from the pool. A float32 state is stored
+    unchanged.
 
     With `slots` [B], state is a pool [P, H, K, V], and sequence b lives in row slots[b]. The other rows do not change. A pool
     that is donated to jit is updated in place. Slot -1 is no sequence: its output is 0, and nothing is read or written. A slot

@@ -49,7 +49,7 @@ class Kernel:
         raise NotImplementedError(f"{type(self).__name__} must define heuristic_cfg(self, inv)")
 
     def candidate_cfgs(self, inv) -> Iterable[Any]:
-        """Return the configs that the tuner measures: of `heuristic_cfg` alone, unless a subclass overrides it."""
+        """Return the configs that the tuner measures. Here it is the one of `heuristic_cfg`; a subclass may return others."""
         return [self.heuristic_cfg(inv)]
 
     def key(self, inv) -> str:

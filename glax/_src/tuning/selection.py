@@ -14,12 +14,15 @@ class Chosen(NamedTuple):
 
 
 class ConfigSelectorChain:
-    """Choose the config of a call, by the first selector that has one:
+    """Choose the config of a call, by the first selector that has one, in this order:
 
-        "override"   the call names a config          "shipped"    `shipped`
-        "overlay"    an `overlay` names one           "autotune"   a measurement now, if the policy says so
-        "memory"     `cache`                          "heuristic"  what the kernel derives from the shapes
+        "override"   the call names a config
+        "overlay"    an `overlay` names one
+        "memory"     `cache`
         "disk"       `persistent`
+        "shipped"    `shipped`
+        "autotune"   a measurement now, if the policy says so
+        "heuristic"  what the kernel derives from the shapes
 
     cache:      the configs in memory, a `ConfigCache`; a new one if None.
     policy:     what to do without a measurement, an `AutotunePolicy`; if None, the one that the

@@ -204,7 +204,7 @@ class GradientConfig(Config):
     state in such a program. warps, stages: the warps and the software pipeline's stages of the gradient kernel. columns: 0 for
     one kernel, whose programs hold all columns of the states; or the columns of a block in two kernels. Programs of the first
     have a block of rows and loop over blocks of columns; those of the second have a block of columns and loop over rows. With an
-    erasure there is one kernel, which sums over blocks of columns in float32 and else holds all columns.
+    erasure there is one kernel, whose programs hold all columns if `columns` is 0, and else loop over blocks of as many.
 
     The fields are checked as those of `TritonChunkedConfig`.
 
