@@ -80,9 +80,9 @@ class Softmax:
         return SoftmaxOperands(q, k, v, first, last, cuts), d_o
 
 
-def by_triton(operands, d_o, scale):
+def by_triton(operands, d_o, scale, config=GRADIENT):
     o, log_total = kernels.forward(operands, scale, FORWARD)
-    return [np.asarray(x) for x in (o, *kernels.gradient(operands, o, log_total, d_o, scale, GRADIENT))]
+    return [np.asarray(x) for x in (o, *kernels.gradient(operands, o, log_total, d_o, scale, config))]
 
 
 def by_xla(operands, d_o, scale):
@@ -114,6 +114,15 @@ def test_values_and_gradients_are_those_of_xla(name):
     for result, got, want in zip(("o", "dq", "dk", "dv"), found, wanted, strict=True):
         assert got.dtype == case.dtype
         np.testing.assert_allclose(got.astype(np.float32), want, rtol=bound, atol=bound, err_msg=result)
+
+
+@pytest.mark.parametrize("name", ["batch", "cached-window", "any", "D24V40", "bfloat16"])
+def test_gradients_of_keys_and_values_apart_are_those_of_one_kernel(name):
+    operands, d_o = CASES[name].operands()
+    apart = dataclasses.replace(GRADIENT, apart=True)
+    together, found = (by_triton(operands, d_o, 0.3, config) for config in (GRADIENT, apart))
+    for result, got, want in zip(("o", "dq", "dk", "dv"), found, together, strict=True):
+        np.testing.assert_array_equal(got, want, err_msg=result)
 
 
 @pytest.mark.parametrize("kind", ["causal", "packed", "cached"])
