@@ -168,7 +168,8 @@ def delta_gradient(
             if D.FORM != "none":
                 state_products += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
         if D.FORM != "none":
-            tdq, tde, tdk = tdq * up, tde * e_up, tdk * down
+            # One of the two branches has set them.
+            tdq, tde, tdk = tdq * up, tde * e_up, tdk * down  # pyright: ignore[reportOperatorIssue]
         te = load_erase(erasure, tk, origin, h, tokens, ck, count, D)
         through_start += tl.sum(tq * tdq, 1)
         erased += tl.sum(te * tde, 1)

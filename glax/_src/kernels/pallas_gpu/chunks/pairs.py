@@ -177,7 +177,8 @@ class Pairs(NamedTuple):
 
     @classmethod
     def types(cls) -> "Pairs":
-        return cls((tiled(C, CHANNELS),) * 2, (tiled(C, C, columns=inverses.BLOCK),) * 2)
+        y, inverse = tiled(C, CHANNELS), tiled(C, C, columns=inverses.BLOCK)
+        return cls((y, y), (inverse, inverse))
 
 
 @dataclasses.dataclass(frozen=True)
