@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import glax
-from tests.parallel.test_training_processes import free_port
+from tests.training_runs import free_port
 
 pytest.importorskip("grain")
 FILES, LINES, BATCH, LENGTH, END = 200, 20, 8, 255, 0

@@ -95,6 +95,16 @@ def test_policies():
         glax.AutotunePolicy(cache_miss_fallback="guess")
 
 
+def test_an_overlay_knows_the_kernels_of_softmax_attention():
+    from glax._src.kernels.triton.softmax_config import SoftmaxConfig
+    from glax._src.solve import softmax
+
+    with glax.overlay({softmax.TRITON.op_id: SoftmaxConfig()}):
+        pass
+    with pytest.raises(ValueError, match=r"got 'softmax/triton/gp', which is none: name softmax/triton/gpu"):
+        glax.overlay({"softmax/triton/gp": SoftmaxConfig()}).__enter__()
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -6,7 +6,7 @@ There are two: Triton's for GPUs of NVIDIA, which is chosen wherever it is able,
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,8 @@ class SoftmaxKernel(Kernel):
 
     function: (operands, ..., cfg=, scale=) -> the results. heuristic: operands -> a config.
     """
+
+    op_ids: ClassVar = ("softmax/triton/gpu", "softmax.vjp/triton/gpu")  # those with configs
 
     op_id: str  # pyright: ignore[reportIncompatibleVariableOverride]  (the base declares no field)
     function: Callable[..., Any]
@@ -103,8 +105,9 @@ def in_range(operands: SoftmaxOperands) -> SoftmaxOperands:
     return operands._replace(first=first.astype(jnp.int32), last=last.astype(jnp.int32))
 
 
-TRITON = SoftmaxKernel("softmax/triton/gpu", run_forward, softmax_config.forward_config)
-TRITON_GRADIENT = SoftmaxKernel("softmax.vjp/triton/gpu", run_gradient, softmax_config.gradient_config)
+FORWARD_ID, GRADIENT_ID = SoftmaxKernel.op_ids
+TRITON = SoftmaxKernel(FORWARD_ID, run_forward, softmax_config.forward_config)
+TRITON_GRADIENT = SoftmaxKernel(GRADIENT_ID, run_gradient, softmax_config.gradient_config)
 
 
 def placed(run: Callable, by_xla: Callable, *operands):

@@ -303,9 +303,10 @@ def check_overlaid(name: str, config):
         return
     # A kernel of the class Config itself takes nothing that an overlay could give.
     operations = [kernel for kernel in subclasses(Kernel) if getattr(kernel, "config", None) is not Config]
-    op_ids = [getattr(kernel, "op_id", None) for kernel in operations]
+    # A class whose instances have names of their own may list them as op_ids.
+    op_ids = [name for kernel in operations for name in getattr(kernel, "op_ids", (getattr(kernel, "op_id", None),))]
     names = [*kernel_registry.kernels, *(op_id for op_id in op_ids if isinstance(op_id, str))]
-    # An operation whose op_id is each instance's own may have any name.
+    # If it lists none, there may be any name.
     if name not in names and len(names) == len(kernel_registry.kernels) + len(op_ids):
         near = difflib.get_close_matches(str(name), names, n=3) or names
         raise ValueError(f"an overlay must name kernels, got {name!r}, which is none: name {' or '.join(near)}")
