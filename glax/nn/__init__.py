@@ -1,5 +1,7 @@
 """Provide the layers of this family's models in Flax NNX. It needs flax, which `import glax` does not."""
 
+import inspect
+
 from glax.nn.attention import Attention
 from glax.nn.convolution import ShortConvolution
 from glax.nn.delta import Comba, DeltaNet, GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
@@ -24,3 +26,8 @@ __all__ = [
     "RWKV6Attention", "RWKV6FeedForward",
     "RWKV7Attention", "RWKV7FeedForward", "ShortConvolution", "SimpleGatedLinearAttention", "SparseMLP", "SwiGLU",
 ]  # fmt: skip
+
+# Flax's metaclass takes (*args, **kwargs), which help() and documentation would show in place of the arguments.
+for _layer in (globals()[name] for name in __all__):
+    _of_init = inspect.signature(_layer.__init__)
+    _layer.__signature__ = _of_init.replace(parameters=[*_of_init.parameters.values()][1:])
