@@ -110,11 +110,11 @@ class Layer(nnx.Module):
         cu_seqlens: Int[Array, "N+1"],
         fresh: Bool[Array, "N"] | None = None,
     ) -> tuple[Float[Array, "T width"], Array | dict]:
-        """Return y [T, width] of packed prompts, and the pool with the states behind them, as `glax.prefill_into` does.
+        """Return y [T, width] of packed prompts, and the pool with the states behind their last tokens.
 
-        pool: as `initial_state` returns it. Sequence n has the rows from cu_seqlens[n] up to, and without, cu_seqlens[n + 1]. It
-        goes on from row slots[n] of the pool, or from zeros where fresh[n], and its state is written there. Slot -1 is none.
-        Without `fresh` every sequence goes on.
+        pool: as `initial_state` returns it. Sequence n has rows cu_seqlens[n] to cu_seqlens[n + 1] - 1 of x. It goes on from
+        row slots[n] of the pool, or from zeros where fresh[n]. Without `fresh` every sequence goes on. The state behind its
+        last token is written to row slots[n]. A sequence with slot -1 starts from zeros, and its state is dropped.
         Raises TypeError or ValueError, which names the argument.
         """
         check_rows(x, self.width, "[T, width]", 2)
@@ -129,8 +129,9 @@ class Layer(nnx.Module):
     ) -> tuple[Float[Array, "B width"], Array | dict]:
         """Return y [B, width] of one token of each sequence, and the new state or pool, as `glax.recurrent_step` does.
 
-        state: as `initial_state` returns it. Without slots its row b belongs to sequence b; with slots it is a pool, whose row
-        slots[b] does, -1 for none. Raises TypeError or ValueError, which names the argument.
+        state: as `initial_state` returns it. Without slots, row b of the state belongs to sequence b. With slots the state is a
+        pool, and row slots[b] of it belongs to sequence b. Slot -1 marks a row of x that is no sequence: it reads and writes no
+        state, and its y has no meaning. Raises TypeError or ValueError, which names the argument.
         """
         check_rows(x, self.width, "[B, width]", 2)
         y, state = self.mix(x, named(state), token_rows(slots, x.shape[0], named(state), "state"))

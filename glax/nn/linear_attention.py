@@ -100,9 +100,11 @@ class LinearAttention(Layer):
     q, k and v before their convolutions, [N, conv_size - 1, channels], as `query_conv`, `key_conv` and `value_conv`.
 
     width: the width of x and y. num_heads: H, the heads of the output. `Options` has the other arguments.
-    num_query_heads, num_key_heads: num_heads and num_kv_heads if None. num_updates: how many k and v a token has, each of all
-    heads, one behind the other. qk_conv_activation, conv_activation: the name of the function behind the convolutions of q and
-    k, and of v, as in `Options`; none if None.
+    num_query_heads, num_key_heads: the heads of q and of k; num_heads and num_kv_heads if None.
+    num_updates: n, how many k and v a token has. W_k x and W_v x hold all heads of the first k and v, then all heads of the
+        second, and so on. A subclass with n above 1 defines `heads` and `mix` for them, as `glax.nn.GatedDeltaProduct` does.
+    qk_conv_activation, conv_activation: the name of the function behind the convolutions of q and k, and of v, as in `Options`;
+        none if None.
     """
 
     @checked

@@ -22,15 +22,14 @@ Chosen = tuple[Float[Array, "M k"], Int[Array, "M k"]]  # the weights and the nu
 class SwiGLU(nnx.Module):
     """Compute y = W_down (act(W_gate x) * W_up x).   Shazeer 2020, https://arxiv.org/abs/2002.05202.
 
-    The two products with x are one where x has more rows than columns: half as many passes over x and its gradient.
-
     width, inside: the widths of x and y, and of W_gate x. bias: whether the three projections have a bias.
     activation: the name of act in `glax.nn.parts.ACTIVATIONS`; "swish" is SiLU. "powlu" is x^(3 / (sqrt(x) + 1)) sigmoid(x) for
         x > 0, and SiLU elsewhere.
     limit: W_gate x is at most limit, and W_up x between -limit and limit; no bound if None.
 
-    dtype, param_dtype and kernel_init are as in `glax.nn.linear_attention.Options`. mlp(x [..., width]) returns y of the same
-    shape. Raises TypeError or ValueError, which names the argument.
+    W_gate x and W_up x are computed by one matrix product if x has more than `width` rows and there is no bias.
+    dtype, param_dtype and kernel_init are as in `glax.nn.linear_attention.MixerOptions`. mlp(x [..., width]) returns y of the
+    same shape. Raises TypeError or ValueError, which names the argument.
 
     >>> mlp = nn.SwiGLU(64, 128, rngs=nnx.Rngs(0))
     >>> mlp(jnp.ones((16, 64))).shape
@@ -158,16 +157,17 @@ class Experts(nnx.Module):
 
     width, inside, count: D, the width of x and y; I, the width of W_gate x; and E, the number of experts.
     form:  "split": the parameters `gate` and `up` [E, D, I] apart. "fused": both in `input` [E, D, 2 I], the gate first. "plain":
-        no gate.
+        `up` alone, without a gate. W_down is `down` [E, I, D] in every form.
     act:   the name of a function in `glax.nn.parts.ACTIVATIONS`. limit: as in `SwiGLU`, for forms with a gate.
-    param_dtype, kernel_init: the dtype and the first values of the parameters, as in `glax.nn.linear_attention.Options`.
+    param_dtype, kernel_init: the dtype and the first values of the parameters, as in `glax.nn.linear_attention.MixerOptions`.
     dtype: of the products and of y; the dtype of x if None.
 
     experts(x [M, D], (p [M, k], e [M, k])) returns y [M, D]: e are the numbers of each token's k experts, from
     0 to E - 1, and p their weights, of any float dtype. Raises TypeError or ValueError, which names the argument.
 
-    The attribute `rows` is the sharding of x on a mesh whose devices each sort their own rows and gather the parameters. If it
-    is None, the compiler gathers the rows.
+    The attribute `rows` is the `jax.sharding.NamedSharding` of x [M, D], or None, as it is first. The caller sets it, as
+    `glax.models` does in training on a mesh. Each device then sorts its own rows and gathers the parameters. If it is None, the
+    compiler gathers the rows.
 
     Shazeer et al. 2017, https://arxiv.org/abs/1701.06538.
 
@@ -280,8 +280,10 @@ class SparseMLP(nnx.Module):
     width, inside, count: as in `Experts`, D, I and E. top_k: how many experts a token has. form, act, limit: as in `Experts`.
     shared:  a module from x [..., D] to rows of the same shape; none if None.
     routing: "softmax" or "sigmoid", the function of the logits x @ router; router [D, E] is a parameter.
-        With "softmax" p_e is the softmax over the top_k, or over all experts if not normalize.
-        With "sigmoid" p_e is sigmoid(logit), if normalize divided by (sum_floor + the sum of the top_k), then times scaling.
+    normalize: whether p_e is normalised over the top_k experts.
+        With "softmax" p_e is the softmax over the top_k if True, and over all experts if False.
+        With "sigmoid" p_e is scaling sigmoid(logit_e) / (sum_floor + the sum of sigmoid(logit) over the top_k) if True, and
+        scaling sigmoid(logit_e) if False.
     corrected: whether the parameter `correction` [E], which starts as 0, is added to sigmoid(logits) where experts are chosen.
     groups, best_groups: into how many equal groups experts are divided, and in how many of these a token's top_k lie: those
         whose two greatest of sigmoid(logits) + correction have the greatest sum.

@@ -24,10 +24,11 @@ def unit(x: Float[Array, "*rows K"], epsilon: float | Float[Array, "*rows 1"] = 
 class RMSNorm(nnx.Module):
     """Compute y = scale x / sqrt(mean(x^2) + epsilon), over the last axis; scale [width], which starts as 1.
 
-    width:  the size of the last axis of x. groups: how many equal parts of it are normalised separately.
+    width:   the size of the last axis of x. groups: how many equal parts of it are normalised separately.
+    epsilon: a number of at least 0, added to the mean of squares.
     elementwise_affine: whether there is a scale. param_dtype: its dtype.
     zero_centred: whether the factor is 1 + scale, with a scale that starts as 0.
-    rngs:   ignored; for calls like those of other modules.
+    rngs:    ignored; for calls like those of other modules.
 
     norm(x [..., width]) returns y in the shape and dtype of x; statistics are float32. Raises ValueError if groups do not divide
     width or the last axis of x has another size, and TypeError if x is not floating point.
@@ -109,10 +110,11 @@ class RMSNormGated(RMSNorm):
 
 
 class LayerNorm(nnx.Module):
-    """Compute y = scale (x - mean) / sqrt(variance + epsilon) + bias, over the last axis or each of `groups` equal parts of it.
+    """Compute y = scale (x - mean) / sqrt(variance + epsilon) + bias, over the last axis.
 
-    width: the size of the last axis of x. elementwise_affine: whether there are a scale [width], which starts as 1, and a bias
-    [width], which starts as 0. bias: whether there is the bias. param_dtype: the dtype of both. rngs: ignored.
+    width, groups, rngs: as in `RMSNorm`. epsilon: a number of at least 0, added to the variance.
+    elementwise_affine: whether there is a scale [width], which starts as 1. There is no bias either if False.
+    bias: whether there is also a bias [width], which starts as 0. param_dtype: the dtype of both.
 
     norm(x [..., width]) returns y in the shape and dtype of x; statistics are float32. Raises the errors of `RMSNorm`.
 
