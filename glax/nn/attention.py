@@ -26,17 +26,20 @@ class Attention(Layer):
 
     width:        the width of x and y. num_heads: H, the heads of q. Head h reads head h * num_kv_heads // H of k and v.
     num_kv_heads: the heads of k and v, a divisor of num_heads; num_heads if None. head_width: width // num_heads if None.
-    theta:        the base of the rotation; no rotation if None. rotary_width: how many channels of a head rotate; all if None.
-    frequencies:  the angle per token of each of the rotary_width / 2 pairs of channels, theta^(-2 i / rotary_width) if None;
-                  or a `glax.nn.rotary.Rotation`, which also scales, and has other angles for long sequences.
+    theta:        the base of the rotation; no rotation if None.
+    rotary_width: how many channels of a head rotate, from its first on; all if None. Pair i is channels i and
+                  i + rotary_width / 2.
+    frequencies:  the angle per token of each of the rotary_width / 2 pairs, theta^(-2 i / rotary_width) if None; or a
+                  `glax.nn.rotary.Rotation`, which also scales, and has other angles for long sequences.
     window:       how many tokens a token reads, itself included; all before it if None.
     scale:        the factor of the scores; head_width ** -0.5 if None.
     bias:         whether the projections of q, k and v have a bias. output_bias: whether the output's projection has one.
     qk_norm:      whether q and k pass through RMSNorm in each head, with norm_eps. zero_centred: as in RMSNorm. norm_whole:
                   whether one norm reads all heads of q, and one all heads of k.
-    gated:        whether sigmoid(z) multiplies each head's output. z has head_width rows, behind those of q in its projection.
+    gated:        whether sigmoid(z) multiplies each head's output. W_q x then holds q and z of head 0, then q and z of head 1,
+                  and so on, each of head_width channels.
 
-    dtype, param_dtype and kernel_init are as in `glax.nn.linear_attention.Options`. norm_whole=True needs qk_norm=True
+    dtype, param_dtype and kernel_init are as in `glax.nn.linear_attention.MixerOptions`. norm_whole=True needs qk_norm=True
     and gated=False.
 
     layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.

@@ -281,14 +281,14 @@ class GatedDeltaProduct(GatedDeltaNet):
 
 
 class Comba(GatedDeltaNet):
-    """Compute Comba, whose state is read by a weaker key before it decays:
+    """Compute Comba, a delta rule that reads the state before it decays, and subtracts a part of k from q:
 
         p_t = sigmoid(b) k_t                               q'_t = q_t - D p_t
-        S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - S_{t-1}^T p_t)^T
-        o_t = S_t^T q'_t / sqrt(K)                         y_t = W_o (RMSNorm(o_t) * sigmoid(W_s x_t))
+        S_t = exp(g_t) S_{t-1} + beta_t n(k_t) (v_t - S_{t-1}^T n(p_t))^T
+        o_t = S_t^T n(q'_t) / sqrt(K)                      y_t = W_o (RMSNorm(o_t) * sigmoid(W_s x_t))
 
-    with a b and a D for each head of k. The recurrence reads q', k and p divided by their norms, so that b has little effect on
-    p itself.
+    with a b and a D for each head of k, and n(x) = x / sqrt(sum x^2 + 1e-6). In n(p_t) sigmoid(b) cancels but for the 1e-6, so
+    b acts almost only by q'.
 
     use_output_correction, correction_factor: whether there is D, and its first value. use_inner_decay: whether there is b, which
     starts as 1; p_t is k_t if False. gate_fn: the name of the function of W_s x_t, in place of sigmoid:

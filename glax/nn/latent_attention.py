@@ -38,7 +38,7 @@ class MultiHeadLatentAttention(Layer):
     bias:          whether W_c, W_s and W_u have a bias. output_bias: whether W_o has one.
     norm_eps:      the epsilon of both norms.
 
-    dtype, param_dtype and kernel_init are as in `glax.nn.linear_attention.Options`.
+    dtype, param_dtype and kernel_init are as in `glax.nn.linear_attention.MixerOptions`.
 
     layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
     The state is the cache, a dict: `key` [N, max_length, 1, L + shared_width] in `dtype`, float32 if None, and `length` [N], the

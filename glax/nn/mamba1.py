@@ -40,7 +40,7 @@ class Mamba1(Layer):
     dt_init, dt_scale: with b = dt_scale / sqrt(rank), W_dt starts uniform from -b to b if "random", and as b if "constant".
     dt_range, dt_floor: as in `glax.nn.Mamba2`.
 
-    dtype, param_dtype and kernel_init are as in `glax.nn.linear_attention.Options`.
+    dtype, param_dtype and kernel_init are as in `glax.nn.linear_attention.MixerOptions`.
 
     layer(u [B, T, width]) returns (u' [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors. The
     state of M sequences is a dict: h [M, inside, N] in float32 as `recurrent`, and the last conv_size - 1 rows of x', [M,

@@ -55,7 +55,7 @@ class Mamba2(Layer):
         least dt_floor.
     conv_init:   the convolution starts uniform within this number; as torch.nn.Conv1d does if None.
 
-    dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.Options`.
+    dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.MixerOptions`.
 
     layer(u [B, T, width]) returns (u' [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors. The
     state of N sequences is a dict: S [N, H, K, V] in float32 as `recurrent`, and the last conv_size - 1 rows before the

@@ -37,18 +37,19 @@ class Mamba3(Layer):
         y_t = mamba3(RMSNorm(C_t), RMSNorm(B_t), x_t, dt_t A_t, dt_t, trap_t, C_bias, B_bias, angles_t, D) * SiLU(z_t)
         u'_t = W_out y_t
 
-    with the arguments of `glax.mamba3`. With mimo_rank R, B_t and C_t are R keys and R queries of one state. Three parameters
-    [H, R, V] multiply x and z [H, V], so that each becomes R rows, and the R rows of the output before they are summed.
+    with the arguments of `glax.mamba3`. With mimo_rank R, B_t and C_t are R keys and R queries of one state. The parameters
+    mimo_x, mimo_z and mimo_o [H, R, V] then form R values mimo_x_r * x_t and R gates SiLU(mimo_z_r * z_t), and y_t is the sum
+    over r of mimo_o_r * output r * gate r.
 
     width:         the width of u and u'. num_heads, head_width: H and V. state_width: K, an even number. groups: the number
                    of groups of heads that share B and C; divides num_heads.
-    rope_fraction: the part of the columns of B and C that is rotated: 0.5 or 1.
-    mimo_rank:     R; one input if None. With R the columns i and K / 2 + i are rotated together, else 2 i and 2 i + 1.
+    rope_fraction: 0.5 or 1, the part of the columns of B and C that is rotated: their first K * rope_fraction // 2 pairs.
+    mimo_rank:     R; one input if None. Pair i is columns i and K / 2 + i with R, and columns 2 i and 2 i + 1 without.
     use_norm:      whether y_t is RMSNorm(y_t) * SiLU(z_t), with the norm in each head.
     A_floor:       the least |A_t|. bias: whether W_in and W_out have a bias. norm_eps: the epsilon of the norms.
     dt_range, dt_floor: as in `glax.nn.Mamba2`.
 
-    dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.Options`.
+    dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.MixerOptions`.
 
     layer(u [B, T, width]) returns (u' [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors. The
     state is a dict of float32: the fields of `glax.Mamba3State` as `angle`, `recurrent`, `last_key` and `last_value`.

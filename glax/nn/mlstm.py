@@ -36,7 +36,7 @@ class MLSTM(Layer):
     gate_cap: c; no limit if None. bias: whether the norm and the projections have a bias; those of i and g always do.
     norm_eps, eps: the epsilons of the norm and of h. b_i starts as -10, and b_f from 3 in the first head to 6 in the last.
 
-    dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.Options`.
+    dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.MixerOptions`.
 
     layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
     The state is a dict of float32, the fields of `glax.MLSTMState`: C [N, H, K, V] as `recurrent`, n [N, H, K] as `normaliser`

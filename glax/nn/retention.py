@@ -32,8 +32,9 @@ class MultiScaleRetention(LinearAttention):
     `glax.nn.linear_attention.Options`; key_width must be even.
 
     layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
-    The state is a dict: S [N, H, K, V] in float32 as `recurrent`; the number of tokens read, [N] in int32, as `length`; and
-    with use_short_conv the rows of `glax.nn.linear_attention.LinearAttention`.
+    The state is a dict: S [N, H, K, V] in float32 as `recurrent`, and the number of tokens read, [N] in int32, as `length`.
+    With use_short_conv it also holds `query_conv`, `key_conv` and `value_conv`, as in
+    `glax.nn.linear_attention.LinearAttention`.
 
     Sun et al. 2023, https://arxiv.org/abs/2307.08621.
 
@@ -94,7 +95,7 @@ class LightningAttention(Layer):
     scale:       the factor of the outputs.
     bias:        whether the projections of q, k and v have a bias. output_bias: whether the output's projection has one.
 
-    dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.Options`.
+    dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.MixerOptions`.
 
     layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
     The state is S [N, H, D, D] in float32; with theta a dict of S as `recurrent`, and of the number of tokens read, [N] in int32,

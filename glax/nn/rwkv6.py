@@ -58,8 +58,8 @@ class RWKV6Attention(Layer):
     gate_fn:    the name of the function of g_t, in place of SiLU: `glax.nn.linear_attention.Options` lists the names.
     norm_eps, elementwise_affine: the epsilon of GroupNorm, and whether it has a scale.
 
-    dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.Options`. If kernel_init is None, kernels
-    start Xavier uniform with a gain of 2^(-5/2).
+    dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.MixerOptions`. If kernel_init is
+    None, kernels start Xavier uniform with a gain of 2^(-5/2).
 
     layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
     The state is a dict: S [N, H, K, V] in float32 as `recurrent`, and the last token [N, 1, width] as `shift`.
@@ -151,7 +151,7 @@ class RWKV6FeedForward(Layer):
 
     width: the width of x and y. inside: the number of outputs of W_k. act: the name of a function in
     `glax.nn.parts.ACTIVATIONS`; "sqrelu" is the squared ReLU.
-    dtype, param_dtype and kernel_init are as in `glax.nn.linear_attention.Options`; mu_r and mu_k start as 0.
+    dtype, param_dtype and kernel_init are as in `glax.nn.linear_attention.MixerOptions`; mu_r and mu_k start as 0.
 
     layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
     The state is a dict of the last token [N, 1, width] as `shift`.

@@ -50,8 +50,9 @@ class RWKV7Attention(Layer):
         y_t = W_o ((GroupNorm(o_t) + (r_t . (u * k_t)) v_t) * g_t)
 
     In every layer but a model's first, a gate moves v_t towards the first layer's values: v_t = W_v x^v_t +
-    sigmoid(V_2 V_1 x^v_t + f) * (first_t - W_v x^v_t). first [*rows, width] is an argument of `mix`, which raises ValueError
-    without it.
+    sigmoid(V_2 V_1 x^v_t + f) * (first_t - W_v x^v_t). first, in the shape of x, holds v of layer 0, which is
+    the second result of its `mix_values(x, state, rows)`. In later layers first is an argument of `mix` and `mix_values`, which
+    raise ValueError without it. So a call, `prefill_into` and `step` need layer_idx 0.
 
     s, c and u are the parameters erase_scale, rate_scale and bonus; mu_r to mu_g are mix_receptance to mix_output_gate. The lower
     letters d, e and f are biases.
@@ -63,12 +64,11 @@ class RWKV7Attention(Layer):
     norm_eps:    the epsilon of GroupNorm is width / H times this number.
     key_epsilon: what is added to |s * k'|^2 before the root.
 
-    dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.Options`. If kernel_init is None, W_r, W_k
-    and W_v start orthogonal and W_o as 0, as RWKV-7 does.
+    dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.MixerOptions`. If kernel_init is
+    None, W_r, W_k and W_v start orthogonal and W_o as 0, as RWKV-7 does.
 
     layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
-    The state is a dict: S [N, H, K, K] in float32 as `recurrent`, and the last token [N, 1, width] as `shift`. A call needs
-    layer_idx 0: `mix` alone takes first.
+    The state is a dict: S [N, H, K, K] in float32 as `recurrent`, and the last token [N, 1, width] as `shift`.
 
     Peng et al. 2025, https://arxiv.org/abs/2503.14456.
 
@@ -231,7 +231,7 @@ class RWKV7FeedForward(Layer):
     width: the width of x and y. inside: the number of outputs of W_k. act: the name of a function in
     `glax.nn.parts.ACTIVATIONS`; "sqrelu" is the squared ReLU.
     layer_idx, num_layers: as in `RWKV7Attention`. dtype, param_dtype and kernel_init are as in
-    `glax.nn.linear_attention.Options`; but if kernel_init is None, W_k starts orthogonal and W_v as 0.
+    `glax.nn.linear_attention.MixerOptions`; but if kernel_init is None, W_k starts orthogonal and W_v as 0.
 
     layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
     The state is a dict of the last token [N, 1, width] as `shift`.
