@@ -101,8 +101,8 @@ def merge_lora(model: CausalLM) -> CausalLM:
 
 
 def without_lora(model: CausalLM) -> CausalLM:
-    """Return the model without its low-rank terms: its projections are y = x W again. It shares its arrays with `model`, which
-    stays as it is. A model without such terms is copied.
+    """Return a new model without the low-rank terms of `model`: its projections are y = x W. No array is copied: both models
+    hold the same ones. `model` stays as it is. A `model` without low-rank terms also gives a new model.
 
     >>> tuned = glax.models.lora(glax.models.from_pretrained(folder), 4, rngs=nnx.Rngs(0))
     >>> base = glax.models.without_lora(tuned)

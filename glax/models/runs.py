@@ -281,10 +281,12 @@ class Checkpoints:
     record and the position of the data.
 
     out: the run's folder. record: what must be the same in a checkpoint that is restored, values of JSON by name (`record_of`).
-    count: how many of the newest checkpoints stay. hours: beside these, the first stays, and each that is written at least so
-    many hours after the last one that stays by this rule; None for none. `save` returns before a checkpoint is written, and
-    the next `save` waits for the end of the writing. All processes call each method together. It is a context, which waits at
-    its end.
+    count: how many of the newest checkpoints stay.
+    hours: None, or a second rule by which others stay. It keeps the first checkpoint, and each that is written at least so many
+        hours after the last one that this rule keeps.
+
+    `save` returns before a checkpoint is written, and the next `save` waits for the end of the writing. All processes call each
+    method together. The object is a context manager, which waits for the writing at its end.
 
     >>> from glax.models.training import Checkpoints
     >>> with Checkpoints(folder / "run", record={}) as checkpoints: checkpoints.save(1, dict(x=jnp.ones(2)))
@@ -354,11 +356,15 @@ class Checkpoints:
         raise OSError(errno.EIO, f"Cannot write a checkpoint ({why})", str(folder))
 
     def restore(self, like) -> tuple[Any, int, Any]:
-        """Return (the state, the step, the data's position) of the newest whole checkpoint; (None, 0, None) if there is none.
+        """Return (the state, the step, the data's position) of the newest whole checkpoint.
 
-        like: the state's arrays, or their shapes, with the shardings that the restored ones get. Damaged checkpoints are set
-        aside, with a warning, if an older one is whole. Raises ValueError if none is whole, or if one is of another run or
-        model.
+        Return (None, 0, None) if the folder has no checkpoint at all.
+
+        like: the state's arrays, or their shapes, with the shardings that the restored ones get.
+
+        Checkpoints are read from the newest on, until one is whole. Damaged ones before it are then renamed, with a warning.
+        Older checkpoints are not read. Raises ValueError if all checkpoints are damaged. Raises ValueError if one that is read
+        has another record, or arrays of other names, shapes or dtypes than like.
         """
         damaged = {}
         for step in sorted(self.manager.all_steps(), reverse=True):

@@ -58,16 +58,19 @@ class Stored:
 
 
 def save_pretrained(model: CausalLM, folder: str | Path, *, others: bool = True, max_shard_size: int | str = "50GB"):
-    """Write config.json and model.safetensors, which fla and transformers load, into a folder, which is made if it is missing.
-    All files are replaced in one step: until then the old files stay, and from then on `from_pretrained` reads the new ones,
-    whatever is interrupted.
+    """Write a model into a folder as config.json and model.safetensors, which fla and transformers load. Returns None.
 
-    Each parameter is written in its own dtype, and the config names the dtype of most of them. The terms of `lora`, `nnx.LoRA`
-    and `nnx.LoRALinear` are added to the kernels they belong to. The files of the tokenizer and of generation are copied from
-    the folder that the model was loaded from, if they are there. The weights of an older model are removed.
+    folder: is made if it is missing. All files are replaced in one step: until then the old files stay, and from then on
+    `from_pretrained` reads the new ones, whatever is interrupted. The weights of an older model in the folder are removed.
 
-    others: whether the tensors of other models in that folder are copied too, such as those of a vision tower and of layers of
-    multi-token prediction, which glax does not read.
+    Each parameter is written in its own dtype, and the config names the dtype of most of them. Kernels are written with the
+    terms of `lora`, `nnx.LoRA` and `nnx.LoRALinear` added. The model in memory stays as it is, with its terms apart.
+
+    The source folder is `model.folder`, from which the model was loaded. The files of the tokenizer and of generation are
+    copied from there, if they exist.
+
+    others: whether the tensors of other models are copied from the source folder, too. These are tensors that glax does not
+    read, such as those of a vision tower and of layers of multi-token prediction.
 
     max_shard_size: the most bytes of a file, as a number, or with a unit: "5GB" are 5 * 10^9, "1GiB" 2^30. Larger models are
     divided into files model-00001-of-00002.safetensors and so on, with an index. The host holds one file's tensors at a

@@ -130,14 +130,19 @@ class TrainingConfig:
     """Configure `train`, and the command `glax train`; `read` takes it from TOML or JSON.
 
     model:      the content of a config.json, or a folder. Weights in the folder are the start of the training.
-    text:       the file to train on; its last 5% are held out. Give either it or `documents`.
-    documents:  tables, each with `files`: a folder, a glob or a file (text, .jsonl or .parquet). `weight` is the share of
-        documents that a table gives, relative to the others; 1 if missing. `field` is the key of the text; "text" if missing.
-    held_out, held_out_tokens: the files to evaluate on, with the first table's `field`, and how many of their tokens. `documents`
-        need them, and a text takes none. end_token: the token after each document; None for none. workers: the processes
-        that read and tokenise documents on each host; 0 for a thread.
-    tokenizer:  a file of the package tokenizers. If None, the tokenizer in the model's folder, or bytes. With a file, `out`/model
-        gets this file alone, without the model's chat template, generation_config.json and tensors of other models.
+    text:       one file to train on, of which each step reads windows at random places. Its last 5%, but at most 16 windows,
+        are held out. Give either it or `documents`.
+    documents:  tables of files to train on. A document is a line of a .jsonl file, a row of a .parquet file, or any other file
+        as a whole. Each step reads the next documents, packed one after another. `files` of a table is a folder, a glob or a
+        file. `weight` is the share of documents that a table gives, relative to the others; 1 if missing. `field` is the key
+        of the text; "text" if missing.
+    held_out:   the files to evaluate on: a folder, a glob or a file, read with the first table's `field`. `documents` need it,
+        and a `text` takes none. held_out_tokens: how many of their tokens are evaluated, rounded up to whole windows.
+    end_token:  the token after each document; None for none. workers: the processes that read and tokenise documents on each
+        host; 0 for a thread.
+    tokenizer:  a file of the package tokenizers. If None, the tokenizer.json in the model's folder, else bytes for a vocabulary
+        of 256. With a file, nothing else is copied from the model's folder to `out`/model: no chat template, no
+        generation_config.json, and none of the tensors that glax does not read, such as those of a vision tower.
     out:        the folder for checkpoints, the plot, and the model as `save_pretrained` writes it.
     steps, batch, length: the optimizer steps, the windows per step, the tokens per window.
     learning_rate, weight_decay, clip: the peak rate, the decay of parameters, and the largest global norm of a gradient.
@@ -153,15 +158,17 @@ class TrainingConfig:
     z_loss:     the weight of the mean of (log sum exp logits)^2, which is added to the loss of a step and not to held-out losses.
     dtype:      the dtype of activations. Parameters are float32.
     remat:      what the backward pass recomputes: "full", "dots", "dots_no_batch" or None, as in `CausalLM.set_remat`.
-    scan_layers: whether equal layers are stacked and run by one scan, so that one is compiled for all: True, or an error if there
-        are none; False; or None for True where there are some, on TPUs alone: on CPUs and GPUs a step takes longer in a scan.
+    scan_layers: whether layers that repeat are stacked and run by one scan, so that one is compiled for all. With True a model
+        without such layers is an error. None stacks them on TPUs, if there are some. On CPUs and GPUs None is False, because a
+        step takes longer in a scan there.
     checkpoint_every: the steps between checkpoints. seed: the seed of weights and of the order of the data.
-    checkpoints: how many of the newest checkpoints stay. checkpoint_hours: beside these, the first stays, and each that is
-        written at least so many hours after the last one that stays by this rule; None for none.
+    checkpoints: how many of the newest checkpoints stay. checkpoint_hours: None, or h for a second rule by which others stay:
+        the first checkpoint, and each that is written at least h hours after the last one that this rule keeps.
     lora_rank:  the rank of low-rank terms; None for none. With a rank only the terms are trained, `out` also gets a folder
         `adapter`, and weights that are loaded have `dtype`. lora_targets, lora_alpha: as in `glax.models.lora`; its defaults if
         None.
-    frozen:     a regular expression. Parameters whose name in the checkpoint it matches, by `re.search`, are not trained.
+    frozen:     a regular expression. Parameters whose name it matches, by `re.search`, are not trained. The name is the one
+        that `save_pretrained` writes, such as "model.layers.0.attn.q_proj.weight", with "*" for the number of an expert.
     data, fsdp, tensor, expert, sequence: the sizes of the mesh's axes; one may be -1, for as many as the devices allow. `data`,
         `fsdp` and `expert` shard the batch. `fsdp` also shards parameters and moments, `expert` those of experts, by expert,
         `tensor` heads, MLPs and the vocabulary, and `sequence` the tokens of a window.
@@ -671,10 +678,13 @@ def train(
     """Train from the newest whole checkpoint in `config.out`, or from the start if there is none. Return (the model, its losses),
     of which the second is a `History`. `config.out` then holds the model, its losses and checkpoints.
 
-    each_step(step, loss, seconds since the step before) is called for each step, when up to two further steps have begun. If it
-    returns True, training ends with a checkpoint: no further step begins on one process, and a few do on several.
-    begin(beginning) is called before the first step. A resumed run computes what an uninterrupted run computes: the windows of a
-    text depend on the step alone, and a checkpoint holds the position of documents. `steps` may differ in a resumed run. Every
+    each_step(step, loss, seconds since the step before) is called for each step. Up to two further steps have begun by then.
+    If it returns True for step n, training ends with a checkpoint of its last step. The last step is at most n + 2 in a run of
+    one process, and at most n + 5 in a run of several. each_step is also called for the steps after n.
+    begin(beginning) is called before the first step.
+
+    A resumed run computes what an uninterrupted run computes. With `config.text` the windows of a step depend on `seed` and the
+    step alone. With `config.documents` a checkpoint holds how far they were read. `steps` may differ in a resumed run. Every
     process of a run calls `train`.
 
     Raises ValueError if `config.out` holds a run of another record (`record_of`: the model, the data, the tokenizer, and fields
