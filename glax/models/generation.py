@@ -72,12 +72,14 @@ def generate(
                  with temperature 0, unless None.
     repetition_penalty: a logit of a token that the prompt or the continuation holds is divided by it if it is above 0, and
                  multiplied by it otherwise; no penalty if None. Keskar et al. 2019, https://arxiv.org/abs/1909.05858.
-    eos:         a token, or several, that end a sequence. An ended sequence repeats the token that ended it. The loop ends with
-                 the last sequence.
-    stop:        a text, or several. A sequence ends with the token behind which the text of its continuation holds one of them.
-                 The host then reads tokens one at a time, as in `stream`.
-    tokenizer:   an object whose decode(tokens) gives that text, such as one of `glax.models.tokens.find_tokenizer`. It must be
-                 given with stop, and only then. Where decode takes skip_special_tokens, the text holds special tokens.
+    eos:         a token, or several, that end a sequence. An ended sequence repeats the token that ended it. The loop ends when
+                 all sequences have ended.
+    stop:        a text, or several. After each token the text of the continuation so far is searched for them. The token with
+                 which it first contains one of them is the sequence's last. The host then reads tokens one at a time, as in
+                 `stream`.
+    tokenizer:   an object whose decode(tokens) gives the text of a continuation, such as one of
+                 `glax.models.tokens.find_tokenizer`. It must be given with stop, and only then. Where decode takes
+                 skip_special_tokens, the text holds special tokens.
     log_probs:   whether to return log softmax(logits) at each token: of the model's own distribution, before penalty,
                  temperature, top_k and top_p. It is 0 for the repeated token of an ended sequence.
 

@@ -78,18 +78,22 @@ class CausalLM(nnx.Module):
     models; model(tokens [B, T]) returns logits [B, T, vocabulary].
 
     config:    the `ModelConfig` of the checkpoint. names: the names of the parameters in the checkpoint.
-    blocks:    modules with `mix(x, state, rows) -> (x, state)` and `empty_state(batch, max_length)`, where state is a dict.
-    norm:      a function of the rows behind the last block, [..., width].
-    vocabulary, width: the numbers of tokens, and of channels of a row.
+    blocks:    modules with `mix(x, state, rows) -> (x, state)` and `empty_state(batch, max_length)`. x are the activations of
+               tokens, [..., width]. state is a dict of arrays. rows is a `glax.nn.passes.Rows`, which knows the sequences that
+               these tokens belong to.
+    norm:      a function of the activations after the last block, [..., width].
+    vocabulary, width: the number of tokens, and the number of channels of x.
     tied:      whether the head is the embedding's transpose; `head` is then None.
     precision: the dtypes of activations and parameters, and the rngs of their first values.
     deviation: the deviation of the first values of embedding and head.
     padding:   a token whose embedding gets no gradient as an input, as in the models' own code, or None.
     logit_cap: c of logits c tanh(z / c), or None.
 
-    `folder` is the folder that the model was loaded from, or None. A subclass may override embed(tokens), which returns the
-    rows that the first block reads; arguments(layer), further arguments of that block's `mix`; through(x, states, rows), which
-    returns the rows behind all blocks and the new states; and before_head(x), which returns the rows that the head reads.
+    `folder` is the folder that the model was loaded from, or None. A subclass may override four methods. embed(tokens) returns
+    the activations that the first block reads. arguments(layer) returns further arguments of that block's `mix`.
+    through(x, states, rows) returns the activations after all blocks, and the new states. before_head(x) returns what the head
+    multiplies, from the activations after the norm.
+
     Methods raise TypeError or ValueError for tokens of another shape or dtype, and for known tokens that the vocabulary does
     not have.
 
@@ -151,8 +155,9 @@ class CausalLM(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None, pad_id: int | None = None
     ) -> Float[Array, "B T vocabulary"]:
-        """Return the logits of the token behind each token, [B, T, vocabulary], in the dtype of activations. Every sequence is
-        read from its beginning, in one parallel pass.
+        """Return logits [B, T, vocabulary], in the dtype of activations, of the token that follows each token.
+
+        Every sequence is read from its beginning, in one parallel pass.
 
         tokens: [B, T] integers from 0 to vocabulary - 1.
         segment_ids: the segments of packed sequences. A token continues the sequence of the token before it if both have the
@@ -205,7 +210,7 @@ class CausalLM(nnx.Module):
     ) -> Float[Array, ""]:
         """Return the mean cross-entropy of the next tokens, in nats. No array [B, T, vocabulary] in float32 is formed.
 
-        targets: the token behind each token; -1, or any number below 0, for a token that does not count. If None, the target is
+        targets: the token that follows each token; a number below 0 for a token that does not count. If None, the target is
         the next token of the same segment, and padding does not count. z_loss: the weight of the mean of (log sum exp logits)^2,
         which is added. tokens, segment_ids, pad_id: as in a call of the model. The loss is a float32 scalar. Raises
         TypeError or ValueError, which names the argument.

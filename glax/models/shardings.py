@@ -46,11 +46,16 @@ def partition_spec(
 ) -> PartitionSpec:
     """Return the PartitionSpec of a parameter with these logical axes.
 
-    axes: the name of each axis of the parameter, of those in `glax.nn.parts`: "embed", "experts", "heads", "mlp" or "vocabulary";
-    None for an axis that stays whole. axes=None is None for every axis. shape: the sizes of the axes. mesh: its axis "model",
-    or else "tensor", shards heads, MLPs and the vocabulary; "fsdp" shards the width, which is "embed"; "expert" shards
-    experts. An axis of the mesh shards the first axis of the parameter that it is for and whose size it divides, and no second
-    one.
+    axes: one name for each axis of the parameter: "embed" (the width), "experts", "heads", "mlp" or "vocabulary". An axis
+        with None or another name stays whole. axes=None is None for every axis.
+    shape: the sizes of the axes, as many as axes has.
+    mesh: its axis "model" can shard "heads", "mlp" and "vocabulary", and so can its axis "tensor". "fsdp" can shard "embed",
+        and "expert" can shard "experts". Other axes of the mesh shard nothing.
+
+    The axes of the parameter choose in their order. Each takes an axis of the mesh that can shard it, whose size divides its
+    own, and that no axis before it has taken; "model" goes before "tensor". It stays whole if there is none.
+
+    Raises ValueError if axes and shape differ in length.
 
     >>> mesh = jax.sharding.AbstractMesh((2,), ("model",))
     >>> tuple(glax.models.partition_spec(("embed", "heads"), (64, 128), mesh))

@@ -127,17 +127,18 @@ class Scheduler:
     max_length:   the most tokens of a prompt and its answer together.
     queue:        the most requests that wait.
     state_bytes:  the most bytes of the states of running requests; no limit if None. Where a model has caches of keys and values,
-                  every slot has room for the longest request, so longer requests leave fewer slots. A request starts only when
-                  it and the running requests would fit in state_bytes if every slot had room for the longest of them at its end.
-                  When slots grow, the old states and the new ones exist together until the copy ends: state_bytes counts one of
+                  all slots have the same room, which grows with the longest of the running requests. With more room in each,
+                  state_bytes has place for fewer slots. A waiting request starts only if its slot and those of the running
+                  requests fit in state_bytes when each has room for the prompt and max_tokens of the longest of them. When
+                  slots grow, the old states and the new ones exist together until the copy ends. state_bytes counts one of
                   them, so memory needs up to twice as much.
     prefix_bytes: the most bytes of stored prefixes; 0 for none, else at least those of one block.
     block:        the tokens of a stored block. A prompt is read in pieces that end where blocks end.
     ends:         the tokens that end an answer; those of the checkpoint if None.
 
-    `start` runs rounds in a thread, `submit` adds a request, and `stop` ends all of them. `answers` runs rounds itself. A
-    round reads pieces of prompts, and writes one token of every answer. Rounds run with the default precision of matrix
-    products that JAX has where the scheduler is made.
+    A round reads pieces of prompts, and writes one token of every answer whose prompt is read. `start` runs rounds in a thread.
+    `submit` adds a request. `stop` ends the thread, and cancels all requests that run or wait. `answers` runs rounds in the
+    caller's thread. Rounds run with the default precision of matrix products that JAX has where the scheduler is made.
 
     Raises ValueError, which names the argument; also if state_bytes or prefix_bytes is too small for one request or one block.
 

@@ -127,9 +127,10 @@ class PrefixCache:
         return Prefix(len(slots) * self.every, slots, block)
 
     def reserve(self, count: int) -> list[int]:
-        """Return `count` slots, for the states after blocks that are read next. Where slots do not suffice, the last are -1.
+        """Return `count` slots: one for each block of a request that is to be read next, to hold the state after that block.
 
-        Least recently used blocks are dropped for them. Reserved slots belong to the caller until `insert` or `give_back`.
+        If too few slots are free, the least recently used blocks that no prefix holds are dropped. If there are still too few,
+        the last entries are -1. Reserved slots belong to the caller until `insert` or `give_back`.
         Raises TypeError or ValueError unless count is an integer of at least 0.
         """
         found = []

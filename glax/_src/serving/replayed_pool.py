@@ -305,8 +305,9 @@ class StatePool:
         """Return the states [B, H, K, V] of the slots [B], or of all slots if None; zeros for slot -1.
 
         A state is the one after all tokens that the slot has read, those in its ring included. Drafts that were not committed
-        are no such tokens. The dtype is float32, or float64 for a token_dtype of float64. States in 8 bits are returned with
-        their rests. Raises TypeError or ValueError for wrong slots.
+        are no such tokens. The dtype is float32, or float64 for a token_dtype of float64. Of states in 8 bits the result is the
+        sum of the stored numbers and their rests, which are what these numbers lost by rounding. Raises TypeError or ValueError
+        for wrong slots.
         """
         self.check_slots(slots)
         return states_behind(self, **transferred(dict(slots=slots)))
