@@ -302,9 +302,10 @@ def lightning_attn(
 
         S_t = exp(-(8 h / H) (1 - layer_idx / num_layers)) S_{t-1} + k_t v_t^T,     o_t = softmax_scale * S_t^T q_t
 
-    layer_idx, num_layers: the layer's number in its model, which may be traced, and the number of layers. options:
-    segment_ids, pad_id, platform and cfg. The other arguments, the results and the errors are those of `recurrent`, and of
-    `glax.lightning_attention`.
+    layer_idx, num_layers: the layer's number in its model, which may be traced, and the number of layers. initial_state:
+    [N, H, K, V], or with cu_seqlens [1, N, H, K, V]. block_k, block_v, num_warps, num_stages: ignored, as in `recurrent`.
+    options: segment_ids, pad_id, platform and cfg. The other arguments, the results and the errors are those of `recurrent`,
+    and of `glax.lightning_attention`.
 
     Qin et al. 2024, https://arxiv.org/abs/2401.04658.
 
@@ -417,8 +418,10 @@ def detect_platform(algorithm: str, platform: str | None = "auto") -> Platform:
 class RecurrentAttention(glax.RecurrentAttention):
     """Define ejkernel's operation: RecurrentAttention().run(query, ..., cfg=cfg), or executor(RecurrentAttention(), query, ...).
 
-    The arguments, in ejkernel's order, the results and the errors are those of `recurrent_attention`. A config is a
-    RecurrentAttentionConfig, or the Config of one of glax's kernels, which tuning finds. Other methods: as in `glax.Kernel`.
+    The results and the errors are those of `recurrent_attention`. The arguments are those of `run`, in ejkernel's order, which
+    differs from the order of `recurrent_attention`. `run` needs cfg, by name; an executor chooses it if left out. cfg: a
+    RecurrentAttentionConfig, the Config of one of glax's kernels, which tuning finds, or None, by which glax chooses. Other
+    methods: as in `glax.Kernel`.
 
     >>> q = jnp.ones((1, 8, 2, 4))
     >>> operation = glax.compat.ejkernel.RecurrentAttention()
@@ -450,7 +453,7 @@ class RecurrentAttention(glax.RecurrentAttention):
         *,
         cfg: RecurrentAttentionConfig | Config | None,
     ) -> Float[Array, "B T H V"] | Outputs:
-        """Compute `recurrent_attention` with that config. The arguments have ejkernel's order."""
+        """Compute `recurrent_attention` with that config; glax chooses if cfg is None. The arguments have ejkernel's order."""
         return recurrent_attention(
             query, key, value, g, g_gamma, gk, gv, initial_state, cu_seqlens, softmax_scale=softmax_scale,
             reverse=reverse, return_state=return_state, platform=platform, cfg=cfg,

@@ -34,18 +34,21 @@ class Explanation(list[Decision]):
 def explain(fn, *args, **kwargs) -> Explanation:
     """List every glax call that fn(*args, **kwargs) makes: its kernel, its config, and the selector that chose the config.
 
-    Returns a list, which prints as text, with an entry for each call: `kernel`, its name; `config`; `selector`; `refused` and
-    `outranked`, dicts of why each other kernel does not run: it refused, or its priority is not above the chosen kernel's; and
-    `route`, how the kernel runs the call. For a call that names a platform, kernels of others are not listed. If no kernel can
-    run a call, the list ends before this call, and its `unsupported`, else None, has each kernel's reason.
+    Returns a list, which prints as text, with an entry for each call: `kernel`, its name; `config`; `selector`, "override",
+    "overlay", "memory", "disk", "shipped", "autotune" or "heuristic", as in `ConfigSelectorChain`; `refused` and `outranked`,
+    dicts of why each other kernel does not run: it refused, or its priority is not above the chosen kernel's; and `route`, how
+    the kernel runs the call. For a call that names a platform, kernels of other platforms are not listed.
+
+    If no kernel can run a call, the list ends before that call. The list's `unsupported` then has each kernel's reason; it is
+    None otherwise.
 
     fn is only traced, so jax.ShapeDtypeStruct may stand for arrays. Raises TypeError if fn is no function, and what fn raises.
 
     Under jax.grad the list includes the gradient's kernels. Calls of the same kernel on the same shapes appear once. A vmapped
     call appears twice: as written, and merged into the batch, as it runs.
 
-    JAX keeps the traces of functions that the caller has jitted, one for each call of `explain`, until such a function ends or
-    its clear_cache() is called. JAX has no public way to drop one trace.
+    JAX keeps the traces of functions that the caller has jitted, one for each call of `explain`, until the jitted function is
+    garbage collected or its clear_cache() is called. JAX has no public way to drop one trace.
 
     >>> q = jnp.ones((1, 8, 2, 4))
     >>> glax.explain(glax.recurrent, q, q, q, platform="xla")[0].kernel
@@ -73,8 +76,8 @@ def distinct(found: Iterable[Decision]) -> Explanation:
 def detect_platform(fn=recurrent, *args, **kwargs) -> Platform:
     """Return the platform that runs the first call of glax in fn(*args, **kwargs) here.
 
-    fn is only traced, so jax.ShapeDtypeStruct may stand for arrays. A function that takes arguments and gets none is traced with
-    three of float32 [1, 1024, 4, 64]: a usual call of `recurrent`.
+    fn is only traced, so jax.ShapeDtypeStruct may stand for arrays. A function that takes arguments and gets none is traced
+    with three of float32 [1, 1024, 4, 64]: a usual call of `recurrent`.
 
     Raises TypeError if fn is no function, ValueError if it makes no call of glax, and UnsupportedError if no kernel can run a
     call of it.

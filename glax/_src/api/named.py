@@ -100,8 +100,9 @@ def gated_delta_rule_2(
     and o_t = softmax_scale * S_t^T q_t, with b = erase_gate and w = write_gate.
 
     g: log decays, one a key channel, with the range of gates in `recurrent`. erase_gate, write_gate: any float dtype, after
-    their sigmoids. use_qk_l2norm: whether each query and key is divided by its norm first, x * rsqrt(sum x^2 + 1e-6);
-    erase_gate then multiplies the normalised key. Other shapes and dtypes, options, results and errors: as in `recurrent`.
+    their sigmoids. use_qk_l2norm: whether each query and key is divided by its norm first, x * rsqrt(sum x^2 + 1e-6); False by
+    default. erase_gate then multiplies the normalised key. Other shapes and dtypes, options, results and errors: as in
+    `recurrent`.
 
     For decoding, `recurrent_step`, `prefill_into` and `recurrent_verify` compute it from the same query, key and value, with
     gk = g, erase = erase_gate * key with H heads, and write = write_gate. Their use_qk_l2norm leaves erase as it is: form it
@@ -138,9 +139,10 @@ def comba(
 
     with p = erase_key, which reads the state before the decay.
 
-    g: log decays, one a head, with the range of gates in `recurrent`. Where g_t is -inf, S_t has of S_{t-1} only what p erases.
-    beta: any float dtype, after its sigmoid. use_qk_l2norm: whether each query, key and erase_key is divided by its norm first,
-    x * rsqrt(sum x^2 + 1e-6). Other shapes and dtypes, options, results and errors: as in `recurrent`.
+    g: log decays, one a head, with the range of gates in `recurrent`. Where g_t is -inf, S_{t-1} still enters through p:
+    S_t = beta_t k_t (v_t - S_{t-1}^T p_t)^T. beta: any float dtype, after its sigmoid. use_qk_l2norm: whether each query, key
+    and erase_key is divided by its norm first, x * rsqrt(sum x^2 + 1e-6); False by default. Other shapes and dtypes, options,
+    results and errors: as in `recurrent`.
 
     For decoding, `recurrent_step`, `prefill_into` and `recurrent_verify` compute Comba from the same query, key and g, with
     value = beta * value, erase = beta * erase_key, both with H heads, and erase_before_decay=True. Their use_qk_l2norm divides

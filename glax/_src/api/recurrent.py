@@ -116,7 +116,7 @@ def recurrent(
     Gates are logarithms of decays: 0 keeps the state, -inf forgets it, and a number above 0 lets it grow. No value is refused,
     but sums of gates over tokens above about 88 overflow float32. All gates are optional and add up; g of shape [B, T, H, K]
     is the same as gk. H is the largest of the three head counts, which the others divide: head h of H reads head h * Hk // H
-    of the keys. With query [T, Hq, K] and so on, without a B, the output has none either.
+    of the keys. Without B, with query [T, Hq, K] and so on, the output is [T, H, V]; states keep their axis N, of size 1.
 
     query, key and value share one dtype: float32, bfloat16, float16, or float64. All other float arguments may have any of
     these. Sums, states and gates are float32 (float64 for float64). Differentiable in every float argument and through both
@@ -124,9 +124,10 @@ def recurrent(
 
     softmax_scale is K ** -0.5 if None. initial_state [N, H, K, V], or [H, K, V] for all sequences, is zeros if None. `reverse`
     scans from the last token to the first. cu_seqlens [N + 1] packs N sequences in one row, so B is 1: sequence n has the
-    tokens from cu_seqlens[n] up to, and without, cu_seqlens[n + 1]. segment_ids [B, T] packs by ids, of which pad_id is
-    padding. N is B without cu_seqlens. states_every=n also returns the states behind every n tokens. platform and cfg choose
-    the kernel; glax does if None. `glax._src.api.recurrent.Options` has more of these.
+    tokens from cu_seqlens[n] up to, and without, cu_seqlens[n + 1]. cu_seqlens begins with 0, does not decrease, and ends at T
+    or before; ValueError if known values do not. segment_ids [B, T] packs by ids, of which pad_id is padding. N is B without
+    cu_seqlens. states_every=n also returns the states behind every n tokens. platform and cfg choose the kernel; glax does if
+    None. `glax._src.api.recurrent.Options` has more of these.
 
     With `bonus` u [H, K] the read is RWKV-6's, of the state before the token and its decay:
 
@@ -286,9 +287,10 @@ def recurrent_gla(
 ) -> dict[str, Any]:
     """Compute gated linear attention:   S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t.
 
-    g: [B, T, H, K] log decays, one per key channel. gk: another name of g, as `recurrent_step` has it; both add up. g may also
-    be [B, T, H], one per head, and g_gamma [H] or [N, H] is the same for every token; all add up, and None is no decay.
-    Other shapes and dtypes, options, results and errors: as in `recurrent`.
+    g: log decays, [B, T, H, K], one per key channel, or [B, T, H], one per head. gk: [B, T, H, K] log decays, as in
+    `recurrent`.
+    g_gamma: log decays of every token, [H] or [N, H]. The decay is the sum of those given; without any there is none. Other
+    shapes and dtypes, options, results and errors: as in `recurrent`.
 
     Yang et al. 2024, https://arxiv.org/abs/2312.06635.
 
@@ -369,8 +371,8 @@ def lightning_attention(
         "fla"      s_h = (8 h / H) (1 - l / L)                           l from 0 to L, as in flash-linear-attention
         "minimax"  s_h = 2^(-8 (h + 1) / H) (1 - l / (L - 1) + 1e-5)     l from 0 to L - 1, as in MiniMax-01
 
-    With L = 1 the last factor of "minimax" is 1 + 1e-5. transformers divides l by L - 1 + 1e-5 there, so its s_h in the
-    last layer is 1 + 1 / (L - 1) times this one.
+    With L = 1 the last factor of "minimax" is 1 + 1e-5. For any L, transformers has 1 - l / (L - 1 + 1e-5) + 1e-5 as that
+    factor. Its s_h in the last layer is 1 + 1 / (L - 1) times this one.
 
     layer_idx is the layer's number in its model, num_layers the number of layers. Deeper layers decay more slowly. layer_idx may
     be traced, so that layers can be scanned over. Raises TypeError if layer_idx or num_layers is no integer; ValueError if

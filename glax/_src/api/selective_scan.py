@@ -83,9 +83,10 @@ def selective_scan(
     initial_state ([sequences, D, N], or [D, N] for all; zeros if None), reverse, cu_seqlens, segment_ids and pad_id, as in
     `recurrent`, and platform. Raises TypeError and ValueError, as `recurrent` does.
 
-    platform: "cpp", native code for CPUs, "xla", or None for the faster one that is able. With several devices, that is XLA's,
-    which XLA divides over them; native code runs there inside jax.shard_map, or where it is named, on gathered arrays. Raises
-    UnsupportedError, with the reason, if no kernel of that platform can run the call.
+    platform: "cpp", native code for CPUs; "xla"; or None for the faster one that is able. With several devices None is "xla",
+    whose program XLA divides over the devices; inside a jax.shard_map over all axes of the mesh it may be "cpp". "cpp" by name
+    outside of jax.shard_map gathers sharded arrays on each device. Raises UnsupportedError, with the reason, if no kernel of
+    that platform can run the call.
 
     Gu and Dao 2023, https://arxiv.org/abs/2312.00752.
 
@@ -124,9 +125,9 @@ def selective_scan_step(
         h'[n] = exp(dt A[n]) h[n] + dt x B[n]        y = sum over n of C[n] h'[n] + D x        for every channel
 
     x to D: as in `selective_scan`, without T. state: h [B, D, N], or a pool [P, D, N] with slots. Returns (y [B, D] in the dtype
-    of x; the new state, or the new pool, in the dtype of `state`). slots and rounding_key: as in `recurrent_step`. platform: as
-    in `selective_scan`; native code updates a pool in place. Raises TypeError, ValueError and UnsupportedError, as
-    `recurrent_step` does.
+    of x; the new state, or the new pool, in the dtype of `state`). A state or pool that is donated to jit is updated in place;
+    any other keeps its values. slots and rounding_key: as in `recurrent_step`. platform: as in `selective_scan`. Raises
+    TypeError, ValueError and UnsupportedError, as `recurrent_step` does.
 
     Gu and Dao 2023, https://arxiv.org/abs/2312.00752.
 

@@ -105,12 +105,14 @@ recurrent = on_mesh(
 
     The arrays have the shapes of the whole problem and any sharding. mesh: a jax.sharding.Mesh; None for the one that
     jax.set_mesh has set. batch_axis, head_axis, sequence_axis: the axes of the mesh that shard B, H and T; None shards nothing.
-    The first two are names or tuples of names, the third one name. With cu_seqlens, batch_axis shards T. `Spread` has more of
-    these. The output is sharded over the same axes, and the final states over batch and heads. The other arguments, the
-    results and the gradients are those of `glax.recurrent`.
+    The first two are names or tuples of names, the third one name. The size of batch_axis divides B. With cu_seqlens B is 1,
+    and batch_axis shards T instead. The size of head_axis divides H, the largest of the head counts. No size needs to divide T.
+    `Spread` has more of these. The output is sharded over the same axes, and the final states over batch and heads. The other
+    arguments, the results and the gradients are those of `glax.recurrent`.
 
-    Raises the errors of `glax.recurrent`, ValueError if there is no mesh, or if an axis is not an axis of the mesh, is named
-    twice, or does not divide the batch or the heads, and TypeError if mesh is no mesh.
+    Raises the errors of `glax.recurrent`. Raises ValueError if there is no mesh, if an axis is not an axis of the mesh or is
+    named twice, if the size of batch_axis does not divide B, without cu_seqlens, or if the size of head_axis does not divide H.
+    Raises TypeError if mesh is no mesh.
 
     >>> q = jnp.ones((1, 8, 2, 4))
     >>> axes = dict(mesh=jax.make_mesh((1,), ("sequence",)), sequence_axis="sequence")

@@ -21,18 +21,17 @@ from glax._src.solve.partitioning import Axis, flat_axes, output_specs, recurren
 @dataclasses.dataclass(frozen=True)
 class Spread:
     """Name the mesh axes that shard the arrays of a call. Users need no Spread, and no function takes one: each function of
-    `glax.parallel` takes these four fields as arguments of the same names. It raises TypeError if mesh is no mesh, and
-    ValueError if there is no mesh, for an axis that the mesh does not have or that is named twice, or if the size of
-    batch_axis or head_axis does not divide B or H. A Spread itself checks nothing. An axis of None shards nothing.
+    `glax.parallel` takes these four fields as arguments of the same names. The functions raise TypeError if mesh is no mesh.
+    They raise ValueError if there is no mesh, for an axis that the mesh does not have or that is named twice, and for a size
+    that does not divide B or H as below. To make a Spread raises nothing. An axis of None shards nothing.
 
     batch_axis: an axis or a tuple of axes that shards B, which its size must divide. No communication. With cu_seqlens B is 1:
-        these axes then shard T, as outer axes of sequence_axis.
-    head_axis: an axis or a tuple of axes that shards H, which its size must divide. No communication. Queries, keys or values
-        with fewer heads than shards are repeated.
-    sequence_axis: the name of one axis that shards T. The functions raise ValueError for a tuple, which the type allows only so
-        that they can join batch_axis to it with cu_seqlens. Its n shards have T / n tokens each, after padding if n does not
-        divide T. Each shard sends its final state and the decay through its tokens. Results and gradients are those of one
-        device, with any gates, initial and final states, `reverse`, and packed sequences that cross shards.
+        these axes then shard T, as outer axes of sequence_axis, and need not divide it.
+    head_axis: an axis or a tuple of axes that shards H, the largest of the head counts, which its size must divide. No
+        communication. Queries, keys or values with fewer heads than shards are repeated.
+    sequence_axis: the name of one axis that shards T; a tuple raises ValueError. Its n shards have T / n tokens each, after
+        padding if n does not divide T. Each shard sends its final state and the decay through its tokens. Results and gradients
+        are those of one device, with any gates, initial and final states, `reverse`, and packed sequences that cross shards.
     mesh: the mesh of these axes; None for the one that jax.set_mesh has set. Arrays are replicated over its other axes.
 
     Forward and gradient each send, per shard along sequence_axis,
@@ -47,8 +46,8 @@ class Spread:
     gradient of the initial states each take a sum over the shards of N H K V * 4 bytes, where N is B of a shard, or the number of
     packed sequences.
 
-    A type can only express equal shards. If n does not divide T and sequence_axis is an explicit axis, each of its shards
-    therefore receives the whole output.
+    JAX's array types have equal shards alone. If n does not divide T and sequence_axis is an explicit axis, the output is
+    therefore not sharded over it: each device along it receives all of T.
 
     >>> mesh = jax.make_mesh((1,), ("sequence",))
     >>> glax.parallel.Spread(mesh, sequence_axis="sequence").batch_axis is None

@@ -64,19 +64,19 @@ def prefill_into(
     call.
 
     write_slots: the slots of the new states; `slots` if None. A prefix in the pool can thus be read without being changed, by
-    several sequences too: `slots` may then repeat. Sequence n is none if slots[n] is -1, unless fresh[n]. It stores no state if
-    write_slots[n] is -1.
+    several sequences too: `slots` may then repeat. Sequence n stores no state if write_slots[n] is -1.
 
-    states_every, state_slots: a multiple n of 64, and [M] slots for the states behind every n tokens, in the order of
-    `recurrent`'s `states`. The states of sequence i follow the states of the sequences before it: T // n of each, or if packed
-    as many as the sequence has whole pieces of n tokens. Slots without a state, and slots of sequences that are none, do not
-    change.
+    Sequence n is absent if slots[n] is -1: its output is 0, and nothing is read or written. With write_slots, a sequence where
+    fresh[n] is not absent, whatever slots[n] is: it reads no slot.
+
+    states_every, state_slots: a number E, a multiple of 64, and [M] slots for the states behind every E tokens, in the order of
+    `recurrent`'s `states`. The states of sequence i follow the states of the sequences before it: T // E of each, or if packed
+    as many as the sequence has whole pieces of E tokens. Slots without a state, and slots of absent sequences, do not change.
 
     Returns output [B, T, H, V], or [T, H, V] if query has no B, and the pool in its dtype: float32, or bfloat16 or float16 for
-    storage. A pool that is donated to jit is updated in place. Slot -1 is no sequence: its output is 0, and nothing is read or
-    written. Slots outside the pool, repeated slots and rounding_key are as in `recurrent_step`. The other arguments are as in
-    `recurrent`. Raises the errors of `recurrent` and `recurrent_step`, and ValueError for states_every without state_slots or
-    the reverse.
+    storage. A pool that is donated to jit is updated in place. Slots outside the pool, repeated slots and rounding_key are as
+    in `recurrent_step`. The other arguments are as in `recurrent`. Raises the errors of `recurrent` and `recurrent_step`, and
+    ValueError for states_every without state_slots or the reverse.
 
     >>> q, pool, slots = jnp.ones((8, 2, 4)), jnp.zeros((4, 2, 4, 4)), jnp.array([3, 1])
     >>> output, pool = glax.prefill_into(pool, slots, q, q, q, cu_seqlens=jnp.array([0, 5, 8]))

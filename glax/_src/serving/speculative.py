@@ -109,13 +109,13 @@ def recurrent_verify(
 
         output, _ = recurrent(query, key, value, ..., initial_state=state)
 
-    The state does not change. commit(state, draft, accepted) then moves it past each sequence's accepted tokens. The function
+    It does not advance `state`: commit(state, draft, accepted) then moves it past each sequence's accepted tokens. The function
     is for few tokens, up to about 16. query to erase_along, the flags, platform and cfg are as in `recurrent`. With `slots`
     [B], state is a pool [P, H, K, V] as in `recurrent_step`, and slot -1 gives output 0.
 
-    state_slots: slots of the pool, [B, T], for the state behind each draft token. The function then also returns the pool with
-    these states. No state is stored for a slot of -1, nor for a sequence whose own slot is -1. Each state is rounded to
-    nearest.
+    state_slots: [B, T] slots of the pool, one for the state of each sequence after each draft token has been read. The function
+    then also returns a pool with these states in those rows. Its other rows are those of `state`. No state is stored for a slot
+    of -1, nor for a sequence whose own slot is -1. Each state is rounded to nearest.
 
     Returns output [B, T, H, V] in the query's dtype and the Draft; with state_slots also the pool. Raises the errors of
     `recurrent` and `recurrent_step`.
@@ -221,13 +221,14 @@ def commit(
 
     It is one product of rank T, and no state in between is formed. Tokens of the delta rule are read as `recurrent` reads them.
 
-    state: the state that `recurrent_verify` received, or a pool that has grown since then. draft: what it returned.
-    accepted: [B] integers from 0 to T; 0 leaves the state unchanged. A value outside this range is an error when known, and is
-    clipped to the range when traced. rounding_key: as in `recurrent_step`. Sequences without an accepted token are not rounded.
+    state: the state that `recurrent_verify` received, or a pool that has grown since then. draft: what it returned, with the
+    slots of the sequences in the pool. accepted: [B] integers from 0 to T; 0 leaves the state unchanged. A value outside this
+    range raises ValueError when known, and is clipped to the range when traced. rounding_key: as in `recurrent_step`. Sequences
+    without an accepted token are not rounded.
 
     Returns a state in the shape and dtype of `state`; a pool that is donated to jit is updated in place. Raises TypeError for a
-    state that is not floating point or a draft that is no `Draft`, and ValueError for a state of another shape, a smaller pool or
-    an `accepted` of another shape.
+    state that is not floating point, a draft that is no `Draft` or an `accepted` that is no array of integers, and ValueError
+    for a state of another shape, a smaller pool or an `accepted` of another shape.
 
     >>> q, state = jnp.ones((1, 4, 2, 4)), jnp.zeros((1, 2, 4, 4))
     >>> _, draft = glax.recurrent_verify(q, q, q, state)
