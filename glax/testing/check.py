@@ -132,7 +132,8 @@ def check_kernel(
 
     run:      recurrence -> Outputs. It is called outside of jit: pass jax.jit(run) to test the compiled kernel.
     gradient: (recurrence, d_output, d_final) -> Recurrence, the gradient of <output, d_output> + <final_state, d_final> in
-        every array of the recurrence, each in the dtype of its array; None for a kernel without a gradient.
+        every float array of the recurrence, each in the dtype of its array. `boundaries` and `segments` have no gradient: what
+        the result holds there is ignored. None for a kernel without a gradient.
     cases:    shapes, dtypes and gates (`glax.testing.Case`). The default has every form of decay, packed and reversed
               sequences, grouped heads, extreme gates and three dtypes, each with an initial state.
     supports: recurrence -> None, or the reason why the kernel does not support it; such cases are "refused".

@@ -18,8 +18,8 @@ NumPy = Any  # a float64 NumPy array instead of a JAX array
 def reference(r: Recurrence, dtype=np.float64) -> Outputs:
     """Compute S_bar = exp(rows_t) S_{t-1} exp(columns_t),   S_t = S_bar + k_t u_t^T,   o_t = scale * S_t^T q_t.
 
-    u_t is v_t, or w_t * v_t - S_bar^T e_t with an erasure, or w_t * v_t - S_{t-1}^T e_t with one before the decay. rows and
-    columns are the sums of the log decays of keys and of values.
+    u_t is v_t, or w_t * v_t - S_bar^T e_t with an erasure, or w_t * v_t - S_{t-1}^T e_t with one before the decay.
+    rows_t [K]: the sum of token t's log decays `constant`, `head` and `key`. columns_t [V]: its log decays `value`.
 
     r: a `glax.Recurrence` of arrays. dtype: the dtype of all arithmetic; float32 shows the error of rounding alone. Returns
     `Outputs` of NumPy arrays in that dtype: output [B, T, H, V] and final_state [N, H, K, V].

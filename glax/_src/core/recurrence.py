@@ -31,8 +31,9 @@ class Recurrence:
     rule, else `beta`, for which e = beta k and w = beta, or `erase` and `write`. initial_state: None for zeros. boundaries: None
     if no sequences are packed. segments: None if rows are whole.
 
-    states_every: None, or a number n: kernels then also return the states behind every n tokens. A `StoredStates` of these and of
-    the final state takes the place of the final state, and likewise of its cotangent. Kernels that store no states refuse it.
+    states_every: None, or a number n: kernels then also return the states behind every n tokens. The second result of a kernel
+    is then a `StoredStates`, of the final state and of these states, in place of the final state alone. The cotangent of that
+    result is a `StoredStates`, too. Kernels that store no states refuse such a recurrence.
 
     >>> from glax.testing.cases import CASES, recurrence
     >>> recurrence(CASES[0], "log-sigmoid").q.shape

@@ -128,20 +128,24 @@ class TwoPhase(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class KernelSpec:
-    """Describe one implementation of one algorithm. `KernelRegistry.register` makes one of the function `run`.
+    """Describe one implementation of one algorithm. `KernelRegistry.register` makes a KernelSpec from the function `run`.
 
     algorithm, platform, backend: the parts of its name, such as "chunked/xla/any". The algorithm's suffix states what it
               computes: ".vjp" a gradient; ".step", ".verify" and ".replay" tokens of states in a pool; none the outputs and
               final states
-    run:      (recurrence, config=) -> Outputs; for "<algorithm>.vjp" (recurrence, d_output, d_final, config=) -> Recurrence;
+    run:      (recurrence, config=) -> Outputs;
+              for "<algorithm>.vjp" (recurrence, d_output, d_final[, residuals], config=) -> Recurrence. The residuals, by
+              position, are what forward_with_residuals saved. They are left out if nothing was saved;
               for "<algorithm>.step" (recurrence of few tokens, pool, slots, config=) -> (output, pool), slot -1 for none;
               for "<algorithm>.verify" the same operands -> output;
               for "<algorithm>.replay" (recurrence of one token, RingedStates, slots or None, config=)
               -> (output, RingedStates)
-    forward_with_residuals: (recurrence, config=) -> (Outputs, Residuals), if the gradient kernel of the same algorithm and
-              platform takes `residuals`, what the forward saves for it, instead of recomputing them; else None
-    route:    (recurrence, *cotangents, config=) -> (how the kernel runs them in a line, or "", {the faster form of the kernel
-              that they do not get: why}); `explain` shows it
+    forward_with_residuals: (recurrence, config=) -> (Outputs, Residuals). The gradient kernel of the same algorithm and
+    platform
+              then reads the residuals instead of computing them again. None if it takes no residuals
+    route:    (recurrence, *cotangents, config=) -> (line, missed), which `explain` shows. line: how the kernel runs this call,
+    in
+              one line, or "". missed: {a faster form of the kernel that does not run this call: why}
     omits_d_final: recurrence -> whether a gradient kernel takes None for a d_final of zeros
     saves_residuals: recurrence -> whether residuals are worth their memory
     config:   the class of its configs, a `Config`
@@ -153,7 +157,7 @@ class KernelSpec:
     erasing_forms: the forms of decay that it computes with an erasure; None for `forms`
     supports: recurrence -> None, or why the kernel refuses it for another reason, whatever the machine and the config
     priority: recurrence -> number; of the able kernels, the one with the highest is chosen
-    version:  a number that is raised when measured configs become invalid
+    version:  a number, which the author increments when measured configs become invalid
     takes_segments: recurrence -> whether the kernel reads its segments; else the kernel receives `recurrence.folded`
     mixes_segments: recurrence -> whether NaN or inf passes the gates of -inf between the segments of a recurrence that is folded.
               Its results are then checked, and computed again token by token where they are not finite (solve/isolation.py)
@@ -354,11 +358,13 @@ def check_form(r: Recurrence, what: str, forms: tuple[str, ...] = USUAL_FORMS):
 
 
 class KernelRegistry:
-    """Hold the KernelSpecs by name in the dict `kernels`, and choose one for a recurrence on this machine. A new one is empty;
-    glax's own kernels are in `glax.kernel_registry`.
+    """Hold the KernelSpecs by name in the dict `kernels`, and choose one for a recurrence on this machine.
+
+    `register` adds a kernel. `find` chooses one; it raises UnsupportedError if no kernel is able. `able` lists the able kernels
+    and the refusals of the others. A new registry is empty. glax's own kernels are in `glax.kernel_registry`.
 
     A kernel refuses a recurrence for a reason in one sentence: it is for another backend or config, or does not support the
-    call. Of the kernels that do not refuse, the able ones, the one with the highest priority is chosen.
+    call. A kernel that does not refuse is able. The able kernel with the highest priority is chosen.
 
     >>> "chunked/xla/any" in glax.kernel_registry.kernels
     True

@@ -271,8 +271,8 @@ def overlay(configs: dict[str, Any] | None = None, *, policy=None):
     configs: {the name of a registered kernel, such as "chunked/xla/any", or the `op_id` of a `Kernel`: its config}; none if None.
     policy: the `AutotunePolicy` of the other kernels; the policy around the context if None.
 
-    Of nested overlays that name a kernel, the innermost decides. jit traces a function anew in each overlay, also one that is
-    compiled outside; the program from outside serves again outside.
+    Of nested overlays that name a kernel, the innermost decides. jit traces a function once for each distinct set of overlays
+    around its calls. Overlays with equal configs and policies share that trace. Calls outside keep theirs.
 
     Raises ValueError if a name belongs to no kernel, or if a registered kernel takes no config of that class. Raises TypeError
     if `configs` is no dict, or `policy` no AutotunePolicy.

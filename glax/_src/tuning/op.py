@@ -15,8 +15,8 @@ class Kernel:
 
     A subclass sets op_id, the name under which configs are stored, and defines run and heuristic_cfg. It may override
     candidate_cfgs, key and example. Its configs are of a frozen dataclass of its choice, whose fields are values of JSON.
-    version, an int, 0 if absent, is raised when measured configs become invalid. inv is the `Invocation`: the call, with
-    shapes in place of arrays.
+    version: an int, 0 if absent. The author increments it when measured configs become invalid; those of other versions are
+    then not used. inv, of the methods: the `Invocation`, which is the call with shapes in place of arrays.
 
     >>> class Power(glax.Kernel):
     ...     op_id = "power"
@@ -45,7 +45,7 @@ class Kernel:
         return self.get_impl(cfg)
 
     def heuristic_cfg(self, inv) -> Any:
-        """Return the config for an Invocation, guessed from its shapes. Subclasses define it."""
+        """Return the config for an `Invocation` inv, guessed from its shapes. Subclasses define it."""
         raise NotImplementedError(f"{type(self).__name__} must define heuristic_cfg(self, inv)")
 
     def candidate_cfgs(self, inv) -> Iterable[Any]:
@@ -53,7 +53,8 @@ class Kernel:
         return [self.heuristic_cfg(inv)]
 
     def key(self, inv) -> str:
-        """Return the text under which measurements are stored: the arguments' shapes, dtypes and static values."""
+        """Return the text under which measurements of an `Invocation` inv are stored: the arguments' shapes, dtypes and static
+        values."""
         return described(inv.args, inv.kwargs)
 
     def example(self, inv) -> tuple[tuple, dict]:

@@ -21,8 +21,9 @@ class AutotunePolicy:
     cache_miss_fallback: "heuristics" takes the config that the kernel derives from the shapes. "autotune" measures all
                          candidates during the call. "error" raises LookupError.
     allow_autotune:      whether calls may measure. If False, "autotune" acts as "heuristics".
-    validate_backward:   whether the tuner also compares the gradient of each candidate of a `Kernel`, and rejects a config
-                         whose gradient is wrong. It concerns no `KernelSpec`: gradients there are kernels, and tuned as such.
+    validate_backward:   whether the tuner also compares the gradient of a `Kernel` with each candidate to the gradient with
+                         the config of heuristic_cfg, and rejects a candidate that differs by more than rounding. A `KernelSpec`
+                         is not affected: its gradient is a KernelSpec of its own, which is tuned and compared by itself.
 
     A `ConfigSelectorChain` and `overlay` take a policy. Raises ValueError for other values of the fields.
 

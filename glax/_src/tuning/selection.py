@@ -53,8 +53,8 @@ class ConfigSelectorChain:
 
     @property
     def policy(self) -> AutotunePolicy:
-        """Return the policy that holds now: of the innermost overlay that has one, else the chain's, else the one that
-        GLAX_AUTOTUNE names, which measures nothing where it is unset."""
+        """Return the policy that holds now: of the innermost overlay that has one, else the chain's own, else the one that the
+        variable GLAX_AUTOTUNE names. If the variable is unset, that policy is "heuristic", which measures nothing."""
         return overlaid_policy() or self.own_policy or AutotunePolicy.from_environment()
 
     def choose(self, inv: Invocation) -> Chosen:

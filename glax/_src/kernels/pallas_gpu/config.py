@@ -108,10 +108,14 @@ class HopperConfig(Config):
     """Configure the Hopper kernels.
 
     parts: the segments of every sequence, 1 to 32; 1 for whole sequences. A call of packed sequences raises ValueError for more
-    where it has initial states, or per-key gates whose kernels do not read boundaries; a gradient of final states takes them
-    whole for any parts. columns: the columns of the state in a program, 64 or 128. 128 are two heads where heads have 64 columns,
-    which then have to share queries and keys in groups of even size. A call with beta or erase raises ValueError for 128. Raises
-    ValueError, which names the field, for any other value.
+    where it has initial states, or per-key gates whose kernels do not read boundaries. Other packed sequences are scanned
+    whole, whatever parts is, in a gradient that receives the gradient of their final states.
+
+    columns: the columns of the state in a program, 64 or 128. A call with beta or erase raises ValueError for 128. Where heads
+    have 64 columns, 128 means two heads a program: this needs an even number of consecutive heads that share a query and a key,
+    no per-key gates and no states_every. Elsewhere 128 acts as 64 for such heads, and for K above 128 without per-key gates.
+
+    Raises ValueError, which names the field, for any other value.
 
     >>> glax.configs.HopperConfig(parts=4)
     HopperConfig(parts=4, columns=64)

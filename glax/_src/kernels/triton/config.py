@@ -62,13 +62,16 @@ def segment_for(r: Recurrence, chunk: int, programs: int) -> int:
 class TritonChunkedConfig(Config):
     """Configure the chunked Triton kernels of the forward.
 
-    chunk: the tokens of a chunk. columns: the columns of the state in a program. segment: the tokens that a program scans, 0
-    for all of T. warps: the warps of a program, 1 to 32. stages: the stages of its software pipeline, 1 to 16. block: 0 for
-    outputs in the scan of the state; or the rows and columns of the state in a program that stores the states at all chunks,
-    from which the outputs of all chunks are computed in parallel.
+    chunk: the tokens of a chunk, a power of two from 16 to 512.
+    block: 0 for outputs in the scan of the state. A power of two from 16 to 512 for two kernels: the first scans the state, of
+        which a program has so many rows and columns, and stores it at all chunks; the second computes the outputs of all chunks
+        in parallel. With beta or erase, block has no effect.
+    columns: the columns of V in a program that computes outputs, a power of two from 16 to 512.
+    segment: the tokens that a program scans, with any block: a multiple of chunk, or 0 for all of T. The config does not check
+        that chunk divides it, and results are wrong if not. With beta or erase a call raises ValueError for any but 0.
+    warps: the warps of a program, a power of two from 1 to 32. stages: the stages of its software pipeline, 1 to 16.
 
-    chunk, columns and a block other than 0 are powers of two from 16 on, and warps is a power of two. Raises ValueError,
-    which names the field, for any other value.
+    Raises ValueError, which names the field, for any other value.
 
     >>> glax.configs.TritonChunkedConfig(chunk=64).columns
     64
@@ -200,11 +203,12 @@ class GradientConfig(Config):
     """Configure the chunked Triton kernels of the gradient.
 
     chunk: the tokens of a chunk; the states at both its ends are stored. rows: the rows of the states that are processed
-    together. segment: the tokens that a program of the state kernels scans, 0 for all of T. block: the rows and columns of the
-    state in such a program. warps, stages: the warps and the software pipeline's stages of the gradient kernel. columns: 0 for
-    one kernel, whose programs hold all columns of the states; or the columns of a block in two kernels. Programs of the first
-    have a block of rows and loop over blocks of columns; those of the second have a block of columns and loop over rows. With an
-    erasure there is one kernel, whose programs hold all columns if `columns` is 0, and else loop over blocks of as many.
+    together. segment: the tokens that a program of the state kernels scans, as in `TritonChunkedConfig`. block: the rows and
+    columns of the state in such a program. warps, stages: the warps and the software pipeline's stages of the gradient kernel.
+    columns: 0 for one kernel, whose programs hold all columns of the states; or the columns of a block in two kernels. Programs
+    of the first have a block of rows and loop over blocks of columns; those of the second have a block of columns and loop over
+    rows. With an erasure there is one kernel, whose programs hold all columns if `columns` is 0, and else loop over blocks of
+    as many.
 
     The fields are checked as those of `TritonChunkedConfig`.
 
