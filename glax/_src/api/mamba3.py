@@ -102,9 +102,8 @@ def mamba3(
 
     With a rank R, Q and K are [B, T, R, G, K]. A token writes the R products k_r v_r^T with v_r = MIMO_V_r * V to one state,
     and reads it R times: o_r = S_t^T q_r + D v_r. With Z, each o_r is multiplied by silu(MIMO_Z_r * Z). The output is the sum
-    of MIMO_Out_r * o_r over r, or all o_r, [B, T, R, H, V], without MIMO_Out. The kernel mamba3_mimo rotates columns i and K /
-    2 + i
-    together: move them to 2 i and 2 i + 1 first, as `glax.nn.Mamba3` does.
+    of MIMO_Out_r * o_r over r, or all o_r, [B, T, R, H, V], without MIMO_Out. The kernel mamba3_mimo rotates columns i and
+    K / 2 + i together: move them to 2 i and 2 i + 1 first, as `glax.nn.Mamba3` does.
 
     Q, K and V share one dtype of `recurrent`; the other arguments may have any float dtype. G divides H, K is even, and A is at
     most K / 2. Without D there is no skip, and without Z no gate. A rank needs MIMO_V, and MIMO_Z where there is Z.
