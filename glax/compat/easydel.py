@@ -31,9 +31,8 @@ def recurrent_gla(
 
         S_t = diag(exp(gk_t)) S_{t-1} + k_t v_t^T,     o_t = scale * S_t^T q_t
 
-    gk: log decays, with the range of gates in `glax.recurrent`. scale: -1.0, traced or not, means K ** -0.5. initial_state:
-    zeros
-        if None.
+    gk: log decays, with the range of gates in `glax.recurrent`. scale: -1.0, traced or not, means K ** -0.5.
+    initial_state: zeros if None.
     chunk_size: above 0 solves the sequence in parts of that many tokens, each from the state of the part before, so that fewer
         intermediate arrays are in memory at a time. 0 solves it in one part. The result is the same. T need not be a multiple.
     dtype: float32, bfloat16, float16 or float64, to which query, key, value and gk are cast; None casts nothing.

@@ -141,11 +141,9 @@ class KernelSpec:
               for "<algorithm>.replay" (recurrence of one token, RingedStates, slots or None, config=)
               -> (output, RingedStates)
     forward_with_residuals: (recurrence, config=) -> (Outputs, Residuals). The gradient kernel of the same algorithm and
-    platform
-              then reads the residuals instead of computing them again. None if it takes no residuals
+              platform then reads the residuals instead of computing them again. None if it takes no residuals
     route:    (recurrence, *cotangents, config=) -> (line, missed), which `explain` shows. line: how the kernel runs this call,
-    in
-              one line, or "". missed: {a faster form of the kernel that does not run this call: why}
+              in one line, or "". missed: {a faster form of the kernel that does not run this call: why}
     omits_d_final: recurrence -> whether a gradient kernel takes None for a d_final of zeros
     saves_residuals: recurrence -> whether residuals are worth their memory
     config:   the class of its configs, a `Config`
