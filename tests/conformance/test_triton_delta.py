@@ -341,6 +341,13 @@ def test_refusals(case, reason):
             assert support.chunked_refusal(DeltaCase("", gates, erasure, T=4).recurrence(Draw())) is None
 
 
+@pytest.mark.parametrize("config", [TritonChunkedConfig, GradientConfig])
+def test_a_segment_is_a_multiple_of_chunk(config):
+    assert config(32, 32, segment=64).segment == 64
+    with pytest.raises(ValueError, match="segment must be a multiple of chunk, 32, or 0, got 50"):
+        config(32, 32, segment=50)
+
+
 @pytest.mark.parametrize("case", [ALL["head"], FreeCase("along", ("gk",), ("erase",), T=40, along=True)], ids=str)
 def test_a_config_that_divides_sequences_is_refused(case):
     r = case.recurrence(case.draws[0])

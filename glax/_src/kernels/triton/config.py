@@ -35,8 +35,15 @@ def check_fields(config: "TritonChunkedConfig | GradientConfig", *tiles: str):
     for name in tiles:
         check_field(name, getattr(config, name), 16, WIDEST, power_of_two=True)  # Triton's tiles are powers of two
     check_field("segment", config.segment, 0, 2**31 - 1)
+    if config.segment % config.chunk:
+        raise ValueError(f"segment must be a multiple of chunk, {config.chunk}, or 0, got {config.segment}")
     check_field("warps", config.warps, 1, 32, power_of_two=True)
     check_field("stages", config.stages, 1, 16)
+
+
+def in_chunks(segment: int, chunk: int) -> int:
+    """Return the least multiple of chunk that is at least segment."""
+    return -(-segment // chunk) * chunk
 
 
 def has_large_tiles() -> bool:
@@ -55,7 +62,7 @@ def segment_for(r: Recurrence, chunk: int, programs: int) -> int:
     parts = min(2 * num_processors // max(programs, 1), T // (16 * chunk))
     if parts < 2 or 4 * programs >= 3 * num_processors:
         return 0
-    return -(-T // (parts * chunk)) * chunk
+    return in_chunks(-(-T // parts), chunk)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +74,8 @@ class TritonChunkedConfig(Config):
         which a program has so many rows and columns, and stores it at all chunks; the second computes the outputs of all chunks
         in parallel. With beta or erase, block has no effect.
     columns: the columns of V in a program that computes outputs, a power of two from 16 to 512.
-    segment: the tokens that a program scans, with any block: a multiple of chunk, or 0 for all of T. The config does not check
-        that chunk divides it, and results are wrong if not. With beta or erase a call raises ValueError for any but 0.
+    segment: the tokens that a program scans, with any block: a multiple of chunk, or 0 for all of T. With beta or erase a call
+        raises ValueError for any but 0.
     warps: the warps of a program, a power of two from 1 to 32. stages: the stages of its software pipeline, 1 to 16.
 
     Raises ValueError, which names the field, for any other value.
@@ -185,7 +192,7 @@ class TritonChunkedConfig(Config):
         for chunk, columns, stages in ((64, 64, 2), (64, 64, 3), (64, 32, 2), (64, 32, 3), (32, 64, 2), (16, 64, 2)):
             for segment in dict.fromkeys((0, guess.segment, 1024)):
                 if columns <= width(r.v.shape[3]) and segment < r.q.shape[1]:
-                    found.append(cls(chunk, columns, segment, guess.warps, stages))
+                    found.append(cls(chunk, columns, in_chunks(segment, chunk), guess.warps, stages))
         return list(dict.fromkeys(found))
 
     def other_forms(self, r: Recurrence) -> list[Self]:
@@ -194,7 +201,8 @@ class TritonChunkedConfig(Config):
         found = [self, change(stages=5 - self.stages), change(warps=12 - self.warps), change(block=128)]
         found += [change(columns=columns, warps=4) for columns in (32, 64) if columns < width(r.v.shape[3])]
         if large and r.decay.form in LONG_CHUNKS:
-            found += [change(chunk=128, warps=8, stages=2, block=block) for block in (64, 128)]
+            longer = change(chunk=128, segment=in_chunks(self.segment, 128), warps=8, stages=2)
+            found += [dataclasses.replace(longer, block=block) for block in (64, 128)]
         return list(dict.fromkeys((*found, self.scan(r))))
 
 
@@ -319,7 +327,8 @@ class GradientConfig(Config):
         found = [guess]
         for chunk, rows, warps in ((64, 16, 4), (64, 32, 4), (32, 16, 2), (32, 64, 4), (64, 64, 8)):
             if rows <= width(r.q.shape[3]):
-                found.append(dataclasses.replace(guess, chunk=chunk, rows=rows, warps=warps))
+                segment = in_chunks(guess.segment, chunk)
+                found.append(dataclasses.replace(guess, chunk=chunk, rows=rows, segment=segment, warps=warps))
         return list(dict.fromkeys(found))
 
 

@@ -95,8 +95,6 @@ def delta_gradient(
     tokens, cv = tl.arange(0, D.C), tl.arange(0, D.BV)
     i, j = tokens[:, None], tokens[None, :]
     limit = tl.where(count > 0, D.K, 0)  # padding has no state
-    if D.ERASURE == "beta":
-        tbeta = load_rows(erasure, origin, h, tokens, count, D)
     # [C, C]
     if D.PRECISION != "tf32 terms":
         # [C, BV]
@@ -107,12 +105,15 @@ def delta_gradient(
             U, Y = U.to(D.DTYPE), Y.to(D.DTYPE)
             dL = value_gradients(v, write, written, d_written, dv, d_write, h, origin, length, count, D)
         else:
+            tbeta = load_rows(erasure, origin, h, tokens, count, D)
             tdbeta = scaled_value_gradients(Y, tbeta, v, dv, h, tokens, cv, origin, length, count, D)
         dP = dot(tdo, tl.trans(U), D)
     else:
         dP, dL, tdbeta = pairs_of_values(
             erasure, v, write, do, written, d_written, dv, d_write, h, e, origin, length, count, D
         )
+        if D.ERASURE == "beta":
+            tbeta = load_rows(erasure, origin, h, tokens, count, D)
     P = load_pairs(scores, e.to(tl.int64) * D.H + h, tokens, count, D)
     pairs = P.to(tl.float32) * dP
     d_scale = tl.sum(tl.sum(pairs, 1), 0)
@@ -165,11 +166,11 @@ def delta_gradient(
             tdq = dot(tdo, S, D)
             tde = -dot(Y, S, D)
             tdk = dot(U, dS, D)
-            if D.FORM != "none":
-                state_products += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
         if D.FORM != "none":
             # One of the two branches has set them.
             tdq, tde, tdk = tdq * up, tde * e_up, tdk * down  # pyright: ignore[reportOperatorIssue]
+            if D.PRECISION != "tf32 terms":
+                state_products += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
         te = load_erase(erasure, tk, origin, h, tokens, ck, count, D)
         through_start += tl.sum(tq * tdq, 1)
         erased += tl.sum(te * tde, 1)

@@ -67,6 +67,8 @@ def delta_outputs(
         pair = (chunk + c).to(tl.int64) * D.H + h
         tq = load_slices(q, first, h, D.HQ, tokens, count, D)
         tk = load_slices(k, first, h, D.HK, tokens, count, D)
+        if len(S) == 1:
+            T, P, tv = load_pairs_and_values(inverse, scores, v, pair, first, h, tokens, cv, count, D)
         # [C]
         erase_factor = load_factor(factors, pair, 2, tokens, count, D)
         up = load_factor(factors, pair, 0, tokens, count, D)
@@ -74,13 +76,9 @@ def delta_outputs(
         te = load_erasing(e_read, tk, first, h, tokens, count, D)
         if len(S) > 1:
             read, out = sliced_dots(S, te, tq, D)
+            T, P, tv = load_pairs_and_values(inverse, scores, v, pair, first, h, tokens, cv, count, D)
         else:
             read = sliced_dot(S, te, D)
-        # [C, C]
-        T = load_pairs(inverse, pair, tokens, count, D)
-        P = load_pairs(scores, pair, tokens, count, D)
-        # [C, BV]
-        tv = load_tokens(v, first, h, D.HV, D.V, tokens, cv, count, D)
         U = written_tokens(read, write, tv, T, erase_factor, up, first, h, tokens, cv, count, D)
         if len(S) == 1:
             out = sliced_dot(S, tq, D)
@@ -97,6 +95,15 @@ def delta_outputs(
     if (edges & 2) != 0:
         for s in tl.static_range(len(S)):
             store_state(final, tl.trans(S[s]), n, h, channels(s, D), cv, D.H, D.K, D.V)
+
+
+@triton.jit
+def load_pairs_and_values(inverse, scores, v, pair, first, h, tokens, cv, count, D: tl.constexpr):
+    """Load T and P of a chunk, [C, C] each, and V, [C, BV]. With several slices they stand behind the products of the state, for
+    which registers have no room beside them."""
+    T = load_pairs(inverse, pair, tokens, count, D)
+    P = load_pairs(scores, pair, tokens, count, D)
+    return T, P, load_tokens(v, first, h, D.HV, D.V, tokens, cv, count, D)
 
 
 @triton.jit
