@@ -401,11 +401,13 @@ def scan_state_gradients(
         else:
             erased = -Y * erase_factor[None, :] if D.ERASURE == "beta" else -Y
         if D.GATE == "key":
+            dS = with_queries(dS, tdo, tq, through, factor, decays, chunk + c, h, D)
             store_by_chunk(d_written, erased, pair, tokens, cv, D)
         else:
             store_columns(at(d_written, first, h, D.H, D.V), Y, tokens, cv, count, D.H, D.V, D.SIGN)
+            dS = with_queries(dS, tdo, tq, through, factor, decays, chunk + c, h, D)
         te = load_erasing(e_read, tk, first, h, tokens, count, D)
-        dS = previous_state_gradients(dS, tdo, erased, tq, te, through, factor, decays, chunk, c, h, D)
+        dS = previous_state_gradients(dS, erased, te, decays, chunk, c, h, D)
         through = load_through(factors, chunk + c - 1, h, c, D)
     if (edges & 1) != 0:
         for s in tl.static_range(len(dS)):
@@ -413,21 +415,31 @@ def scan_state_gradients(
 
 
 @triton.jit
-def previous_state_gradients(dS, tdo, erased, tq, te, through, factor, decays, chunk, c, h, D: tl.constexpr):
-    """Return the slices [BV, BK] of dL/dS before chunk c of a segment whose first chunk is `chunk`, from those behind it.
+def with_queries(dS, tdo, tq, through, factor, decays, chunk, h, D: tl.constexpr):
+    """Return the slices [BV, BK] of dL/dS behind a chunk, decayed by its gates, with what its queries add. tdo: [BV, C], what
+    multiplies tq, [C, BK]."""
+    after = ()
+    for s in tl.static_range(len(dS)):
+        if D.GATE == "head":
+            after += (dS[s] * through + dot(tdo, tq[s], D),)
+        elif D.GATE == "key":
+            between = load_key_decay(decays, chunk, h, channels(s, D), 1, 1, D)
+            after += (dS[s] * between[None, :] + dot(tdo, tq[s], D) * factor,)
+        else:
+            after += (dS[s] + dot(tdo, tq[s], D),)
+    return after
 
-    With key gates they are decayed as the chunk before writes them. tdo, erased: [BV, C], what multiplies tq and te, [C, BK].
+
+@triton.jit
+def previous_state_gradients(dS, erased, te, decays, chunk, c, h, D: tl.constexpr):
+    """Return the slices [BV, BK] of dL/dS before chunk c of a segment whose first chunk is `chunk`, from the results of
+    `with_queries`.
+
+    With key gates they are decayed as the chunk before writes them. erased: [BV, C], what multiplies te, [C, BK].
     """
     before = ()
     for s in tl.static_range(len(dS)):
-        if D.GATE == "head":
-            x = dS[s] * through + dot(tdo, tq[s], D)
-        elif D.GATE == "key":
-            between = load_key_decay(decays, chunk + c, h, channels(s, D), 1, 1, D)
-            x = dS[s] * between[None, :] + dot(tdo, tq[s], D) * factor
-        else:
-            x = dS[s] + dot(tdo, tq[s], D)
-        x = dot_onto(erased, te[s], x, D)
+        x = dot_onto(erased, te[s], dS[s], D)
         if D.GATE == "key":
             enter = load_key_decay(decays, chunk + c, h, channels(s, D), 1, 0, D)
             leave = load_key_decay(decays, chunk + c - 1, h, channels(s, D), c, 2, D)
