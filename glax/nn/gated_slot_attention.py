@@ -35,7 +35,7 @@ class GatedSlotAttention(LinearAttention):
     learned_feature_map: whether q_t and k_t are phi(W_phi W_q x_t) and phi(W_phi W_k x_t), with one matrix W_phi [K, K] for both
         and all heads.
 
-    The other arguments, `ConvolutionOptions`, are those of `glax.nn.linear_attention.Options` with use_short_conv. There is no
+    The other arguments, `ConvolutionOptions`, are use_short_conv and those of `glax.nn.linear_attention.Options`. There is no
     output gate: gate_fn is without effect, and use_output_gate a TypeError.
 
     layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.

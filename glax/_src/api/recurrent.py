@@ -317,7 +317,7 @@ def simple_gla(
 
         S_t = exp(g_t) S_{t-1} + k_t v_t^T,     o_t = softmax_scale * S_t^T q_t
 
-    g: [B, T, H] log decays, with the range of gates in `recurrent`; ValueError for any other rank. Other shapes and dtypes,
+    g: [B, T, H] log decays, with the range of gates in `recurrent`; ValueError for one a key channel. Other shapes and dtypes,
     options, results and errors: as in `recurrent`.
 
     Dao and Gu 2024, https://arxiv.org/abs/2405.21060.

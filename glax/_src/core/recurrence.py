@@ -28,8 +28,9 @@ class Recurrence:
 
     The public functions make it of their arguments, with gates as logarithms. decay: the arrays `constant` [N, H], `head`
     [B, T, H], `key` [B, T, H, K] and `value` [B, T, H, V], whose sum is the log decay; None for 0. erasure: None without a delta
-    rule, else `beta`, for which e = beta k and w = beta, or `erase` and `write`. initial_state: None for zeros. boundaries: None
-    if no sequences are packed. segments: None if rows are whole.
+    rule, else an `Erasure`: `beta`, for which e = beta k and w = beta, or `erase` and `write`. With its `before_decay` e reads
+    S_{t-1} in the place of decay_t * S_{t-1}, and with its `along` what e reads is taken from the state along another key than
+    k_t. initial_state: None for zeros. boundaries: None if no sequences are packed. segments: None if rows are whole.
 
     states_every: None, or a number n: kernels then also return the states behind every n tokens. The second result of a kernel
     is then a `StoredStates`, of the final state and of these states, in place of the final state alone. The cotangent of that

@@ -45,7 +45,8 @@ class TokenOptions(TypedDict, total=False):
     """List the arguments of a token beside its query, key and value: those of `recurrent_step`, by name.
 
     Of the gates and of beta to erase_along, give exactly those that the pool's `form` names: ValueError else. softmax_scale is
-    K ** -0.5 if None, and the flags are False by default. `verify` takes them with an axis of T tokens after B.
+    K ** -0.5 if None, and the flags are False by default. For `verify` arrays of a token have an axis of T tokens after B;
+    g_gamma, which is the same for all tokens, has none.
 
     >>> pool, q = glax.serving.StatePool(2, heads=2, widths=4, form="none+beta"), jnp.ones((2, 2, 4))
     >>> pool.step(q, q, q, beta=jnp.ones((2, 2)), use_qk_l2norm=True)[0].shape

@@ -214,9 +214,9 @@ class GradientConfig(Config):
     together. segment: the tokens that a program of the state kernels scans, as in `TritonChunkedConfig`. block: the rows and
     columns of the state in such a program. warps, stages: the warps and the software pipeline's stages of the gradient kernel.
     columns: 0 for one kernel, whose programs hold all columns of the states; or the columns of a block in two kernels. Programs
-    of the first have a block of rows and loop over blocks of columns; those of the second have a block of columns and loop over
-    rows. With an erasure there is one kernel, whose programs hold all columns if `columns` is 0, and else loop over blocks of
-    as many.
+    of the first kernel have `rows` rows and loop over blocks of `columns` columns. Those of the second have `columns` columns
+    and loop over the rows. With an erasure there is always one kernel. Its programs have `rows` rows. They loop over blocks of
+    `columns` columns, or hold all columns if `columns` is 0.
 
     The fields are checked as those of `TritonChunkedConfig`.
 
