@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from glax._src.core.backend import Backend
 from glax._src.core.recurrence import aligned, bucket, is_symbol, varying_like
-from glax._src.kernels.common.softmax import SoftmaxOperands
+from glax._src.kernels.common.softmax import SoftmaxOperands, sequence_begins
 from glax._src.serving.stored_states import rows_of
 
 ROWS, KEYS = 128, 256  # rows and keys whose scores are formed together
@@ -169,19 +169,15 @@ def by_sequence(operands: SoftmaxOperands, scale: float) -> Float[Array, "1 T Hq
     if is_small(T, k.shape[1]):
         return whole(operands, scale)
     size = min(max(bucket(-(-T // N)), 16), ROWS)
-    count, numbers = T // size + N, jnp.arange(T // size + N)
-    ends = jnp.cumsum(-(-jnp.diff(cuts) // size), dtype=jnp.int32)  # of the blocks of each sequence
-    begins = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
-    own = jnp.minimum(jnp.searchsorted(ends, numbers, side="right"), N - 1)
-    rows = (cuts[own] + (numbers - begins[own]) * size)[:, None] + jnp.arange(size)[None]  # [count, size]
-    is_own = (rows < cuts[own + 1][:, None]) & (numbers < ends[-1])[:, None]
+    begins = sequence_begins(cuts, T, size)  # of the blocks, and T
+    rows = begins[:-1, None] + jnp.arange(size)  # [blocks, size]
+    is_own = rows < jnp.minimum(begins[1:, None], cuts[-1])
     rows = jnp.where(is_own, rows, 0)
     of_blocks = Intervals(first[0, rows][:, None], jnp.where(is_own, last[0, rows], -1)[:, None])
     o: Array = attend(KEYS, scale, q[0, rows][:, None], k, v, of_blocks)
     places = jnp.arange(T)
-    of_row = jnp.minimum(jnp.searchsorted(cuts[1:], places, side="right"), N - 1)
-    back = places - cuts[of_row]
-    found = o[jnp.clip(begins[of_row] + back // size, 0, count - 1), 0, back % size]
+    block = jnp.searchsorted(begins, places, side="right") - 1
+    found = o[block, 0, places - begins[block]]
     return jnp.where((places < cuts[-1])[:, None, None], found, 0)[None]
 
 
