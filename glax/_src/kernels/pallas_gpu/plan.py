@@ -171,6 +171,11 @@ class Scan:
         """Return the columns of a tile in shared memory."""
         return tile_columns(*self.in_memory)
 
+    @property
+    def channels(self) -> slice | pl.Slice:
+        """Return all channels of a block of keys, and the zeros behind those that are in memory."""
+        return span(0, self.K, self.in_memory[0])
+
     def rows_of_chunks(self, T: int) -> int:
         """Return the number of rows of o for operands of T rows. Divided by 64 and rounded up, it is the number of chunks whose
         states are stored."""

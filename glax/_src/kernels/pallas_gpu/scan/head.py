@@ -207,11 +207,6 @@ class Program:
         """Return the program's columns of V."""
         return span(self.block * self.plan.columns, self.plan.columns, self.plan.in_memory[1])
 
-    @property
-    def channels(self):
-        """Return all channels of K, and the zeros behind those that are in memory."""
-        return span(0, self.plan.K, self.plan.in_memory[0])
-
     def chunk(self, step):
         """Return the chunk that the scan reaches at a step."""
         return self.first + self.plan.chunk_at(step, self.count, self.adjoint)
@@ -297,9 +292,9 @@ def load_chunks(p: Program):
         ring.acquire(slot, step)
         gates = x.gates.at[p.batch, p.chunk(step), w.blocks.head(h)]
         ring.copy(gates, t.gates.at[slot], slot)
-        load(p, x.k, x.k_edges, w.blocks.of_keys(h, w.H, x.k.shape[2]), step, t.k.at[slot], slot, p.channels)
+        load(p, x.k, x.k_edges, w.blocks.of_keys(h, w.H, x.k.shape[2]), step, t.k.at[slot], slot, p.plan.channels)
         if w.outputs:
-            load(p, x.q, x.q_edges, w.blocks.of_keys(h, w.H, x.q.shape[2]), step, t.q.at[slot], slot, p.channels)
+            load(p, x.q, x.q_edges, w.blocks.of_keys(h, w.H, x.q.shape[2]), step, t.q.at[slot], slot, p.plan.channels)
         of_b = w.blocks.of_values(h, w.H, x.v.shape[2])
         load(p, x.v, x.v_edges, of_b, step, t.v.at[slot], slot, p.columns)
 
@@ -430,7 +425,7 @@ def store_state(p: Program, S, step, tile, columns):
         def _():
             target = p.results.states.at[p.batch, lax.div(p.chunk(step), jnp.int32(w.run))]
             if w.stored_by.count == 1:
-                plgpu.copy_smem_to_gmem(tile, target.at[p.h, p.channels, columns])
+                plgpu.copy_smem_to_gmem(tile, target.at[p.h, p.plan.channels, columns])
             else:
                 store_by_blocks(p, tile, target, columns)
 
@@ -529,11 +524,6 @@ class PairProgram:
         """Return the row of the operands."""
         return self.segment_field(0)
 
-    @property
-    def channels(self):
-        """Return all channels of K, and the zeros behind those that are in memory."""
-        return span(0, self.plan.K, self.plan.in_memory[0])
-
     def head(self, i):
         """Return the i-th head of the pair."""
         return self.place()[0] * 2 + i
@@ -587,7 +577,16 @@ def load_pairs(p: PairProgram):
         slot = ring.slot(step)
         ring.acquire(slot, step)
         for source, edges, tile in ((x.q, x.q_edges, t.q), (x.k, x.k_edges, t.k)):
-            load(p, source, edges, quotient(p.head(0), w.H // source.shape[2]), step, tile.at[slot], slot, p.channels)
+            load(
+                p,
+                source,
+                edges,
+                quotient(p.head(0), w.H // source.shape[2]),
+                step,
+                tile.at[slot],
+                slot,
+                p.plan.channels,
+            )
         for i in PAIR:
             sums = x.gates.at[p.batch, p.chunk(step), p.head(i)]
             ring.copy(sums, t.gates[i].at[slot], slot)
@@ -611,7 +610,7 @@ def carry_states(p: PairProgram):
             def _():
                 run = lax.div(p.chunk(step), jnp.int32(w.run))
                 for i in PAIR:
-                    plgpu.copy_smem_to_gmem(t.state[i], p.results.states.at[p.batch, run, p.head(i), p.channels])
+                    plgpu.copy_smem_to_gmem(t.state[i], p.results.states.at[p.batch, run, p.head(i), p.plan.channels])
 
     def add_tokens(S, slot, i):
         """Return S plus the terms of the chunk's tokens, from values in two terms where most of the state passes, as in

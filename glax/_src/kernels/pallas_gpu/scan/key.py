@@ -280,11 +280,6 @@ class Program:
         """Return the rows [C, ...] of one head of x [B, T, heads, ...] at a step."""
         return x.at[(self.segment_field(0), pl.ds(self.row(step), C), head, *columns)]
 
-    @property
-    def channels(self):
-        """Return all channels of a block, and the zeros behind those that are in memory."""
-        return span(0, self.plan.K, self.plan.in_memory[0])
-
     def of_keys(self, x):
         """Return the head of x [B, T, heads, K] that the program reads."""
         return self.plan.blocks.of_keys(self.place()[1], self.plan.H, x.shape[2])
@@ -298,12 +293,12 @@ class Program:
         for term in range(self.plan.terms):
             tile = self.tiles.gates.at[slot * self.plan.terms + term]
             gates = self.operands.gates[term]
-            self.pipeline.gates.copy(self.tokens(gates, step, self.of_keys(gates), self.channels), tile, slot)
+            self.pipeline.gates.copy(self.tokens(gates, step, self.of_keys(gates), self.plan.channels), tile, slot)
 
     def load(self, step, slot):
         """Load k [C, K], the program's columns of v, [C, columns], and the resets [C] of a step."""
         ring, k, v = self.pipeline.tokens, self.operands.k, self.operands.v
-        ring.copy(self.tokens(k, step, self.of_keys(k), self.channels), self.tiles.k.at[slot], slot)
+        ring.copy(self.tokens(k, step, self.of_keys(k), self.plan.channels), self.tiles.k.at[slot], slot)
         columns = span(self.place()[0] * self.plan.columns, self.plan.columns, v.shape[3])
         ring.copy(self.tokens(v, step, self.of_values(v), columns), self.tiles.v.at[slot], slot)
         if self.plan.resets:
@@ -569,7 +564,7 @@ def store_state(p: Program, S, step, tile, columns):
     tile[...] = S.astype(BF16)
     plgpu.commit_smem()
     if p.plan.states:
-        target = p.results.states.at[p.segment_field(0), p.chunk(step), p.place()[1], p.channels, columns]
+        target = p.results.states.at[p.segment_field(0), p.chunk(step), p.place()[1], p.plan.channels, columns]
         plgpu.copy_smem_to_gmem(tile, target)
 
 
@@ -614,7 +609,7 @@ def lost_in_rounding(p: Program, tail, columns, token):
 def token_in_memory(p: Program, columns, token):
     """Return the references of k and of some columns of v of one token."""
     place, (keys, values) = (p.segment_field(0), token), (p.operands.k, p.operands.v)
-    return keys.at[(*place, p.of_keys(keys), p.channels)], values.at[(*place, p.of_values(values), columns)]
+    return keys.at[(*place, p.of_keys(keys), p.plan.channels)], values.at[(*place, p.of_values(values), columns)]
 
 
 def copied_token(p: Program, columns, token):
@@ -659,7 +654,7 @@ class OutputWarpgroup:
         """Load q [C, K] of a step into its tile."""
         q, w = self.p.operands.q, self.p.plan
         tokens = self.p.tokens if w.packed else self.tokens
-        source = tokens(q, step, w.blocks.of_keys(self.head, w.H, q.shape[2]), self.p.channels)
+        source = tokens(q, step, w.blocks.of_keys(self.head, w.H, q.shape[2]), self.p.plan.channels)
         self.p.pipeline.tokens.copy(source, self.p.tiles.q.at[slot], slot)
 
 
