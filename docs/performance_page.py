@@ -42,10 +42,11 @@ Qwen3.5-4B with random weights in bfloat16 on one H200, beside transformers 5.17
 |---|---|---|---|
 | prefill, 8 x 4,096 tokens | 535 ms | 800 ms | 1.50x |
 | a step of LoRA of rank 16, 4 x 2,048 tokens, recomputed | 412 ms, 13.6 GiB | 811 ms, 32.1 GiB | 1.97x |
-| a token of 1 sequence behind 512 | 3.6 ms | 49.7 ms | 13.7x |
-| a token of 64 | 7.8 ms | 68.3 ms | 8.7x |
+| a token of 1 sequence behind 512, two runs | 3.6 and 5.8 ms | 49.7 ms | 13.7x and 8.6x |
+| a token of 64, two runs | 7.8 and 8.3 ms | 68.3 ms | 8.7x and 8.2x |
 
-transformers decodes without its compiled caches, one call of the host a kernel.
+transformers decodes without its compiled caches, one call of the host a kernel. The second run of glax had 12 compiling
+processes beside it.
 """
 
 LOSSES = """\
@@ -53,7 +54,7 @@ Measured, and not in a table of this page:
 
 - cuDNN frontend 1.32's kernel of KDA takes less than a half of glax's forward time at gates of at least -5.
   Most KDA models train with such gates.
-  At gates near 0 it takes 1.25 to 3.9 times the time that glax took before its pairs were a third faster.
+  At gates near 0 it took 1.25 to 3.9 times glax's time before 29 November 2026; glax has become faster since.
 - mlstm-kernels 2.0.6 with Triton 3.6 takes .71 of glax's forward time of an mLSTM, and 1.7 times its time with gradient.
 - Prefill of Qwen3.5-4B takes 15.8 GiB, and transformers' 13.3.
 - JAX 0.12 slows Hopper's kernels down: [](troubleshooting.md#jax-0-12-on-hopper-gpus). The tables are of JAX 0.11.

@@ -33,10 +33,10 @@ def next_token_loss(
     whole in memory.
 
     sharding: how x [B, T, width] is spread over a mesh. Each device then forms `ROWS` rows at a time, the kernel is gathered
-    along its width once, and the devices add their gradients of it once. Axes that do not divide B and T are not supported.
+    along its width once, and the devices add their gradients of it once.
 
-    Raises TypeError and ValueError, which name the argument, for other dtypes and shapes, and for a z_loss that is traced, not
-    finite or below 0.
+    Raises TypeError and ValueError, which name the argument, for other dtypes and shapes, for a sharding that does not divide B
+    and T, and for a z_loss that is traced, not finite or below 0.
     """
     check_floats("x", x)
     check_floats("kernel", kernel)
@@ -50,9 +50,9 @@ def next_token_loss(
         x, targets = by_shard(x, sharding), by_shard(targets, sharding)
         whole = NamedSharding(sharding.mesh, P(None, P.UNCONSTRAINED))
         each = jax.vmap(functools.partial(sum_of_rows, cap, weight, whole), (0, None, 0))
-        total, count = each(x, kernel, targets)
-        return total.sum() / jnp.maximum(count.sum(), 1).astype(jnp.float32)
-    total, count = sum_of_rows(cap, weight, None, x, kernel, targets)
+        total, count = (x.sum() for x in each(x, kernel, targets))
+    else:
+        total, count = sum_of_rows(cap, weight, None, x, kernel, targets)
     return total / jnp.maximum(count, 1).astype(jnp.float32)
 
 
@@ -63,7 +63,8 @@ def sharded_axes(sharding: NamedSharding) -> tuple[str, ...]:
 
 def axes_of(sharding: NamedSharding, axis: int) -> tuple[str, ...]:
     """Return the axes of a mesh of several devices over which an axis of an array is spread."""
-    entry = sharding.spec[axis] or ()
+    entry = sharding.spec[axis] if axis < len(sharding.spec) else None
+    entry = () if entry is None else entry
     names = (entry,) if isinstance(entry, str) else entry
     return tuple(name for name in names if sharding.mesh.shape[name] > 1)
 
@@ -71,6 +72,8 @@ def axes_of(sharding: NamedSharding, axis: int) -> tuple[str, ...]:
 def by_shard(x: Array, sharding: NamedSharding) -> Array:
     """Return x [B, T, ...] as [shards, B / shards of B, T / shards of T, ...], of which each device holds what it held."""
     rows, tokens = (math.prod(sharding.mesh.shape[name] for name in axes_of(sharding, axis)) for axis in (0, 1))
+    if x.shape[0] % rows or x.shape[1] % tokens:
+        raise ValueError(f"sharding must divide B and T, {x.shape[:2]}, got {rows} and {tokens} shards")
     x = x.reshape(rows, x.shape[0] // rows, tokens, x.shape[1] // tokens, *x.shape[2:])
     x = jnp.moveaxis(x, 2, 1)
     x = x.reshape(rows * tokens, *x.shape[2:])

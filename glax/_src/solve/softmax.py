@@ -111,14 +111,14 @@ TRITON_GRADIENT = SoftmaxKernel(GRADIENT_ID, run_gradient, softmax_config.gradie
 
 
 def placed(run: Callable, by_xla: Callable, *operands):
-    """Return run(*operands), or by_xla(results, *operands) where the program is lowered for another backend or exported for
-    several devices. results: the shapes that `run` returns. An axis of vmap joins the batch."""
+    """Return run(*operands), or by_xla(*operands) where the program is lowered for another backend or exported for several
+    devices. An axis of vmap joins the batch."""
     from glax._src.solve.lowering import Kernel as Inserted  # loads modules of JAX that are not a part of `import jax`
     from glax._src.solve.partitioning import is_on_one_device
 
     def again(platform: Platform | None, results, *operands):
         is_able = Backend.here() is Backend.GPU and platform is not Platform.XLA
-        return run(*operands) if is_able else by_xla(results, *operands)
+        return run(*operands) if is_able else by_xla(*operands)
 
     kernel = Inserted(run, again, opaque=True)
     call = jax.custom_batching.custom_vmap(lambda *operands: kernel.bind(not is_on_one_device(), *operands))
@@ -170,7 +170,7 @@ def cotangents(operands: SoftmaxOperands, floats) -> SoftmaxOperands:
 def forward(form: Form, operands: SoftmaxOperands) -> tuple[Array, Array]:
     """Return o, and what `gradient` needs of it. Only o counts in the derivative."""
 
-    def by_xla(results, operands):
+    def by_xla(operands):
         log_total = jnp.zeros((*operands.q.shape[:3],), jnp.float32)  # XLA's gradient forms its own
         return form.by_xla(operands, form.scale), varying_like(log_total, operands.q)
 
@@ -192,7 +192,7 @@ forward.defvjp(forward_fwd, forward_bwd)
 def gradient(form: Form, operands: SoftmaxOperands, o: Array, log_total: Array, d_o: Array):
     """Return dq, dk and dv. Their derivatives in o and log_total are counted with those in the operands."""
 
-    def by_xla(results, operands, o, log_total, d_o):
+    def by_xla(operands, o, log_total, d_o):
         return form.pulled(form.by_xla, operands, d_o)
 
     run = functools.partial(executor, TRITON_GRADIENT, scale=form.scale)

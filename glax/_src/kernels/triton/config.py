@@ -215,8 +215,8 @@ class GradientConfig(Config):
     columns of the state in such a program. warps, stages: the warps and the software pipeline's stages of the gradient kernel.
     columns: 0 for one kernel, whose programs hold all columns of the states; or the columns of a block in two kernels. Programs
     of the first kernel have `rows` rows and loop over blocks of `columns` columns. Those of the second have `columns` columns
-    and loop over the rows. With an erasure there is always one kernel. Its programs have `rows` rows. They loop over blocks of
-    `columns` columns, or hold all columns if `columns` is 0.
+    and loop over the rows. With an erasure there is always one kernel, whose programs have `rows` rows. In float32 they loop over
+    blocks of `columns` columns, or hold all if it is 0; in other dtypes they hold all.
 
     The fields are checked as those of `TritonChunkedConfig`.
 

@@ -49,8 +49,8 @@ def delta_outputs(
 
     START: whether sequences begin from `start` or from zero. GATE: "none", "head", or "key". inverse, scores and factors are the
     results of `delta_scores`. With key gates q, e_read, k and decays are q_read, e_read, k_written and decays of
-    `delta_key_pairs`; without, decays are not read, and e_read is e [rows, H, K], or with beta k, which is read from there
-    in float32 alone. write: w [rows, H, V], read where ERASURE is "erase+write".
+    `delta_key_pairs`; without, decays are not read, and e_read is e [rows, H, K], or with beta k, which
+    float32 alone reads from there (`load_erasing`). write: w [rows, H, V], read where ERASURE is "erase+write".
     """
     block, h, e = place_of(tl.program_id(0), D.NV, D)
     entry = table + e * 6

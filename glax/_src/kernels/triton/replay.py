@@ -5,7 +5,7 @@
 G is the sum of the log decays since S_0 was written. The ring holds k_i, u_i and the decays, and with `Erasure.along` b the
 second term b_i y_i^T. The new token's u_t is v_t, or under the delta rule w_t * v_t - S_bar_t^T e_t. Where the token is the
 REPLAY-th since S_0 was written, S_t is written in the place of S_0, and the ring is empty then. The token is appended to the ring
-where that has a place for it. Nothing else of the state is written. Every exponent is a sum of the log decays that it spans.
+where that has a place for it. No other part of S is written. Every exponent is a sum of the log decays that it spans.
 
 Roles: a program has one sequence, one head and BV columns of the state. It first issues its loads: of C - 1 tokens of the ring,
 of the new token, and of S_0. A load that is issued behind those of S_0 waits as long as these. The program then decays the ring's

@@ -13,8 +13,9 @@ A program knows by its table (`RowBlocks`) which keys none of its rows reads, wh
 scores need no mask. Scores and sums are float32; exponentials are powers of two. Weights are rounded to the dtype of v.
 
 A row that is not finite reaches the rows that read it alone. Scores are selected by the intervals before they are summed. A
-product of 0 and NaN would still spoil a sum, and so a program whose sums are not finite forms them again, with all rows that are
-not finite replaced: in values by 0, in scores by NaN.
+product of 0 and NaN would still spoil a sum, and so a program whose sums are not finite forms them again. What a product sums
+over is then 0 in rows that are not finite, and NaN reaches those that read them: by the scores of `outputs`, and by L in
+gradients.
 """
 
 import jax.numpy as jnp

@@ -14,7 +14,7 @@ from glax._src.kernels.triton.support import installation
 
 WIDEST, WIDEST_FLOAT32 = 256, 128  # wider ones would spill the registers of whole tiles
 DTYPES = ("bfloat16", "float16", "float32")
-FEW_ROWS, FEW_SCORES = 16, 2**15  # a product of all rows with all keys is faster below both
+FEW_ROWS, FEW_SCORES = 16, 2**15  # with fewer rows and up to so many scores one product is faster
 
 
 def check_block(config, *names: str):
@@ -114,5 +114,5 @@ def refusal(operands: SoftmaxOperands, scale: float) -> str | None:
     if scale <= 0:
         return f"takes a scale above 0, got {scale}"
     if q.shape[1] < FEW_ROWS and q.shape[1] * k.shape[1] <= FEW_SCORES:
-        return f"takes {FEW_ROWS} rows or {FEW_SCORES} scores, got {q.shape[1]} rows of {k.shape[1]} keys"
+        return f"takes {FEW_ROWS} rows or more than {FEW_SCORES} scores, got {q.shape[1]} rows of {k.shape[1]} keys"
     return known_miscompile("softmax/triton/gpu") or installation()

@@ -420,7 +420,7 @@ def store_block_sums(p: Program, size):
 def scores(p: Program, last):
     """Return P without the scores of tokens with themselves, in bfloat16, and L before it is multiplied by beta: [C, C] each.
 
-    last: the level that takes all pairs that are left. `measure` has stored its matrix.
+    last: the level that takes all pairs that are left. Where it is 0, `measure` has left its matrix in `Tiles.sums`.
     """
 
     def advance(level, found):

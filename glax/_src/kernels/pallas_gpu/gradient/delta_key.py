@@ -22,8 +22,8 @@ without the terms of a token with itself:
 
 where with `before_decay` the sum of e_s de_s is over s > t.
 
-The sums over pairs are taken in the levels of `chunks/pairs.py`, the last of them in its fast form. For dP with x = scale q, and
-for dA with x = e, they are sums over pairs with one reference, or over several such:
+The sums over pairs are taken in the levels of `chunks/pairs.py`, of which the last has the fast form where there are at most
+FAST_LEVELS. For dP with x = scale q, and for dA with x = e, they are sums over pairs with one reference, or over several such:
 
     dx_i  = e^{M_i} sum_j dP_ij (k_j e^{-M_j})          dk^_j = e^{-M_j} sum_i dP_ij (x_i e^{M_i})
 
@@ -595,7 +595,7 @@ def tokens_of(p: Program, side: int):
 def sums_over_pairs(p: Program, side: int, left):
     """Return the two sums over pairs, [C, BLOCK] each: `left` with dx added, and dk^.
 
-    side: QUERIES, or KEYS, with the x of `tokens_of`. dx is dq / scale, or de. In all levels but the last a token has one factor:
+    side: QUERIES, or KEYS, with the x of `tokens_of`. dx is dq / scale, or de. But for the fast form a token has one factor:
     e^M in a second block, and e^-M in a first. The other may be inf, and is not formed.
     """
     t, levels = p.tiles, p.levels()
