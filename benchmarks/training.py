@@ -311,7 +311,11 @@ def child(options):
 
 def compared(line: dict[str, Any], one: dict[str, Any] | None) -> dict[str, Any]:
     """Return a result with what it is of one device's."""
-    if one is None or "tokens_per_second" not in line or line["problem"].split()[-1] != one["problem"].split()[-1]:
+    if (
+        one is None
+        or not {"tokens_per_second"} <= line.keys() & one.keys()
+        or line["problem"].split()[-1] != one["problem"].split()[-1]
+    ):
         return line
     speedup = line["tokens_per_second"] / one["tokens_per_second"]
     line = line | dict(speedup=speedup, efficiency=speedup / line["devices"])
@@ -382,10 +386,10 @@ def run(options) -> int:
             f"--only must match a case for {count} devices, got {' '.join(options.only)}: these are {known}"
         )
     prepared(options)
-    lines, ones = [], {}
+    lines, ones = [], {x["case"]: x for path in options.beside for x in json.loads(path.read_text())["results"]}
     for case in chosen:
         one = ones.get(case.beside)
-        if one is not None and case.kind == "sequence":
+        if one is not None and "rows" in one and case.kind == "sequence":
             case = dataclasses.replace(case, rows=one["rows"])
         for line in measured(options, case):
             line = compared(line, one)
@@ -412,6 +416,7 @@ def parsed():
     add("--vocabulary", type=int, help="in place of each model's own, 32000")
     add("--no-overlap", action="store_true", help="steps on several GPUs without XLA's latency-hiding scheduler")
     add("--tiny", action="store_true", help="tiny models and rows")
+    add("--beside", nargs="+", type=Path, default=[], help="results that others are compared with, of earlier runs")
     add("--json", type=Path, help="the file for the results, written after each case")
     add("--seconds", type=float, default=1e9, help="of the whole run: no case begins behind them")
     add("--limit", type=float, default=240, help="seconds of one case; default: %(default)s")
