@@ -27,6 +27,7 @@ from glax._src.core.bind import check_real
 from glax._src.core.files import parse, read_regular
 from glax.models.adapters import ALL, lora, save_adapter
 from glax.models.folders import has_weights
+from glax.models.forming import formed
 from glax.models.layer_scan import Layers
 from glax.models.load import from_config, from_pretrained
 from glax.models.loggers import check_loggers
@@ -578,8 +579,7 @@ def make_model(config: TrainingConfig, mesh: Mesh | None = None) -> tuple[Causal
     else:
         model = nnx.eval_shape(lambda: with_terms(build()))
         graph, shapes = nnx.split(model)
-        formed = jax.jit(lambda: nnx.state(with_terms(build())), out_shardings=shardings_of(model, shapes, mesh))
-        model = nnx.merge(graph, formed())
+        model = nnx.merge(graph, formed(lambda: nnx.state(with_terms(build())), shardings_of(model, shapes, mesh)))
     model.set_remat(config.remat)
     if config.tokenizer is None:
         return model, find_tokenizer(folder, model.vocabulary)

@@ -1,0 +1,76 @@
+"""Form a tree of arrays over a mesh, each by a program of its own.
+
+One program of all parameters would hold a kernel for each, and XLA compiles kernels of GPUs one after another: those of GLA-1.3B
+for minutes. Here equal programs, as those of equal layers are, are compiled once, and one array is formed at a time.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]  (JAX 0.12)
+from jax.sharding import NamedSharding
+
+SMALL = (
+    64  # elements of what is computed outside of the programs, such as keys: a program must not hold the layer's own
+)
+
+
+def formed(make: Callable[[], Any], shardings: Any) -> Any:
+    """Return make(), each array with its sharding. shardings: a tree of NamedSharding with the structure of make()'s result.
+
+    make reads no array from outside, and its values are those of make() outside of jit to a rounding. No array of more than 64
+    elements is ever whole on a device, unless its sharding says so.
+    """
+    traced, shapes = jax.make_jaxpr(make, return_shape=True)()
+    values, rest = known(traced)
+    programs: dict[tuple[str, NamedSharding], Callable] = {}
+
+    def array(outcome, sharding: NamedSharding) -> jax.Array:
+        program, inputs = program_of(traced.jaxpr, rest, outcome)
+        name = str(program), sharding
+        if name not in programs:
+            programs[name] = jax.jit(jaxpr_as_fun(ClosedJaxpr(program, ())), out_shardings=[sharding])
+        return programs[name](*(values[x] for x in inputs))[0]
+
+    placed = jax.tree.leaves(shardings, is_leaf=lambda x: isinstance(x, NamedSharding))
+    leaves = [array(*each) for each in zip(traced.jaxpr.outvars, placed, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+
+def known(traced: ClosedJaxpr) -> tuple[dict[Any, Any], list]:
+    """Return the constants and small values of a program by variable, and its other equations."""
+    values, rest = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True)), []
+    for equation in traced.jaxpr.eqns:
+        inputs = variables(equation.invars)
+        if all(x in values for x in inputs) and all(x.aval.size <= SMALL for x in equation.outvars):
+            alone = part(traced.jaxpr, inputs, equation.outvars, [equation])
+            results = jaxpr_as_fun(ClosedJaxpr(alone, ()))(*(values[x] for x in inputs))
+            values |= zip(equation.outvars, results, strict=True)
+        else:
+            rest.append(equation)
+    return values, rest
+
+
+def program_of(whole: Jaxpr, equations: list, outcome) -> tuple[Jaxpr, list]:
+    """Return the program that forms one result, of those equations that it needs, and its inputs."""
+    needed, found = set(variables([outcome])), []
+    for equation in reversed(equations):
+        if needed.intersection(equation.outvars):
+            found.append(equation)
+            needed.difference_update(equation.outvars)
+            needed.update(variables(equation.invars))
+    found.reverse()
+    read = [x for each in found for x in each.invars]
+    inputs = list(
+        dict.fromkeys(x for x in variables([*read, outcome]) if x in needed)
+    )  # in an order that equal programs share
+    return part(whole, inputs, [outcome], found), inputs
+
+
+def variables(atoms: Iterable) -> list:
+    return [x for x in atoms if not isinstance(x, Literal)]
+
+
+def part(whole: Jaxpr, inputs: list, outcomes: list, equations: list) -> Jaxpr:
+    return whole.replace(constvars=[], invars=inputs, outvars=outcomes, eqns=equations)
