@@ -13,6 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from glax._src.core.bind import check_integers
 from glax._src.core.recurrence import to_int32
+from glax._src.solve.grouped import grouped_product
+from glax._src.solve.partitioning import flat_axes
 from glax.nn.arguments import checked
 from glax.nn.parts import EMBED, EXPERTS, MLP, activation, check_floats, linear, normal, parameter, products
 
@@ -233,7 +235,7 @@ class Experts(nnx.Module):
             return f(*arrays, *parameters)
         spec = self.rows.spec
         specs = (*[spec] * len(arrays), *[PartitionSpec()] * len(parameters))
-        options: dict[str, Any] = dict(in_specs=specs, out_specs=spec, axis_names=set(spec[0]), check_vma=False)
+        options: dict[str, Any] = dict(in_specs=specs, out_specs=spec, axis_names=set(flat_axes(spec[0])), check_vma=False)
         return jax.shard_map(f, mesh=self.rows.mesh, **options)(*arrays, *parameters)
 
     def sum_over_experts(
@@ -260,7 +262,7 @@ class Experts(nnx.Module):
         act = activation("act", self.act)
 
         def product(x, name):
-            return jax.lax.ragged_dot(x, kernels[name], sizes)
+            return grouped_product(x, kernels[name], sizes)
 
         if self.form == "plain":
             return product(act(product(x, "up")), "down")

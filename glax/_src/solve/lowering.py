@@ -173,7 +173,7 @@ def lower(context: mlir.LoweringRuleContext, *leaves, call: Call, jaxpr: ClosedJ
     exports, is_asked = module.lowering_parameters.for_export, platform in ("cpu", "cuda", "rocm")
     asks = spread and is_asked and not exports and call.kernel.is_divisible
     visible = spread and not asks
-    if visible and call.kernel.opaque and not exports:
+    if visible and call.kernel.opaque and not exports and not is_asked:
         warn_of_automatic_axes(platform)
     if asks:
         check_shardy()

@@ -53,7 +53,7 @@ class Dimensions:
     GROUP: the heads that a program takes in order, GQ, GK and GV how many of them share a query, key or value. PAIRS: the
     (chunk, head) pairs that a program of an exact kernel tests. PLACES: of a replay ring; REPLAY: the tokens from one write of a
     state to the next; ALONG: whether what is erased is taken along another key; SCALED: the rows of a state in 8 bits that share
-    a scale.
+    a scale. TRANSPOSED: whether the second factor of a product is.
     """
 
     H: int
@@ -94,6 +94,7 @@ class Dimensions:
     REPLAY: int | None = None
     ALONG: bool | None = None
     SCALED: int | None = None
+    TRANSPOSED: bool | None = None
 
     def __repr__(self):
         """Return the given constants in letters that a symbol of a program may have."""

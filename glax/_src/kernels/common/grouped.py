@@ -1,0 +1,38 @@
+"""Define the operands of products of grouped rows, and the blocks of rows that their kernels take."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+class GroupedOperands(NamedTuple):
+    """Hold x [M, K], whose rows are sorted by group, what they are multiplied by, and the rows of each group.
+
+    other: w [E, K, N], or y [M, N] where each group sums x_m^T y_m. sizes: [E], an int; the rows behind their sum are of no
+    group.
+    """
+
+    x: Float[Array, "M K"]
+    other: Float[Array, "..."]
+    sizes: Int[Array, "E"]
+
+
+def edges(sizes: Int[Array, "E"], M: int) -> Int[Array, "E+2"]:
+    """Return the first row of each group and of the rows behind the groups, and M, as int32."""
+    ends = jnp.clip(jnp.cumsum(sizes.astype(jnp.int32), dtype=jnp.int32), 0, M)
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), ends, jnp.full(1, M, jnp.int32)])
+
+
+def row_table(sizes: Int[Array, "E"], M: int, rows: int) -> Int[Array, "count 3"]:
+    """Return the first row of each block, its rows, of which it has at most `rows`, and its group: E for rows of no group.
+
+    A block has rows of one group. A group without rows has no block. Blocks behind the last have no rows.
+    """
+    begins, E = edges(sizes, M), sizes.shape[0]
+    blocks = -(-jnp.diff(begins) // rows)
+    ends = jnp.cumsum(blocks, dtype=jnp.int32)
+    number = jnp.arange(min(M, M // rows + E + 1), dtype=jnp.int32)
+    group = jnp.minimum(jnp.searchsorted(ends, number, side="right", method="compare_all"), E)
+    start = jnp.minimum(begins[group] + (number - (ends - blocks)[group]) * rows, M)
+    return jnp.stack([start, jnp.minimum(begins[group + 1] - start, rows), group], -1).astype(jnp.int32)

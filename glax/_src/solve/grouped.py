@@ -1,0 +1,171 @@
+"""Choose the kernels that multiply rows by the matrix of their group, and insert them into the program.
+
+There are two: Triton's for GPUs of NVIDIA, which is chosen wherever it is able, and XLA's, `jax.lax.ragged_dot`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from glax._src.core.backend import Backend, computes_on
+from glax._src.core.recurrence import aligned
+from glax._src.core.registry import Config, Platform
+from glax._src.kernels.common.grouped import GroupedOperands
+from glax._src.kernels.triton import grouped_config
+from glax._src.solve.dispatch import executor
+from glax._src.solve.partitioning import is_on_one_device, is_spread_by_type
+from glax._src.tuning.op import Kernel
+
+DIVIDED = "runs on the arrays of one device, and the compiler divides these: call inside jax.shard_map over all axes"
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedKernel(Kernel):
+    """Describe an implementation of a product of grouped rows: what an executor asks of a kernel.
+
+    function: (operands, ..., cfg=) -> the result. heuristic: operands -> a config.
+    """
+
+    op_ids: ClassVar = ("grouped/triton/gpu", "grouped.sums/triton/gpu")  # those with configs
+
+    op_id: str  # pyright: ignore[reportIncompatibleVariableOverride]  (the base declares no field)
+    function: Callable[..., Any]
+    heuristic: Callable[[GroupedOperands], Config] = lambda operands: Config()
+
+    def run(self, *args, cfg, **options):
+        return self.function(*args, cfg=cfg, **options)
+
+    def heuristic_cfg(self, inv) -> Config:
+        return self.heuristic(inv.args[0])
+
+
+def grouped_product(x: Float[Array, "M K"], w: Float[Array, "E K N"], sizes: Int[Array, "E"]) -> Float[Array, "M N"]:
+    """Return y_m = x_m w_e(m) by the best kernel, in the dtype of x. Rows are sorted by group e, of which each has sizes[e].
+
+    Rows behind the last group are 0. x and w have one dtype.
+    """
+    operands = GroupedOperands(x, w, sizes)
+    if (why := refusal(operands)) is not None:
+        return executor(XLA, operands, transposed=False, refused={TRITON.op_id: why})
+    return products(False, *aligned(operands))
+
+
+def refusal(operands: GroupedOperands) -> str | None:
+    """Return why Triton's kernels do not run a call here, or None."""
+    if Backend.here() is not Backend.GPU:
+        return f"needs a gpu, {computes_on()}"
+    if is_spread_by_type(operands):
+        return DIVIDED
+    return grouped_config.refusal(operands)
+
+
+# ---- the kernels -------------------------------------------------------------------------------------------------------
+
+
+def run_products(operands: GroupedOperands, *, cfg, transposed: bool):
+    from glax._src.kernels.triton import grouped  # imports Triton
+
+    return grouped.products(operands, cfg, transposed)
+
+
+def run_sums(operands: GroupedOperands, *, cfg):
+    from glax._src.kernels.triton import grouped  # imports Triton
+
+    return grouped.sums(operands, cfg)
+
+
+def products_by_xla(operands: GroupedOperands, *, cfg, transposed: bool):
+    x, w, sizes = operands
+    return jax.lax.ragged_dot(x, jnp.swapaxes(w, 1, 2) if transposed else w, sizes)
+
+
+def sums_by_xla(operands: GroupedOperands, *, cfg):
+    x, y, sizes = operands
+    w = jax.ShapeDtypeStruct((sizes.shape[0], x.shape[1], y.shape[1]), x.dtype)
+    return jax.linear_transpose(lambda w: jax.lax.ragged_dot(x, w, sizes), w)(y)[0]
+
+
+PRODUCTS_ID, SUMS_ID = GroupedKernel.op_ids
+TRITON = GroupedKernel(PRODUCTS_ID, run_products, grouped_config.product_config)
+TRITON_SUMS = GroupedKernel(SUMS_ID, run_sums, grouped_config.sum_config)
+XLA = GroupedKernel("grouped/xla/any", products_by_xla)
+XLA_SUMS = GroupedKernel("grouped.sums/xla/any", sums_by_xla)
+
+
+def placed(ours: GroupedKernel, by_xla: GroupedKernel, x: Array, other: Array, sizes: Array, **options) -> Array:
+    """Return the result of `ours`, or of `by_xla` where the program is lowered for another backend, or where the compiler divides
+    it over devices. The examples of vmap run one after another: each has groups of its own."""
+    from glax._src.solve.lowering import Kernel as Inserted  # loads modules of JAX that are not a part of `import jax`
+
+    def run(*operands):
+        return executor(ours, GroupedOperands(*operands), **options)
+
+    def again(platform: Platform | None, results, *operands):
+        is_here = Backend.here() is Backend.GPU
+        if is_here and platform is not Platform.XLA:
+            return run(*operands)
+        why = DIVIDED if is_here else f"needs a gpu, {computes_on()}"
+        return executor(by_xla, GroupedOperands(*operands), **options, refused={ours.op_id: why})
+
+    kernel = Inserted(run, again, opaque=True, is_divisible=False)
+    call = jax.custom_batching.custom_vmap(lambda *operands: kernel.bind(not is_on_one_device(), *operands))
+
+    @call.def_vmap
+    def rule(size: int, batched, *operands):
+        def each(own):
+            rest = iter(own)
+            return call(*(next(rest) if is_own else x for x, is_own in zip(operands, batched, strict=True)))
+
+        return jax.lax.map(each, [x for x, is_own in zip(operands, batched, strict=True) if is_own]), True
+
+    return call(x, other, sizes)
+
+
+# ---- derivatives: each is a product of the same two kinds, so they exist in every order --------------------------------
+
+
+def no_cotangent(sizes: Array):
+    return np.zeros(sizes.shape, jax.dtypes.float0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def products(transposed: bool, x: Array, w: Array, sizes: Array) -> Array:
+    """Return x_m w_e(m), or x_m w_e(m)^T if transposed."""
+    return placed(TRITON, XLA, x, w, sizes, transposed=transposed)
+
+
+def products_fwd(transposed: bool, x: Array, w: Array, sizes: Array):
+    return products(transposed, x, w, sizes), (x, w, sizes)
+
+
+def products_bwd(transposed: bool, residuals, d_y: Array):
+    x, w, sizes = residuals
+    d_w = sums(d_y, x, sizes) if transposed else sums(x, d_y, sizes)
+    return products(not transposed, d_y, w, sizes), d_w, no_cotangent(sizes)
+
+
+products.defvjp(products_fwd, products_bwd)
+
+
+@jax.custom_vjp
+def sums(x: Array, y: Array, sizes: Array) -> Array:
+    """Return w_e, the sum of x_m^T y_m over the rows of group e."""
+    return placed(TRITON_SUMS, XLA_SUMS, x, y, sizes)
+
+
+def sums_fwd(x: Array, y: Array, sizes: Array):
+    return sums(x, y, sizes), (x, y, sizes)
+
+
+def sums_bwd(residuals, d_w: Array):
+    x, y, sizes = residuals
+    return products(True, y, d_w, sizes), products(False, x, d_w, sizes), no_cotangent(sizes)
+
+
+sums.defvjp(sums_fwd, sums_bwd)
