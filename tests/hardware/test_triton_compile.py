@@ -116,6 +116,16 @@ SOFTMAX = {
     ("softmax128/float32", "query_gradient"): [(106_496, 255, 288), (106_496, 255, 328), (106_496, 255, 360)],
     ("softmax128/float32", "key_gradient"): [(98_304, 255, 304), (98_304, 255, 280), (98_304, 255, 264)],
 }
+# Products of grouped rows, in the same form.
+GROUPED = {
+    ("prefill", "row_products"): [(32_768, 174, 0), (147_456, 208, 0), (147_472, 172, 0)],
+    ("prefill", "row_products^T"): [(32_768, 170, 0), (147_456, 185, 0), (147_472, 162, 0)],
+    ("prefill", "group_sums"): [(32_768, 128, 8), (147_456, 217, 0), (147_472, 166, 0)],
+    ("prefill/float32", "row_products"): [(32_768, 197, 0), (49_152, 133, 0), (49_160, 116, 0)],
+    ("prefill/float32", "row_products^T"): [(32_768, 168, 0), (49_152, 128, 0), (49_160, 111, 0)],
+    ("prefill/float32", "group_sums"): [(32_768, 219, 0), (49_152, 188, 0), (49_160, 128, 0)],
+}
+DECODED = {("decoding", "row_products"): [(30_720, 46, 0), (61_440, 48, 0), (61_440, 56, 0)]}
 # The delta rule in float32 at widths of 128, in the same form. Its tiles are of 16 rows, and so none is a product of a warpgroup.
 # The kernels of key gates out of range spill. The gradient spills less in 8 warps with all rows of a state, but is slower.
 FLOAT32 = {
@@ -162,6 +172,9 @@ MULTIPLYING = (
     "query_gradient",
     "key_alone",
     "value_alone",
+    "row_products",
+    "row_products^T",
+    "group_sums",
 )
 PRODUCTS = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
 
@@ -217,6 +230,20 @@ def test_budgets_of_a_step_of_ringed_states(capability):
 def test_budgets_of_softmax_attention(capability):
     calls = "softmax128 bfloat16 128", "softmax256 bfloat16 256", "softmax128/float32 float32 128"
     check_budgets(capability, usages(capability, *calls, module="tests.triton_softmax_compile"), SOFTMAX)
+
+
+@pytest.mark.parametrize("capability", LIMITS)
+def test_budgets_of_grouped_rows(capability):
+    found = usages(
+        capability,
+        "prefill bfloat16 262144",
+        "prefill/float32 float32 262144",
+        "decoding bfloat16 512",
+        module="tests.triton_grouped_compile",
+    )
+    decoding = {key: row for key, row in found.items() if key[1].startswith("decoding")}
+    check_budgets(capability, {key: row for key, row in found.items() if key not in decoding}, GROUPED)
+    check_budgets(capability, decoding, DECODED, "mma.sync")  # 16 rows are too few for a product of a warpgroup
 
 
 @pytest.mark.parametrize("capability", LIMITS)

@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU: arrays and states of more than 2^31 elements, and repeats that agree in every bit."""
+"""The Triton kernels on a GPU: arrays and states beyond 2^31 elements, repeats that agree in every bit, and grouped rows."""
 
 import functools
 
@@ -11,6 +11,7 @@ from glax import serving
 from glax._src.core.bind import bind
 from glax._src.core.registry import kernel_registry
 from glax._src.kernels import load_kernels
+from glax._src.solve.grouped import grouped_product
 from tests import strengths
 from tests.cases import Case, cotangents, recurrence
 
@@ -137,3 +138,47 @@ def test_steady_strengths(form, dtype):
     for half in {spec.config.heuristic(shaped).chunk // 2 for spec in specs}:
         r, *d = strengths.problem(form, half, T=300, K=64, dtype=dtype)
         strengths.assert_right(r, *d, kernel("chunked")(r), kernel("chunked.vjp")(r, *d))
+
+
+def values_and_gradients(x, w, d_y, sizes):
+    y, pull = jax.vjp(lambda x, w: grouped_product(x, w, sizes), x, w)
+    return y, *pull(d_y)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    "sizes, behind",
+    [((0, 300, 1, 0, 700, 129), 57), ((5, 0, 1, 3, 0, 2), 0), ((40, 60, 0, 33, 20, 90), 7)],
+    ids=["large", "small", "between"],
+)
+def test_grouped_rows(sizes, behind, dtype):
+    """Values and gradients beside products of each group in float64, with repeats that agree in every bit."""
+    M, K, N = sum(sizes) + behind, 328, 200
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (M, K), (len(sizes), K, N), (M, N)
+    x, w, d_y = (jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))
+    run = jax.jit(values_and_gradients)
+    found, again = (run(x, w, d_y, jnp.array(sizes, jnp.int32)) for _ in range(2))
+    x, w, d_y = (np.asarray(a, np.float64) for a in (x, w, d_y))
+    y, d_x, d_w, end = np.zeros_like(d_y), np.zeros_like(x), np.zeros_like(w), 0
+    for e, size in enumerate(sizes):
+        own, end = slice(end, end + size), end + size
+        y[own], d_x[own], d_w[e] = x[own] @ w[e], d_y[own] @ w[e].T, x[own].T @ d_y[own]
+    bar = dict(bfloat16=4e-3, float16=5e-4, float32=3e-6)[dtype]
+    for got, same, want in zip(found, again, (y, d_x, d_w), strict=True):
+        assert np.asarray(got).tobytes() == np.asarray(same).tobytes()
+        assert np.linalg.norm(np.asarray(got, np.float64) - want) <= bar * np.linalg.norm(want)
+        assert not np.asarray(got, np.float64)[want == 0].any()
+
+
+@large
+def test_grouped_rows_beyond_2_31_elements():
+    """The rows of the last group lie beyond 2^31 elements, and come out as they do alone."""
+    M, K, N, own = 2**20 + 300, 2048, 2048, 200
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, d_y = (jax.random.normal(key, (M, K), jnp.bfloat16) for key in keys[:2])
+    w = jax.random.normal(keys[2], (2, K, N), jnp.bfloat16)
+    found = jax.jit(values_and_gradients)(x, w, d_y, jnp.array([M - own, own], jnp.int32))
+    alone = jax.jit(values_and_gradients)(x[-own:], w[1:], d_y[-own:], jnp.array([own], jnp.int32))
+    for got, want in zip((found[0][-own:], found[1][-own:], found[2][1:]), alone, strict=True):
+        assert_same(got, want)
