@@ -235,7 +235,8 @@ class Experts(nnx.Module):
             return f(*arrays, *parameters)
         spec = self.rows.spec
         specs = (*[spec] * len(arrays), *[PartitionSpec()] * len(parameters))
-        options: dict[str, Any] = dict(in_specs=specs, out_specs=spec, axis_names=set(flat_axes(spec[0])), check_vma=False)
+        names = set(flat_axes(spec[0]))
+        options: dict[str, Any] = dict(in_specs=specs, out_specs=spec, axis_names=names, check_vma=False)
         return jax.shard_map(f, mesh=self.rows.mesh, **options)(*arrays, *parameters)
 
     def sum_over_experts(
