@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,9 +58,10 @@ def generate(
     """Return the tokens that continue each prompt, int32 [B * samples, max_new_tokens]. With log_probs return (tokens,
     log_probs), of which the second are the logarithms of the tokens' probabilities, float32 of the same shape.
 
-    One compiled program reads the prompts and writes the tokens. It also serves `stream`, and models of equal structure. The
-    number of tokens in the prompts is padded to one of a few sizes, each of which compiles it again. Caches of keys and values
-    grow with the longest sequence; each growth compiles it again, too.
+    One compiled program reads the prompts and draws the first tokens; another writes the others. They are compiled side by side,
+    and also serve `stream`, and models of equal structure. The number of tokens in the prompts is padded to one of a few sizes,
+    each of which compiles both again. Caches of keys and values grow with the longest sequence; each growth compiles the second
+    again.
 
     tokens:      [B, T], prompts of one length or padded; or a list of prompts of any lengths, each a list of tokens.
     lengths:     [B], the lengths of the prompts in tokens [B, T], each at least 1; T each if None.
@@ -89,6 +91,7 @@ def generate(
     >>> glax.models.generate(model, prompts, 8, temperature=0.7, key=jax.random.key(0)).shape
     (2, 8)
     """
+    require_whole(model)
     drawing = (samples, key, temperature, top_k, top_p, repetition_penalty, eos, log_probs)
     call = prepare(model, tokens, max_new_tokens, lengths, padding, drawing, stop, tokenizer)
     if call.stops is None:
@@ -122,12 +125,14 @@ def stream(
     yield (tokens, log_probs). The stream ends after max_new_tokens, or when all sequences have ended.
 
     Arguments and errors are as in `generate`; ValueError also for a model or arguments that are traced. Errors are raised at the
-    call, before the first token. Everything is compiled before the first token, unless a cache of keys and values grows.
+    call, before the first token. The first token does not wait for the program that writes the others, which is compiled
+    meanwhile. Behind the second token nothing is compiled, unless a cache of keys and values grows.
 
     >>> tokens = glax.models.stream(model, jnp.array([[1, 2, 3]]), 8)
     >>> len([int(token[0]) for token in tokens])
     8
     """
+    require_whole(model)
     drawing = (samples, key, temperature, top_k, top_p, repetition_penalty, eos, log_probs)
     call = prepare(model, tokens, max_new_tokens, lengths, padding, drawing, stop, tokenizer)
     if call.is_traced:
@@ -181,41 +186,35 @@ class Progress(NamedTuple):
         return Progress(self.number + 1, token, done, log_prob, seen, written, log_probs)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=7)
-def loop(
-    structure: Structure, sampling: Sampling, parameters, prompts: dict, arrays: dict, until, progress: Progress, pools
-):
-    """Read the prompts if no token is written yet. Write tokens until there are `until`, or all sequences have ended. Return
-    (progress, pools)."""
-    specs = (jax.tree.map(lambda _: P(), progress), jax.tree.map(spec_of, pools))
-    f = functools.partial(looped, structure, sampling)
-    return with_automatic_axes(f, specs, parameters, prompts, arrays, until, progress, pools)
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Hold what is known while tracing of the arrays of a call. samples: the continuations of a prompt. limit: the tokens that
+    `Progress.written` has room for. room: the tokens of a sequence that the pools have room for."""
+
+    samples: int
+    limit: int
+    room: int
 
 
-def looped(
-    structure: Structure, sampling: Sampling, parameters, prompts: dict, arrays: dict, until, progress: Progress, pools
-):
-    def first(carry):
-        return read_prompts(structure.model(parameters), sampling, prompts, arrays, *carry)
-
-    def following(carry):
-        progress, pools = carry
-        logits, pools = structure.model(parameters).step(progress.token, pools)
-        return progress.with_next(sampling, logits, arrays), pools
-
-    # A loop of at most one turn, and no `cond`: a loop updates what it carries in place.
-    carry = jax.lax.while_loop(lambda carry: carry[0].number == 0, first, (progress, pools))
-    return jax.lax.while_loop(lambda carry: (carry[0].number < until) & ~carry[0].done.all(), following, carry)
-
-
-def read_prompts(model: CausalLM, sampling: Sampling, prompts: dict, arrays: dict, progress: Progress, pools):
-    """Read B prompts, copy the state of each to the R / B rows of its continuations, and return (progress, pools) with the first
-    token of all R rows.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def read_prompts(structure: Structure, sampling: Sampling, sizes: Sizes, parameters, prompts: dict, arrays: dict):
+    """Read the prompts, and return (progress, pools) with the first token of each continuation.
 
     prompts: tokens [B, T]; or packed, tokens [T] with cu_seqlens [B + 1].
     """
-    tokens, cuts = prompts["tokens"], prompts.get("cu_seqlens")
-    B = len(tokens) if cuts is None else cuts.shape[0] - 1
+    model, R = structure.model(parameters), rows_of(prompts) * sizes.samples
+    pools = model.initial_states(R, sizes.room)
+    progress = Progress.start(sampling, sizes.limit, R, model.vocabulary)
+    f = functools.partial(first_tokens, structure, sampling)
+    return with_automatic_axes(f, specs_of(progress, pools), parameters, prompts, arrays, progress, pools)
+
+
+def first_tokens(
+    structure: Structure, sampling: Sampling, parameters, prompts: dict, arrays: dict, progress: Progress, pools
+):
+    """Read B prompts into empty pools, copy the state of each to the R / B rows of its continuations, and draw their tokens."""
+    model, tokens, cuts = structure.model(parameters), prompts["tokens"], prompts.get("cu_seqlens")
+    B = rows_of(prompts)
     samples = progress.token.shape[0] // B
 
     def to_all(x):
@@ -236,6 +235,35 @@ def read_prompts(model: CausalLM, sampling: Sampling, prompts: dict, arrays: dic
     return progress.with_next(sampling, to_all(model.logits(last)), arrays), pools
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=6)
+def loop(structure: Structure, sampling: Sampling, parameters, arrays: dict, until, progress: Progress, pools):
+    """Write tokens until there are `until`, or all sequences have ended. Return (progress, pools)."""
+    f = functools.partial(looped, structure, sampling)
+    return with_automatic_axes(f, specs_of(progress, pools), parameters, arrays, until, progress, pools)
+
+
+def looped(structure: Structure, sampling: Sampling, parameters, arrays: dict, until, progress: Progress, pools):
+    def following(carry):
+        progress, pools = carry
+        logits, pools = structure.model(parameters).step(progress.token, pools)
+        return progress.with_next(sampling, logits, arrays), pools
+
+    def continues(carry):
+        return (carry[0].number < until) & ~carry[0].done.all()
+
+    return jax.lax.while_loop(continues, following, (progress, pools))
+
+
+def specs_of(progress: Progress, pools) -> tuple:
+    """Return the PartitionSpecs of a call's progress, which is replicated, and of its pools."""
+    return jax.tree.map(lambda _: P(), progress), jax.tree.map(spec_of, pools)
+
+
+def rows_of(prompts: dict) -> int:
+    """Return the number of prompts."""
+    return len(prompts["tokens"]) if "cu_seqlens" not in prompts else prompts["cu_seqlens"].shape[0] - 1
+
+
 def sequence_of(cuts: Int[Array, "N+1"], T: int) -> Int[Array, "T"]:
     """Return the number of the sequence of every packed token. Padding after the last sequence counts to it."""
     return jnp.clip(jnp.searchsorted(cuts, jnp.arange(T), side="right") - 1, 0, cuts.shape[0] - 2)
@@ -252,53 +280,99 @@ def result(count: int, progress: Progress) -> tuple[Int[Array, "R count"], Float
 # ---- one call --------------------------------------------------------------------------------------------------------
 
 
+compiled: set[Hashable] = set()  # what the programs were compiled for in threads
+
+
 @dataclasses.dataclass
 class Call:
     """Hold the checked arguments of one call, and how far it has come.
 
-    count: the tokens to write, max_new_tokens. longest: the tokens of the longest prompt. room: the tokens of a sequence that the
-    pools have room for. most: the largest `room` that the call may need.
+    count: the tokens to write, max_new_tokens. longest: the tokens of the longest prompt. most: the largest `sizes.room` that the
+    call may need. progress: shapes before the first token. pools: None before it. compiling: the compilations of `read_prompts`
+    and `loop` that `compile` has begun, and that their first calls wait for.
     """
 
     model: CausalLM
     sampling: Sampling
     count: int
+    samples: int
     prompts: dict
     arrays: dict
     longest: int
     stops: Stops | None
-    progress: Progress
 
     def __post_init__(self):
         self.structure, self.parameters = Structure.of(self.model)
-        parts = (self.parameters, self.prompts, self.arrays, self.progress)
-        self.is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(parts))
+        leaves = jax.tree.leaves((self.parameters, self.prompts, self.arrays))
+        self.is_traced = any(isinstance(x, Tracer) for x in leaves)
         if self.is_traced and self.stops is not None:
             raise ValueError("stop must be None where the model or an argument is traced: call generate outside of jit")
-        rows, self.pools = len(self.progress.token), None
         self.model.check_length(self.longest + self.count - 1)  # the last token is not read
+        limit = bucket(max(self.count, 64))
         # Both are sizes of buckets, so that all lengths in a bucket give the same shapes.
-        self.most = bucketed(bucketed(self.longest) + len(self.progress.written))
-        self.room = min(self.most, bucketed(bucketed(self.longest) + ROOM))
-        if self.is_traced or not (self.room == self.most or has_caches(self.model)):
-            self.room = self.most
-        if self.count and rows:
-            self.pools = self.model.initial_states(rows, self.room)
+        self.most = bucketed(bucketed(self.longest) + limit)
+        room = min(self.most, bucketed(bucketed(self.longest) + ROOM))
+        if self.is_traced or not (room == self.most or has_caches(self.model)):
+            room = self.most
+        self.sizes = Sizes(self.samples, limit, room)
+        rows = rows_of(self.prompts) * self.samples
+        self.is_empty = not (self.count and rows)
+        start = functools.partial(Progress.start, self.sampling, limit, rows, self.model.vocabulary)
+        self.progress, self.pools = start() if self.is_empty else jax.eval_shape(start), None
+        self.compiling: list[Future] = []
+
+    @property
+    def reading(self) -> tuple:
+        """Return the operands of `read_prompts`."""
+        return self.structure, self.sampling, self.sizes, self.parameters, self.prompts, self.arrays
+
+    def writing(self, until: int, progress: Progress, pools) -> tuple:
+        """Return the operands of `loop`."""
+        return self.structure, self.sampling, self.parameters, self.arrays, np.int32(until), progress, pools
+
+    def compile(self):
+        """Trace the programs of the call, and compile them in threads, for XLA does not hold Python's lock. The parameters may be
+        shapes.
+
+        Nothing is done for a call of known sizes. Arrays on devices that were chosen for them have shardings that are not known
+        before the first program has run; JAX compiles such a call as it comes.
+        """
+        leaves = jax.tree.leaves(self.reading[3:])
+        sizes = (self.structure, self.sampling, self.sizes, self.count > 1, *((x.shape, x.dtype) for x in leaves))
+        if self.is_empty or self.is_traced or sizes in compiled or any(is_committed(x) for x in leaves):
+            return
+        traced = read_prompts.trace(*self.reading)
+        programs = [traced.lower]
+        if self.count > 1:
+            programs.append(loop.trace(*self.writing(self.count, *traced.out_info)).lower)
+        threads = ThreadPoolExecutor(len(programs), thread_name_prefix="glax_compiles")
+        self.compiling = [threads.submit(program().compile) for program in programs]
+        threads.shutdown(wait=False)
+        compiled.add(sizes)
 
     def write_until(self, until: int):
         """Write tokens until there are `until`, or all sequences have ended."""
-        while self.pools is not None:
-            reached = min(until, self.room - self.longest + 1)  # the last token is not read
-            operands = (self.parameters, self.prompts, self.arrays, np.int32(reached), self.progress, self.pools)
-            self.progress, self.pools = loop(self.structure, self.sampling, *operands)
-            if reached == until or bool(self.progress.done.all()):
+        if self.is_empty:
+            return
+        if self.pools is None:
+            self.compile()
+            for reading in self.compiling[:1]:
+                reading.result()
+            self.progress, self.pools = read_prompts(*self.reading)
+        while until > 1:
+            for program in self.compiling:
+                program.result()
+            reached = min(until, self.sizes.room - self.longest + 1)  # the last token is not read
+            self.progress, self.pools = loop(*self.writing(reached, self.progress, self.pools))
+            if reached == until or np.asarray(self.progress.done).all():
                 return
-            self.room = min(2 * self.room, self.most)
-            self.pools = self.model.grown_states(self.pools, self.room)
+            room = min(2 * self.sizes.room, self.most)
+            self.sizes = dataclasses.replace(self.sizes, room=room)
+            self.pools = self.model.grown_states(self.pools, room)
 
     def one_by_one(self) -> Iterator[Any]:
         """Yield the tokens [R], or (tokens, log_probs), until all have ended. Those whose text holds one of `stops` end."""
-        for i in range(self.count if self.pools is not None else 0):
+        for i in range(0 if self.is_empty else self.count):
             self.write_until(i + 1)
             token, done = np.asarray(self.progress.token), np.asarray(self.progress.done)
             if self.stops is not None and (found := self.stops.find(token, done)).any():
@@ -316,6 +390,11 @@ def bucketed(length: int) -> int:
     return -(-length // step) * step
 
 
+def is_committed(x) -> bool:
+    """Return whether an array lies on devices that were chosen for it, and not on the default device."""
+    return isinstance(x, jax.Array) and x.committed
+
+
 def has_caches(model: CausalLM) -> bool:
     """Return whether some states of the model grow with the tokens of a sequence, as keys and values do."""
     one, two = (jax.eval_shape(lambda n=n: model.empty_states(1, n)) for n in (1, 2))
@@ -328,9 +407,9 @@ def has_caches(model: CausalLM) -> bool:
 def prepare(model, tokens, max_new_tokens, lengths, padding, drawing: tuple, stop, tokenizer) -> Call:
     """Return a `Call` with the checked arguments of `generate`. Raises what `generate` raises.
 
+    model: one of shapes may be prepared, too, and be given its parameters later.
     drawing: (samples, key, temperature, top_k, top_p, repetition_penalty, eos, log_probs).
     """
-    require_whole(model)
     if padding not in PADDINGS:
         raise ValueError(f"padding must be 'right' or 'left', got {padding!r}")
     if isinstance(tokens, list | tuple):
@@ -350,8 +429,7 @@ def prepare(model, tokens, max_new_tokens, lengths, padding, drawing: tuple, sto
         raise ValueError(f"samples must be at least 1, got {samples}")
     sampling, arrays = checked_drawing(model, B, samples, *rest)
     stops = Stops.of(stop, tokenizer, B * samples)
-    progress = Progress.start(sampling, bucket(max(count, 64)), B * samples, model.vocabulary)
-    return Call(model, sampling, count, prompts, arrays, longest, stops, progress)
+    return Call(model, sampling, count, samples, prompts, arrays, longest, stops)
 
 
 def of_lists(prompts: Sequence[Sequence[int]]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
@@ -427,18 +505,25 @@ def checked_drawing(
     if key is None:
         if not greedy:
             raise ValueError("key must be given where temperature is above 0, such as jax.random.key(0)")
-        key = jax.random.key(0)
-    check_key(key, B * samples)
-    arrays = dict(key=key, temperature=jnp.asarray(temperature, jnp.float32))
-    arrays["top_p"] = jnp.asarray(1.0 if top_p is None else top_p, jnp.float32)
+    else:
+        check_key(key, B * samples)
+    arrays = {} if greedy else dict(key=key, temperature=float32(temperature))
+    if top_p is not None:
+        arrays["top_p"] = float32(top_p)
     if repetition_penalty is not None:
         check_real("repetition_penalty", repetition_penalty)
         penalty = known_number(repetition_penalty)
         if penalty is not None and not penalty > 0:
             raise ValueError(f"repetition_penalty must be above 0, got {penalty}")
-        arrays["penalty"] = jnp.asarray(repetition_penalty, jnp.float32)
+        arrays["penalty"] = float32(repetition_penalty)
     ends = eos_tokens(eos, model.vocabulary)
     return Sampling(greedy, top_k, top_p is not None, "penalty" in arrays, ends, bool(log_probs)), arrays
+
+
+def float32(x):
+    """Return a number as a scalar in float32, a known one without a program of its own."""
+    known = known_number(x)
+    return jnp.asarray(x, jnp.float32) if known is None else np.float32(known)
 
 
 def checked_lengths(lengths, B: int, T: int) -> Int[Array | np.ndarray, "B"]:

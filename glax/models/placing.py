@@ -37,7 +37,7 @@ def placed(
     dtype = jax.dtypes.canonicalize_dtype(dtype)
     if sharding is None:
         places = {None: tuple(slice(0, size) for size in shape)}
-        platform = next(iter(jnp.zeros(()).devices())).platform
+        platform = next(iter(jax.device_put(np.zeros(())).devices())).platform
     else:
         found = sharding.addressable_devices_indices_map(shape)
         places = {device: whole_slices(index, shape) for device, index in found.items()}

@@ -83,14 +83,19 @@ def test_a_new_length_in_a_bucket_compiles_nothing(hybrid):
 
 
 @pytest.mark.fast
-def test_a_stream_compiles_nothing_behind_its_first_token():
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_stream_compiles_two_programs_and_none_behind_its_second_token(is_known):
+    """is_known: whether the sizes of the call are known, so that no thread compiles; JAX compiles then at the first calls."""
     jax.clear_caches()
-    pieces = glax.models.stream(model(), np.ones((1, 3), int), 6)
+    if not is_known:
+        generation.compiled.clear()
+    loaded = model()
     with Compiled() as compiled:
-        next(pieces)
-    assert compiled.count
+        pieces = glax.models.stream(loaded, np.ones((1, 3), int), 6)
+        next(pieces), next(pieces)
+    assert compiled.count == 2
     with Compiled() as compiled:
-        assert len(list(pieces)) == 5
+        assert len(list(pieces)) == 4
     assert compiled.count == 0
 
 
