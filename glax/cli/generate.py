@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -34,15 +35,17 @@ def generated(args, began: float) -> int:
     """Load the model, and print what it writes. began: the time at which the command began."""
     import jax.numpy as jnp
 
-    from glax.models import from_pretrained, load_adapter, merge_lora, stream
-    from glax.models.generation import generation_defaults
+    from glax.models import load_adapter, merge_lora
+    from glax.models.generation import generation_defaults, prepare
+    from glax.models.load import opened_model
     from glax.models.sampling import Stops
     from glax.models.tokens import find_tokenizer
 
     dtype = None if args.dtype is None else jnp.dtype(args.dtype)
     try:
-        model = from_pretrained(args.folder, dtype=dtype)
+        model, read = opened_model(args.folder, dtype=dtype)
         if args.adapter is not None:
+            read()
             model = merge_lora(load_adapter(model, args.adapter))
         tokenizer = find_tokenizer(args.folder, model.vocabulary, args.tokenizer)
         given = {name: vars(args)[name] for name in (*DRAWING, "max_new_tokens")}
@@ -53,15 +56,24 @@ def generated(args, began: float) -> int:
         drawing, stops = how_to_draw(args, defaults), tuple(args.stop or defaults.stop)
         if args.samples > 1 and not drawing["temperature"]:
             raise UsageError(f"--samples needs --temperature above 0: all would be equal, got {args.samples}")
-        drawing |= dict(stop=stops, tokenizer=tokenizer) if stops else {}
-        drawing |= dict(samples=args.samples, key=jax.random.key(args.seed), eos=defaults.eos)
-        pieces = stream(model, [prompt], defaults.max_new_tokens or MAX_NEW_TOKENS, log_probs=True, **drawing)
+        key = jax.random.key(args.seed) if drawing["temperature"] else None
+        options = (args.samples, key, *(drawing[name] for name in DRAWING), defaults.eos, True)
+        count = defaults.max_new_tokens or MAX_NEW_TOKENS
+        finder = tokenizer if stops else None
+        call = prepare(model, [prompt], count, None, "right", options, stops, finder)
+        if args.adapter is None:
+            with ThreadPoolExecutor(1) as thread:  # compiles while the parameters are read
+                compiling = thread.submit(call.compile)
+                read()
+                compiling.result()
+            call.set_parameters(model)
+        pieces = call.one_by_one()
     except (ValueError, OSError) as error:
         raise UsageError(reason(error)) from None
     rows, log_probs, times = show(tokenizer, pieces, stops, as_it_grows=args.samples == 1)
     if args.samples > 1 or args.log_probs:
         for i, (row, found) in enumerate(zip(rows, log_probs, strict=True)):
-            end = length_of(row, defaults.eos, Stops.of(stops, tokenizer if stops else None, 1))
+            end = length_of(row, defaults.eos, Stops.of(stops, finder, 1))
             if args.samples > 1:
                 print(f"[{i + 1}] {shown_text(tokenizer, row[:end], stops)}")
             if args.log_probs:

@@ -321,6 +321,10 @@ class Call:
         self.progress, self.pools = start() if self.is_empty else jax.eval_shape(start), None
         self.compiling: list[Future] = []
 
+    def set_parameters(self, model: CausalLM):
+        """Take the parameters of a model whose shapes the call was prepared for."""
+        self.model, (_, self.parameters) = model, Structure.of(model)
+
     @property
     def reading(self) -> tuple:
         """Return the operands of `read_prompts`."""

@@ -212,6 +212,22 @@ def from_pretrained(
     >>> model(jnp.array([[1, 2, 3]])).shape[:2]
     (1, 3)
     """
+    model, read = opened_model(folder, dtype=dtype, mesh=mesh, only=only)
+    read()
+    return model
+
+
+def opened_model(
+    folder: str | Path,
+    *,
+    dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+    only: str | re.Pattern | None = None,
+) -> tuple[CausalLM, Callable[[], None]]:
+    """Return the model of `from_pretrained` with shapes in place of its parameters, and a function that reads these.
+
+    The names of all tensors are checked; their values are not read. Programs can be compiled while the parameters are read.
+    """
     folder, cast, pattern = Path(folder), floating("dtype", dtype), pattern_of(only)
     if mesh is not None:
         check_mesh(mesh)
@@ -223,13 +239,16 @@ def from_pretrained(
         raise ValueError(f"num_hidden_layers={layers} in config.json is more than the {stored} tensors in {folder}")
     wanted = weights.activations(config.text_values) if cast is None else cast
     model = abstract_model(config, wanted or jnp.float32)
-
-    placement = None if mesh is None else Placement(model, mesh)
-    load_into(model, weights, cast, placement, pattern)
-    if placement is not None:
-        placement.say()
     model.folder = str(folder.absolute())
-    return model
+    placement = None if mesh is None else Placement(model, mesh)
+    chosen = read_parameters(model, weights, cast, pattern)
+
+    def read():
+        load_into(model, weights, chosen, placement)
+        if placement is not None:
+            placement.say()
+
+    return model, read
 
 
 def pattern_of(only: str | re.Pattern | None) -> re.Pattern | None:
@@ -272,19 +291,17 @@ def widen(model: CausalLM):
     nnx.update(model, nnx.from_flat_state(widened))
 
 
-def load_into(
-    model: CausalLM,
-    weights: Weights,
-    dtype: jnp.dtype | None,
-    placement: Placement | None = None,
-    only: re.Pattern | None = None,
-):
-    """Set the parameters of `model`, which may be abstract, from the weights.
+# A parameter to be read: its path, the variable, its name in the checkpoint, and the function of its layout.
+Chosen = tuple[tuple, nnx.Param, str, Callable[[np.ndarray], np.ndarray]]
+
+
+def read_parameters(
+    model: CausalLM, weights: Weights, dtype: jnp.dtype | None, only: re.Pattern | None
+) -> list[Chosen]:
+    """Return the parameters that are to be read, and give the model, which is abstract, their dtypes.
 
     dtype: the dtype of the parameters; None leaves each as it is in the file. `Names.float32` are float32 in any case.
-    placement: where they lie; on the default device if None. only: as in `from_pretrained`.
-
-    Raises ValueError, with their names, if weights are missing or left over, or if a shape differs.
+    only: as in `from_pretrained`. Raises ValueError, with their names, if weights are missing or left over.
     """
     weights.rename(model.names.aliases)
     weights.divide(model.names.stacked)
@@ -293,24 +310,35 @@ def load_into(
         weights.divide_anew(sizes)
     check_tied(model, weights)
     check_names(model, weights, only)
-    chosen = []
+    chosen: list[Chosen] = []
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         name, (_, _, from_checkpoint) = checkpoint_name(model, ".".join(map(str, path)))
-        if only is None or any(map(only.search, stored_names(name, param))):
-            chosen.append((path, param, name, from_checkpoint))
+        names = stored_names(name, param)
+        if only is None or any(map(only.search, names)):
+            stored = np.result_type(*{weights.dtype(one) for one in names})
+            found = jax.dtypes.canonicalize_dtype(model.names.dtype(name, stored if dtype is None else dtype))
+            chosen.append((path, param.replace(jax.ShapeDtypeStruct(param.shape, found)), name, from_checkpoint))
     if only is not None and not chosen:
         raise ValueError(
             f"only must match a tensor in {weights.folder}, got {only.pattern!r}: {listed(weights.names())}"
         )
+    nnx.update(model, nnx.from_flat_state([(path, param) for path, param, _, _ in chosen]))
+    return chosen
+
+
+def load_into(model: CausalLM, weights: Weights, chosen: list[Chosen], placement: Placement | None):
+    """Set the chosen parameters of `model` from the weights. Raises ValueError, with its name, if a tensor's shape differs.
+
+    placement: where they lie; on the default device if None.
+    """
     loaded = []
     with progress(weights.folder, sum(size_of(param) for _, param, _, _ in chosen)) as advance:
         for path, param, name, from_checkpoint in chosen:
-            names = stored_names(name, param)
-            stored = np.result_type(*{weights.dtype(one) for one in names})
+            rows = param.shape[1:] if "*" in name else param.shape
             value = placed(
-                layered(weights, names, param.shape[1:] if "*" in name else param.shape, from_checkpoint),
+                layered(weights, stored_names(name, param), rows, from_checkpoint),
                 param.shape,
-                model.names.dtype(name, stored if dtype is None else dtype),
+                param.dtype,
                 None if placement is None else placement.sharding(path, param),
                 is_stacked="*" in name,
                 release=weights.release,

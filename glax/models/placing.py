@@ -29,12 +29,11 @@ def placed(
     is_stacked: bool,
     release: Callable[[], None],
 ) -> jax.Array:
-    """Return an array of `shape` and `dtype`, with `sharding` or on the default device if None.
+    """Return an array of `shape` and `dtype`, one that JAX has, with `sharding` or on the default device if None.
 
     rows: the values: one array of this shape, or with is_stacked one array for each index of the first axis. They are read once,
     in order. release() is called after each, when the pages of its file are not needed again.
     """
-    dtype = jax.dtypes.canonicalize_dtype(dtype)
     if sharding is None:
         places = {None: tuple(slice(0, size) for size in shape)}
         platform = next(iter(jax.device_put(np.zeros(())).devices())).platform

@@ -15,6 +15,7 @@ import glax.models
 from glax.models import generation
 from glax.models.tokens import Bytes
 from glax.nn import Attention
+from tests.compiling import Compiled
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 PROCESSED = pathlib.Path(__file__).parent / "logits_processors.json"  # written by make_logits_processors.py
@@ -47,21 +48,6 @@ def one_by_one(model, prompt, count: int) -> list[int]:
     for _ in range(count):
         tokens.append(int(logits_behind(model, tokens)[-1].argmax()))
     return tokens[len(prompt) :]
-
-
-class Compiled:
-    """Count the programs that XLA compiles while the context is open."""
-
-    def __enter__(self):
-        self.count, self.is_open = 0, True
-        jax.monitoring.register_event_duration_secs_listener(self.note)
-        return self
-
-    def note(self, event: str, duration: float, **_):
-        self.count += self.is_open and event == "/jax/core/compile/backend_compile_duration"
-
-    def __exit__(self, *_):
-        self.is_open = False
 
 
 # ---- compiled once ---------------------------------------------------------------------------------------------------

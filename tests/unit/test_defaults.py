@@ -12,8 +12,10 @@ import tokenizers
 from flax import nnx
 
 import glax.models
+from glax.models import generation
 from glax.models.generation import FILE, GenerationDefaults, generation_defaults
 from glax_cli import main
+from tests.compiling import Compiled
 
 TINY = dict(model_type="gla", vocab_size=256, hidden_size=16, num_hidden_layers=1, num_heads=2, intermediate_size=16)
 PROMPT = "the fox"
@@ -172,6 +174,14 @@ def test_the_command_ends_at_an_end_token_of_a_byte_model(folder, capsys):
     (folder / "config.json").unlink()
     (folder / "config.json").write_text(json.dumps(config | dict(eos_token_id=end)))
     assert generated(capsys, folder)[0] == shown(cut)
+
+
+def test_the_command_compiles_a_program_for_the_prompt_and_one_for_the_tokens(folder, capsys):
+    jax.clear_caches()
+    generation.compiled.clear()
+    with Compiled() as compiled:
+        generated(capsys, folder)
+    assert compiled.count == 2
 
 
 @pytest.mark.rest
