@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from glax._src.core.files import read_regular
@@ -65,23 +66,35 @@ def prepared(args, listening: socket.socket, key: str | None):
 
 
 def loaded(args):
-    """Return the model of the folder, and what calls share."""
+    """Return the model of the folder, and what calls share.
+
+    On one device the programs are compiled, too. Those of several depend on where the parameters lie.
+    """
     import jax.numpy as jnp
 
-    from glax.models import from_pretrained
     from glax.models.generation import generation_defaults
+    from glax.models.load import opened_model
     from glax.models.tokens import find_tokenizer
     from glax.server.protocol import Served, name_of
+    from glax.server.slots import Slots
     from glax.server.templates import find_template
     from glax.server.text import TokenBytes
 
     dtype = None if args.dtype is None else jnp.dtype(args.dtype)
-    model = from_pretrained(args.folder, dtype=dtype, mesh=tensor_mesh(args.tensor))
+    model, read = opened_model(args.folder, dtype=dtype, mesh=tensor_mesh(args.tensor))
     tokenizer = find_tokenizer(args.folder, model.vocabulary, args.tokenizer)
     defaults = generation_defaults(model)
     if defaults.unsupported:
         rest = ", ".join(defaults.unsupported)
         print(f"glax serve: not supported, and not done: {rest} in generation_config.json", file=sys.stderr)
+    if args.tensor == 1:
+        slots = Slots(model, args.capacity, args.max_length, args.state_bytes)
+        with ThreadPoolExecutor(1) as thread:  # compiles while the parameters are read
+            compiling = thread.submit(slots.compile, args.rows)
+            read()
+            compiling.result()
+    else:
+        read()
     return model, Served(
         name=name_of(args.folder),
         tokenizer=tokenizer,

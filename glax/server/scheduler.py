@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from glax.models.generation import end_tokens
-from glax.models.model import CausalLM
+from glax.models.model import CausalLM, require_whole
 from glax.server.request import Event, Finished, QueueFull, Request, Stopped, Token, is_integer
 from glax.server.slots import PROMPTS, Slots
 from glax.serving import Prefix, PrefixCache, PrefixStore
@@ -170,6 +170,7 @@ class Scheduler:
         self.model, self.rows, self.max_length, self.queue = model, rows, max_length, queue
         self.prefix_bytes, self.block = prefix_bytes, block
         self.ends = frozenset(end_tokens(model) if ends is None else ends)
+        require_whole(model)
         self.slots = Slots(model, capacity, max_length, state_bytes)
         # A thread has JAX's options of its own. JAX defines the attribute when it starts.
         self.precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
@@ -201,9 +202,11 @@ class Scheduler:
             self.prefixes = PrefixCache(self.block, range(count), slot_bytes=self.block_bytes)
 
     def warm_up(self):
-        """Compile the programs that read prompts and write tokens, before requests come. They read and write nothing."""
+        """Compile the programs that admit requests, read prompts and write tokens, before requests come, and call those that read
+        and write. They read and write nothing."""
         with self.turn, jax.default_matmul_precision(self.precision):
             self.make()
+            self.slots.compile(self.rows)
             self.slots.read(self.rows, ())
             self.slots.write(())
 
@@ -385,7 +388,7 @@ class Scheduler:
             if len(together) > self.slots.capacity_with(self.slots.room_for(max(x.most_length for x in together))):
                 return
             try:
-                own = self.slots.entries(ticket.request, ticket.prompt, ticket.seed)
+                own = self.slots.entries(ticket.request, ticket.prompt)
             except Exception as error:  # whatever it is, it comes from this request, and the running ones go on
                 logger.exception("a request has no arrays, and ends alone")
                 self.end(ticket, "error", f"{type(error).__name__}: {error}")
@@ -396,7 +399,7 @@ class Scheduler:
                 self.waiting.popleft()
             ticket.slot = min(set(range(self.slots.capacity)) - {x.slot for x in self.running})
             self.running.append(ticket)
-            self.slots.admit(ticket.slot, own)
+            self.slots.admit(ticket.slot, ticket.seed, own)
 
     def grow(self):
         """Give the pools the room that the round needs."""

@@ -1,5 +1,6 @@
 """Hold what devices know of running requests, one slot for each, and the programs that read and write tokens there.
 
+    empty    makes the arrays of empty slots
     admit    clears a slot, and sets how the request in it draws tokens
     load     brings a stored prefix into a slot
     read     reads pieces of prompts, packed one behind another, and draws the first token behind prompts that end
@@ -7,12 +8,13 @@
     save     stores the states of a slot, behind a block of tokens
     resize   moves requests to pools of another number of slots, or with room for other lengths
 
-Each is one compiled program for each size of the pools, whatever the requests ask for. All but `resize` update the arrays in
-place. Models that differ in their arrays alone share their programs.
+Each is one compiled program for each size of the pools, whatever the requests ask for. All but `empty` and `resize` update the
+arrays in place. Models that differ in their arrays alone share their programs.
 """
 
 import functools
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -25,7 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 from glax._src.core.explicit_axes import spec_of, with_automatic_axes
 from glax._src.serving.state_pool import in_bounds, take
 from glax.models.generation import ROOM
-from glax.models.model import CausalLM, require_whole
+from glax.models.model import CausalLM
 from glax.models.sampling import SequenceOptions, chosen_by_options
 from glax.models.shardings import states_on_mesh
 from glax.models.structure import Structure
@@ -34,30 +36,6 @@ from glax.server.request import GREEDY, MOST_LOGPROBS, Request
 from glax.serving import PrefixStore
 
 PROMPTS = 8  # the most prompts of one packed read, each of which has its states gathered
-
-
-def empty_arrays(model: CausalLM, capacity: int, room: int) -> dict:
-    """Return the arrays of `capacity` empty slots, each with room for `room` tokens.
-
-    pools: the model's states. token: the last token of each request, which the model has not read. options: `SequenceOptions`.
-    wants_logprobs: whether a request does. in_prompt: which tokens the prompts hold. counts: how often the answers hold each.
-    """
-    words = jax.random.key_data(jax.random.key(0)).shape
-    floats, integers = jnp.zeros(capacity, jnp.float32), jnp.zeros(capacity, jnp.int32)
-    options = SequenceOptions(
-        key_data=jnp.zeros((capacity, *words), jnp.uint32), number=integers, temperature=floats, top_k=integers,
-        top_p=floats, repetition=floats, presence=floats, frequency=floats,
-    )  # fmt: skip
-    arrays = dict(
-        token=integers,
-        options=options._asdict(),  # `states_on_mesh` takes trees of dicts
-        wants_logprobs=jnp.zeros(capacity, bool),
-        in_prompt=jnp.zeros((capacity, model.vocabulary), bool),
-        counts=jnp.zeros((capacity, model.vocabulary), jnp.int32),
-    )
-    # Donated arrays must not be one array.
-    arrays = states_on_mesh(jax.tree.map(jnp.copy, arrays), first_array(model))
-    return arrays | dict(pools=model.initial_states(capacity, room))
 
 
 # ---- programs ------------------------------------------------------------------------------------------------------------
@@ -69,17 +47,51 @@ def on_axes_of(arrays, f, *operands, with_found: bool = False):
     return with_automatic_axes(f, (specs, P()) if with_found else specs, arrays, *operands)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def admit(arrays: dict, slot: Int[Array, ""], own: dict) -> dict:
-    """Return arrays with zeros in the states of a slot, and the request's `own` entries, each without the axis of slots."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def empty(structure: Structure, capacity: int, room: int, parameters) -> dict:
+    """Return the arrays of `capacity` empty slots on the default device, each with room for `room` tokens.
 
-    def run(arrays, slot, own):
+    pools: the model's states. token: the last token of each request, which the model has not read. options: `SequenceOptions`.
+    wants_logprobs: whether a request does. in_prompt: which tokens the prompts hold. counts: how often the answers hold each.
+    """
+    model = structure.model(parameters)
+
+    def zeros(dtype, *shape):
+        return jnp.zeros((capacity, *shape), dtype)
+
+    options = SequenceOptions(
+        key_data=zeros(jnp.uint32, *jax.random.key_data(jax.random.key(0)).shape),
+        number=zeros(jnp.int32),
+        temperature=zeros(jnp.float32),
+        top_k=zeros(jnp.int32),
+        **{name: zeros(jnp.float32) for name in ("top_p", "repetition", "presence", "frequency")},
+    )
+    return dict(
+        pools=model.empty_states(capacity, room),
+        token=zeros(jnp.int32),
+        options=options._asdict(),  # `states_on_mesh` takes trees of dicts
+        wants_logprobs=zeros(bool),
+        in_prompt=zeros(bool, model.vocabulary),
+        counts=zeros(jnp.int32, model.vocabulary),
+    )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def admit(arrays: dict, slot: Int[Array, ""], seed: Int[Array, ""], own: dict) -> dict:
+    """Return arrays with zeros in the states of a slot, and the request's `own` entries, each without the axis of slots.
+
+    seed: of the request's draws.
+    """
+
+    def run(arrays, slot, seed, own):
+        key_data = jax.random.key_data(jax.random.key(seed))
+        own = own | dict(options=own["options"] | dict(key_data=key_data))
         own = own | jax.tree.map(
             lambda x: jnp.zeros(x.shape[1:], x.dtype), {n: x for n, x in arrays.items() if n not in own}
         )
         return jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, slot, 0), arrays, own)
 
-    return on_axes_of(arrays, run, slot, own)
+    return on_axes_of(arrays, run, slot, seed, own)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -184,6 +196,11 @@ def resize(structure: Structure, room: int, parameters, arrays: dict, sources: I
     return on_axes_of(arrays, run, parameters, sources)
 
 
+def integer(x: int) -> np.signedinteger:
+    """Return an integer of 64 bits as JAX has it: without x64, its lower 32 bits."""
+    return np.int64(x).astype(jax.dtypes.canonicalize_dtype(np.int64))
+
+
 def nbytes(tree) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
@@ -192,7 +209,7 @@ def nbytes(tree) -> int:
 
 
 class Slots:
-    """Hold the arrays of `empty_arrays`, and call the programs. Arguments and results are arrays of NumPy.
+    """Hold the arrays of `empty`, and call the programs. Arguments and results are arrays of NumPy.
 
     most_slots: the slots that pools have, unless state_bytes leaves fewer. max_length: the most tokens of a request.
     state_bytes: the most bytes of the pools, None for no limit: the longer the requests, the fewer slots. room: the tokens of a
@@ -200,7 +217,6 @@ class Slots:
     """
 
     def __init__(self, model: CausalLM, most_slots: int, max_length: int, state_bytes: int | None):
-        require_whole(model)
         self.model, self.most_slots, self.max_length, self.state_bytes = model, most_slots, max_length, state_bytes
         self.structure, self.parameters = Structure.of(model)
         one, two = (nbytes(jax.eval_shape(lambda n=n: model.empty_states(1, n))) for n in (1, 2))
@@ -245,14 +261,34 @@ class Slots:
     def make(self):
         """Make empty arrays, unless there are some."""
         if not self.arrays:
-            self.arrays = empty_arrays(self.model, self.capacity, self.room)
+            arrays = empty(self.structure, self.capacity, self.room, self.parameters)
+            self.arrays = states_on_mesh(arrays, first_array(self.model))
 
-    def entries(self, request: Request, prompt: Int[np.ndarray, "T"], seed: int) -> dict:
-        """Return the entries of a request's slot in `empty_arrays` that are not zeros."""
+    def compile(self, size: int):
+        """Compile the programs that admit requests, read `size` tokens of prompts, and write tokens, side by side in threads. The
+        parameters may be shapes."""
+        arrays = self.arrays or jax.eval_shape(
+            lambda parameters: empty(self.structure, self.capacity, self.room, parameters), self.parameters
+        )
+        own = self.entries(Request([0], 1), np.zeros(1, np.int32))
+        called = read, write, admit
+        operands = (
+            (self.structure, self.parameters, arrays, *self.packed(size, ())),
+            (self.structure, self.parameters, arrays, np.zeros(self.capacity, bool)),
+            (arrays, np.int32(0), integer(0), own),
+        )
+        with ThreadPoolExecutor(len(called)) as threads:
+            compiling = [
+                threads.submit(program.lower(*each).compile) for program, each in zip(called, operands, strict=True)
+            ]
+        for program in compiling:
+            program.result()
+
+    def entries(self, request: Request, prompt: Int[np.ndarray, "T"]) -> dict:
+        """Return the entries of a request's slot in the arrays of `empty` that are not zeros, but its key's."""
         in_prompt = np.zeros(self.model.vocabulary, bool)
         in_prompt[prompt] = True
         options = dict(
-            key_data=np.asarray(jax.random.key_data(jax.random.key(seed))),
             number=np.int32(0),
             temperature=np.float32(request.temperature if request.temperature >= GREEDY else 0),
             top_k=np.int32(min(request.top_k, self.model.vocabulary)),
@@ -263,9 +299,9 @@ class Slots:
         )
         return dict(options=options, wants_logprobs=np.bool_(request.logprobs is not None), in_prompt=in_prompt)
 
-    def admit(self, slot: int, own: dict):
-        """Clear a slot for a request with these `entries`."""
-        self.arrays = admit(self.arrays, np.int32(slot), own)
+    def admit(self, slot: int, seed: int, own: dict):
+        """Clear a slot for a request with these `entries`, whose draws have this seed."""
+        self.arrays = admit(self.arrays, np.int32(slot), integer(seed), own)
 
     def load(self, store: PrefixStore, slot: int, blocks: Sequence[int]):
         if not self.grows:  # the last state is all
@@ -279,14 +315,19 @@ class Slots:
 
     def read(self, size: int, pieces: Sequence[tuple[int, np.ndarray, bool]]) -> dict:
         """Read pieces of prompts, (slot, tokens, whether the prompt ends), which together have at most `size` tokens."""
+        packed = self.packed(size, pieces)
+        self.arrays, found = read(self.structure, self.parameters, self.arrays, *packed)
+        return found
+
+    def packed(self, size: int, pieces: Sequence[tuple[int, np.ndarray, bool]]) -> tuple[np.ndarray, ...]:
+        """Return the tokens, the slots, the boundaries and the ends that the program `read` takes for pieces of prompts."""
         tokens, slots = np.zeros(size, np.int32), np.full(min(PROMPTS, self.most_slots), -1, np.int32)
         cuts, ends = np.zeros(len(slots) + 1, np.int32), np.zeros(len(slots), bool)
         for n, (slot, piece, is_end) in enumerate(pieces):
             slots[n], ends[n] = slot, is_end
             cuts[n + 1 :] = cuts[n] + len(piece)
             tokens[cuts[n] : cuts[n + 1]] = piece
-        self.arrays, found = read(self.structure, self.parameters, self.arrays, tokens, slots, cuts, ends)
-        return found
+        return tokens, slots, cuts, ends
 
     def write(self, slots: Sequence[int]) -> dict:
         active = np.zeros(self.capacity, bool)

@@ -19,6 +19,7 @@ import glax.models
 from glax.server.request import Finished, QueueFull, Request, Stopped, Token
 from glax.server.scheduler import Scheduler
 from glax.server.slots import Slots, nbytes, read, write
+from tests.compiling import Compiled
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "models" / "fixtures"
 LONGEST = 12  # the most tokens of an answer
@@ -515,11 +516,17 @@ def test_a_program_is_called_before_the_results_of_the_one_before_are_handed_out
 
 
 def test_programs_are_compiled_ahead():
-    scheduler = small_scheduler(rows=24)
-    scheduler.warm_up()
-    compiled, request = (read._cache_size(), write._cache_size()), Request([1, 2, 3] * 10, LONGEST)
-    assert scheduler.answers([request])[0].tolist() == alone(model_of(), request)
-    assert (read._cache_size(), write._cache_size()) == compiled
+    """One makes the arrays, one admits, one reads and one writes; the first request compiles none."""
+    jax.clear_caches()
+    loaded, request = model_of(), Request([1, 2, 3] * 10, LONGEST)
+    with Compiled() as compiled:
+        scheduler = small_scheduler(rows=24)
+        scheduler.warm_up()
+    assert compiled.count == 4
+    with Compiled() as compiled:
+        found = scheduler.answers([request])[0].tolist()
+    assert compiled.count == 0
+    assert found == alone(loaded, request)
 
 
 @pytest.mark.parametrize("later", ["failure", "deadline"])

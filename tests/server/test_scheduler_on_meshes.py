@@ -9,6 +9,7 @@ import glax.models
 from glax.server import slots
 from glax.server.request import Request
 from glax.server.scheduler import Scheduler
+from tests.compiling import Compiled
 from tests.parallel.meshes import mesh_of
 from tests.server.test_scheduler import FIXTURES, alone, assert_free, model_of
 
@@ -61,3 +62,12 @@ def test_answers_on_automatic_axes_are_those_of_one_device():
     for request, tokens in zip(requests, scheduler.answers(requests), strict=True):
         assert tokens.tolist() == alone(model_of("gla_hybrid"), request)
     assert scheduler.counts().cached_tokens
+
+
+def test_a_warm_scheduler_on_a_mesh_compiles_nothing_for_its_first_request():
+    model = glax.models.from_pretrained(FIXTURES / "gla", mesh=mesh_of(AxisType.Explicit, model=2, fsdp=2))
+    scheduler = Scheduler(model, capacity=2, rows=8, max_length=64, ends=())
+    scheduler.warm_up()
+    with Compiled() as compiled:
+        scheduler.answers([Request([1, 2, 3], 5)])
+    assert compiled.count == 0
