@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from glax._src.core.bind import (
     known_number,
     known_values,
 )
+from glax._src.core.compiling import start_compiling
 from glax._src.core.explicit_axes import spec_of, with_automatic_axes
 from glax._src.core.files import newest
 from glax._src.core.recurrence import bucket, to_int32
@@ -335,8 +336,7 @@ class Call:
         return self.structure, self.sampling, self.parameters, self.arrays, np.int32(until), progress, pools
 
     def compile(self):
-        """Trace the programs of the call, and compile them in threads, for XLA does not hold Python's lock. The parameters may be
-        shapes.
+        """Trace the programs of the call, and compile them side by side in threads. The parameters may be shapes.
 
         Nothing is done for a call of known sizes. Arrays on devices that were chosen for them have shardings that are not known
         before the first program has run; JAX compiles such a call as it comes.
@@ -346,12 +346,10 @@ class Call:
         if self.is_empty or self.is_traced or sizes in compiled or any(is_committed(x) for x in leaves):
             return
         traced = read_prompts.trace(*self.reading)
-        programs = [traced.lower]
+        programs = [traced]
         if self.count > 1:
-            programs.append(loop.trace(*self.writing(self.count, *traced.out_info)).lower)
-        threads = ThreadPoolExecutor(len(programs), thread_name_prefix="glax_compiles")
-        self.compiling = [threads.submit(program().compile) for program in programs]
-        threads.shutdown(wait=False)
+            programs.append(loop.trace(*self.writing(self.count, *traced.out_info)))
+        self.compiling = start_compiling(program.lower() for program in programs)
         compiled.add(sizes)
 
     def write_until(self, until: int):

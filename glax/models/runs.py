@@ -23,6 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from glax._src.core.compiling import start_compiling
 from glax._src.core.files import ContentError, parse, read_regular, replacing, set_aside
 from glax.models.loggers import Logger, started
 from glax.testing.check import one_line
@@ -79,22 +80,21 @@ def locked(out: Path) -> Iterator[None]:
 
 def digest(arrays: Mapping[str, jax.Array]) -> str:
     """Return the SHA-256 of the names, dtypes, shapes and sums of arrays. It does not depend on how they are sharded."""
-    totals = jax.device_get(sums(dict(arrays)))
+    kinds = {(x.shape, x.dtype, x.sharding): x for x in arrays.values()}
+    for compiling in start_compiling(checksums.lower(x) for x in kinds.values()):
+        compiling.result()
+    totals = jax.device_get({name: checksums(x) for name, x in arrays.items()})
     found = {name: [str(x.dtype), list(x.shape), np.ravel(totals[name]).tolist()] for name, x in arrays.items()}
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 
 @jax.jit
-def sums(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return two checksums of 32 bits of each array, [2]: sums of words that mix an element's bits with its index.
+def checksums(x: jax.Array) -> jax.Array:
+    """Return two checksums of 32 bits of an array, [2]: sums of words that mix an element's bits with its index.
 
-    The devices form them. As sums of integers they are equal on any mesh. A change of any one element changes them.
+    The devices form them. As sums of integers they are equal on any mesh. A change of any one element changes them. A program of
+    all arrays of a model would have a kernel for each layer's, and take longer to compile.
     """
-    return {name: sum_of_bits(x) for name, x in arrays.items()}
-
-
-def sum_of_bits(x: jax.Array) -> jax.Array:
-    """Return the two checksums of one array. See `sums`."""
     if x.dtype.itemsize == 8:
         x = jax.lax.bitcast_convert_type(x, jnp.uint32)
     words = x if x.dtype == bool else jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))

@@ -14,7 +14,6 @@ arrays in place. Models that differ in their arrays alone share their programs.
 
 import functools
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from glax._src.core.compiling import start_compiling
 from glax._src.core.explicit_axes import spec_of, with_automatic_axes
 from glax._src.serving.state_pool import in_bounds, take
 from glax.models.generation import ROOM
@@ -277,12 +277,9 @@ class Slots:
             (self.structure, self.parameters, arrays, np.zeros(self.capacity, bool)),
             (arrays, np.int32(0), integer(0), own),
         )
-        with ThreadPoolExecutor(len(called)) as threads:
-            compiling = [
-                threads.submit(program.lower(*each).compile) for program, each in zip(called, operands, strict=True)
-            ]
-        for program in compiling:
-            program.result()
+        lowered = (program.lower(*each) for program, each in zip(called, operands, strict=True))
+        for compiling in start_compiling(lowered):
+            compiling.result()
 
     def entries(self, request: Request, prompt: Int[np.ndarray, "T"]) -> dict:
         """Return the entries of a request's slot in the arrays of `empty` that are not zeros, but its key's."""

@@ -1,0 +1,18 @@
+"""Compile programs side by side. XLA does not hold Python's lock, so threads that compile run at the same time."""
+
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import jax
+
+
+def start_compiling(programs: Iterable[jax.stages.Lowered]) -> list[Future]:
+    """Begin to compile each program in a thread, and return what ends when it is compiled.
+
+    JAX stores what is compiled, and a call of the same function and shapes finds it. A call before that compiles anew. programs:
+    each is taken when those before it are being compiled. So it may be traced and lowered then.
+    """
+    threads = ThreadPoolExecutor(thread_name_prefix="glax_compiles")
+    compiling = [threads.submit(program.compile) for program in programs]
+    threads.shutdown(wait=False)
+    return compiling
