@@ -126,7 +126,8 @@ def tune(job: Job, *, whole: bool) -> Iterator[dict[str, Any]]:
 def first(job: Job) -> Iterator[dict[str, Any]]:
     """Run `glax generate` in fresh processes: without stored programs, with an empty folder for them, and with a filled one."""
     command = [sys.executable, "-m", "glax", "generate", str(job.folder), "--prompt", PROMPT, "--dtype", job.dtype]
-    command += ["--max-new-tokens", "1"]
+    # The first of 16 tokens is timed: for one alone, the program of further tokens would not be compiled.
+    command += ["--max-new-tokens", "16"]
     with tempfile.TemporaryDirectory() as cache:
         environment = {name: x for name, x in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
         environment |= dict(GLAX_CACHE_DIR=cache)
