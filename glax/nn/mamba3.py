@@ -147,9 +147,9 @@ class Mamba3(Layer):
         """Return the keys or queries after their norm, [*rows, groups, K] or [*rows, R, groups, K], in the column order of
         `glax.mamba3`."""
         rank = () if self.mimo_rank is None else (self.mimo_rank,)
-        return self.in_pairs(norm(x.reshape(*x.shape[:-1], *rank, self.groups, self.state_width)))
+        return self.interleaved(norm(x.reshape(*x.shape[:-1], *rank, self.groups, self.state_width)))
 
-    def in_pairs(self, x: Float[Array, "*shape K"]) -> Float[Array, "*shape K"]:
+    def interleaved(self, x: Float[Array, "*shape K"]) -> Float[Array, "*shape K"]:
         """Return x, and if mimo_rank is given, with columns i and K / 2 + i moved to 2 i and 2 i + 1."""
         if self.mimo_rank is None:
             return x
@@ -157,7 +157,9 @@ class Mamba3(Layer):
 
     def constants(self) -> dict[str, Array]:
         """Return the arguments of `glax.mamba3` that are parameters."""
-        found: dict[str, Array] = dict(Q_bias=self.in_pairs(self.C_bias[...]), K_bias=self.in_pairs(self.B_bias[...]))
+        found: dict[str, Array] = dict(
+            Q_bias=self.interleaved(self.C_bias[...]), K_bias=self.interleaved(self.B_bias[...])
+        )
         if self.mimo_rank is None:
             found = {name: x[:, 0] for name, x in found.items()}
         else:

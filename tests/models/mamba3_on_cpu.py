@@ -23,7 +23,7 @@ def arrays_of(options: dict) -> dict:
     return {name: x for name, x in options.items() if name not in (*KERNELS, "Input_States")}
 
 
-def in_pairs(x: torch.Tensor) -> torch.Tensor:
+def interleaved(x: torch.Tensor) -> torch.Tensor:
     """Return x with the columns i and N / 2 + i, which the kernel rotates, as 2 i and 2 i + 1, which the reference rotates."""
     return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
@@ -35,7 +35,7 @@ def mamba3_siso_combined(**options):
 def mamba3_mimo_combined(MIMO_Out=None, **options):
     """The output [B, T, H, V]; without MIMO_Out its R rows, each by a MIMO_Out that is 1 in one row."""
     arrays = arrays_of(options)
-    arrays |= {name: in_pairs(arrays[name]) for name in ("Q", "K", "Q_bias", "K_bias")}
+    arrays |= {name: interleaved(arrays[name]) for name in ("Q", "K", "Q_bias", "K_bias")}
     if MIMO_Out is not None:
         return several_inputs(**arrays, MIMO_O=MIMO_Out)[0]
     arrays |= dict(Z=None, MIMO_Z=None)

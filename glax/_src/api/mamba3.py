@@ -280,7 +280,7 @@ def wrapped(angle: Array) -> Array:
     return angle - 2 * math.pi * lax.stop_gradient(jnp.floor(angle / (2 * math.pi)))
 
 
-def around_0(angle: Array) -> Array:
+def centred(angle: Array) -> Array:
     """Return the angle in [-pi, pi], for sums of many angles, which stay small.
 
     2 pi has two parts, of which the first has few digits: whole turns are subtracted without rounding.
@@ -290,13 +290,13 @@ def around_0(angle: Array) -> Array:
 
 
 @jax.custom_vjp
-def in_pairs(x: Float[Array, "*rows A"]) -> Float[Array, "*rows 2*A"]:
+def each_twice(x: Float[Array, "*rows A"]) -> Float[Array, "*rows 2*A"]:
     """Return x with each of its columns twice. The gradient adds the columns as slices, which XLA fuses into their reader; a sum
     over an axis of 2 would be a kernel of its own."""
     return jnp.repeat(x, 2, axis=-1)
 
 
-in_pairs.defvjp(lambda x: (in_pairs(x), None), lambda _, d: (d[..., ::2] + d[..., 1::2],))
+each_twice.defvjp(lambda x: (each_twice(x), None), lambda _, d: (d[..., ::2] + d[..., 1::2],))
 
 
 class Rotation(NamedTuple):
@@ -310,7 +310,7 @@ class Rotation(NamedTuple):
     def by(cls, angle: Float[Array, "*rows A"], K: int) -> "Rotation":
         A, rows = angle.shape[-1], angle.ndim - 1
         behind, signs = [(0, 0)] * rows + [(0, K - 2 * A)], jnp.asarray([-1, 1] * A, angle.dtype)
-        cos, sin = in_pairs(jnp.cos(angle)), in_pairs(jnp.sin(angle)) * jnp.expand_dims(signs, range(rows))
+        cos, sin = each_twice(jnp.cos(angle)), each_twice(jnp.sin(angle)) * jnp.expand_dims(signs, range(rows))
         return cls(jnp.pad(cos, behind, constant_values=1), jnp.pad(sin, behind))
 
     def of(self, x: Float[Array, "*rows K"]) -> Float[Array, "*rows K"]:
@@ -417,19 +417,19 @@ def angles_of(r: Recurrence, turn: Float[Array, "B T H A"], start: Float[Array, 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def running_sums(
-    reverse: bool, wraps: bool, x: Float[Array, "B T H A"], resets: Bool[Array, "b T 1 1"] | None
+    reverse: bool, is_centred: bool, x: Float[Array, "B T H A"], resets: Bool[Array, "b T 1 1"] | None
 ) -> Float[Array, "B T H A"]:
-    """Return the sums of x through every token in scan order, which begin anew at resets; as angles in [-pi, pi] if wraps."""
+    """Return the sums of x through every token in scan order, anew from each reset; as angles in [-pi, pi] if is_centred."""
     x, resets = jax.tree.map(lambda each: jnp.flip(each, 1) if reverse else each, (x, resets))
-    found = sums_by_group(around_0(x), resets, around_0) if wraps else sums_by_group(x, resets, lambda y: y)
+    found = sums_by_group(centred(x), resets, centred) if is_centred else sums_by_group(x, resets, lambda y: y)
     return jnp.flip(found, 1) if reverse else found
 
 
-def _sums_fwd(reverse: bool, wraps: bool, x: Array, resets: Array | None) -> tuple[Array, Array | None]:
-    return running_sums(reverse, wraps, x, resets), resets
+def _sums_fwd(reverse: bool, is_centred: bool, x: Array, resets: Array | None) -> tuple[Array, Array | None]:
+    return running_sums(reverse, is_centred, x, resets), resets
 
 
-def _sums_bwd(reverse: bool, wraps: bool, resets: Array | None, d: Array) -> tuple[Array, None]:
+def _sums_bwd(reverse: bool, is_centred: bool, resets: Array | None, d: Array) -> tuple[Array, None]:
     """Sum d over the tokens that a token's x reaches, from the scan's end to the token before the next reset."""
     to_previous = 1 if reverse else -1
     behind = jax.tree.map(lambda each: jnp.roll(each, to_previous, axis=1), resets)
