@@ -88,10 +88,11 @@ def scan_constants(r: Recurrence, chunk: int, q: Array, k: Array) -> dict:
     return constants(r, chunk) | terms(r) | dict(HQ=q.shape[2], HK=k.shape[2], BK=block, GATE=gate_of(r))
 
 
-def value_block(r: Recurrence, config: GradientConfig) -> int:
-    """Return how many columns of V a gradient kernel sums at a time: all of them but in float32."""
-    V = width(r.state_shape[3])
-    return min(V, config.columns or V) if r.q.dtype == jnp.float32 else V
+def gradient_constants(r: Recurrence, config: GradientConfig) -> dict:
+    """Return the constants of a gradient in range. In float32 it sums over V in blocks, whose terms fit in registers."""
+    V, is_float32 = width(r.state_shape[3]), r.q.dtype == jnp.float32
+    columns = min(V, config.columns or V) if is_float32 else V
+    return terms(r) | dict(BK=min(config.rows, width(r.state_shape[2])), BV=columns, IN_BLOCKS=is_float32)
 
 
 def erasing_array(r: Recurrence) -> Array:
@@ -255,7 +256,7 @@ def key_gate_gradients(
     r: Recurrence, d_output, config: GradientConfig, chunks: Segments, scan: Scanned, ends: Ends, per_token
 ):
     """Compute the gradient with key gates, in one launch for chunks in range and one for the others."""
-    (_, H, K, V), M = r.state_shape, chunks.count
+    (_, H, _, V), M = r.state_shape, chunks.count
     g, erasure = r.decay.key, erasing_array(r)
     assert g is not None
     scaled = scan.q, scan.e_read, scan.k
@@ -269,7 +270,7 @@ def key_gate_gradients(
             chunks.table,
         ),
         [*(like(r, x) for x in (r.q, r.k, r.v)), *d_erasing(r), (g.shape, g.dtype), per_chunk],
-        **shape | terms(r), BK=min(config.rows, width(K)), BV=value_block(r, config), warps=config.warps, stages=config.stages,
+        **shape | gradient_constants(r, config), warps=config.warps, stages=config.stages,
     )  # fmt: skip
     found = dq, dk, dg, d_scale, d_erasure
     dq, dk, dg, d_scale, d_erasure = launch(
@@ -293,7 +294,7 @@ def head_gate_gradients(
     r: Recurrence, d_output, config: GradientConfig, chunks: Segments, pairs: Pairs, ends: Ends, per_token
 ):
     """Compute the gradient with per-head, constant or no gates, in one launch."""
-    (B, T), (_, H, K, _) = r.q.shape[:2], r.state_shape
+    (B, T), H = r.q.shape[:2], r.state_shape[1]
     gates, form = gates_of(r)
     per_chunk, per_row = ((chunks.count, H), jnp.float32), (B, T, H)
     d_gates = (per_row, gates.dtype) if form == "head" else per_chunk
@@ -305,8 +306,8 @@ def head_gate_gradients(
             ends.dS, chunks.table,
         ),
         [*(like(r, x) for x in (r.q, r.k, r.v)), *d_erasing(r), d_gates, per_chunk],
-        **constants(r, config.chunk) | terms(r), BK=min(config.rows, width(K)), BV=value_block(r, config),
-        PER_TOKEN=per_token, warps=config.warps, stages=config.stages,
+        **constants(r, config.chunk) | gradient_constants(r, config), PER_TOKEN=per_token,
+        warps=config.warps, stages=config.stages,
     )  # fmt: skip
     d_decay = Decay()
     if form != "none":

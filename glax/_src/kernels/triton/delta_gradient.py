@@ -85,8 +85,8 @@ def delta_gradient(
 
     erasure, d_erasure: beta [rows, H] or e [rows, H, K], and its gradient. write, d_write: w [rows, H, V] and its gradient,
     which are not touched unless ERASURE is "erase+write". dg: [rows, H] for head gates, and the chunk's sum [chunks, H] for
-    constant gates. Each iteration takes BK rows of the states. BV holds all of V; but in float32 sums over V are taken in
-    blocks of BV, whose terms fit in registers. g: the cumulative sums G of head gates, or the constants of the sequences.
+    constant gates. Each iteration takes BK rows of the states. BV holds all of V; but with IN_BLOCKS sums over V are taken in
+    blocks of BV. g: the cumulative sums G of head gates, or the constants of the sequences.
     """
     h, e = tl.program_id(0) % D.H, tl.program_id(0) // D.H
     origin, length, count, n = chunk_of(table, e)
@@ -96,7 +96,7 @@ def delta_gradient(
     i, j = tokens[:, None], tokens[None, :]
     limit = tl.where(count > 0, D.K, 0)  # padding has no state
     # [C, C]
-    if D.PRECISION != "tf32 terms":
+    if not D.IN_BLOCKS:
         # [C, BV]
         tdo = load_tokens(do, origin, h, D.H, D.V, tokens, cv, count, D)
         U = load_tokens(written, origin, h, D.H, D.V, tokens, cv, count, D)
@@ -130,7 +130,7 @@ def delta_gradient(
         B = load_head_sums(g, origin, h, n, tokens - 1, count, D)
         e_up = exp(B)[:, None]
         decay = exp(tl.where(i > j, B[:, None] - G[None, :], float("-inf")))
-    if D.ERASURE == "beta" and D.PRECISION != "tf32 terms":
+    if D.ERASURE == "beta" and not D.IN_BLOCKS:
         dL = dot(Y, tl.trans(U), D)
     dL = tl.where(i > j, dL * -decay, 0.0)
     products = erase_products(erasure, k, origin, h, length, count, D) * dL
@@ -149,7 +149,7 @@ def delta_gradient(
     state_products = tl.full([D.BK], 0, tl.float32)
     for k0 in range(0, runtime_bound(D.K, length), D.BK):
         ck = k0 + tl.arange(0, D.BK)
-        if D.PRECISION == "tf32 terms":
+        if D.IN_BLOCKS:
             tdq, tde, tdk, products_of_rows = sums_over_values(
                 do, written, d_written, states, d_states, ck, h, e, origin, length, count, D
             )
@@ -158,7 +158,7 @@ def delta_gradient(
         # [C, BK]
         tq = load_tile(at(q, origin, hq, D.HQ, D.K), tokens, ck, count, D.HQ, D.K, D.SIGN)
         tk = load_tile(at(k, origin, hk, D.HK, D.K), tokens, ck, count, D.HK, D.K, D.SIGN)
-        if D.PRECISION != "tf32 terms":
+        if not D.IN_BLOCKS:
             # [BV, BK]
             S = load_state(states, e, h, cv, ck, limit, D.H, D.V, D.K)
             dS = load_state(d_states, e, h, cv, ck, limit, D.H, D.V, D.K)
@@ -169,7 +169,7 @@ def delta_gradient(
         if D.FORM != "none":
             # One of the two branches has set them.
             tdq, tde, tdk = tdq * up, tde * e_up, tdk * down  # pyright: ignore[reportOperatorIssue]
-            if D.PRECISION != "tf32 terms":
+            if not D.IN_BLOCKS:
                 state_products += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
         te = load_erase(erasure, tk, origin, h, tokens, ck, count, D)
         through_start += tl.sum(tq * tdq, 1)
@@ -390,7 +390,7 @@ def delta_key_gradient(
     if D.ERASURE == "beta":
         store_value_gradients(erasure, written, d_written, dv, d_erasure, h, pair, origin, length, count, D)
     # [C, C]
-    if D.PRECISION != "tf32 terms":
+    if not D.IN_BLOCKS:
         # [C, BV]
         tdo = load_tokens(do, origin, h, D.H, D.V, tokens, cv, count, D)
         U = tl.trans(load_by_chunk(written, pair, tokens, cv, count, D))
@@ -409,7 +409,7 @@ def delta_key_gradient(
         near_dP, dP = near_pairs(dP, 0, D)
         near_dP = near_dP.to(D.DTYPE)
     dP = tl.where(i > j, dP, 0.0).to(D.DTYPE)
-    if D.PRECISION != "tf32 terms":
+    if not D.IN_BLOCKS:
         dL = erased_pairs_gradient(U, Z, written, d_written, pair, tokens, cv, count, D)
     if D.BEFORE or D.PER_TOKEN > 1:
         adjacent, dL = near_pairs(dL, D.BEFORE, D)
@@ -418,7 +418,7 @@ def delta_key_gradient(
         ck = k0 + tl.arange(0, D.BK)
         # [C, BK]
         gates = load_key_gates(g, origin, h, tokens, ck, count, D)
-        if D.PRECISION != "tf32 terms":
+        if not D.IN_BLOCKS:
             # [BV, BK]
             S = load_state(states, e, h, cv, ck, limit, D.H, D.V, D.K)
             dS = load_state(d_states, e, h, cv, ck, limit, D.H, D.V, D.K)
@@ -433,7 +433,7 @@ def delta_key_gradient(
         else:
             enter = exp(tl.sum(tl.where(i < D.C // 2, gates, 0.0).to(tl.float32), 0))
             leave = exp(tl.sum(tl.where(i >= D.C // 2, gates, 0.0).to(tl.float32), 0))
-            if D.PRECISION == "tf32 terms":
+            if D.IN_BLOCKS:
                 tdq, tde, tdk, edge = sums_over_values(
                     do, written, d_written, states, d_states, ck, h, e, origin, length, count, D
                 )
@@ -449,7 +449,7 @@ def delta_key_gradient(
             te = load_erase(erasure, tk, origin, h, tokens, ck, count, D)
             x, z, y = tq * up, te * erase_decay(M, up, gates, D), tk * down
         # The gradients of q e^M / scale, of e e^M and of k e^-M: [C, BK]
-        if D.PRECISION != "tf32 terms":
+        if not D.IN_BLOCKS:
             edge = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
             tdk, tdq, tde = dot(U, dS, D), dot(tdo, S, D), dot(Z, S, D)
         leaving = y * tdk

@@ -45,11 +45,11 @@ class Dimensions:
     """Hold the constants of a launch, the argument D of every kernel. A kernel reads those that its launch gives.
 
     H, HQ, HK, HV: the heads of states, queries, keys and values; HA, HB those of the operands of a state's scan. K, V: the rows
-    and columns of a state. C: the tokens of a chunk. BK, BV, BH: the rows, columns and heads of a block. SIGN: -1 if a scan is
-    from the last token to the first, else 1. DTYPE, PRECISION: of products (`tiles.dot`). FORM: the form of the decay, and GATE
-    what the scans of the delta rule read of it. ERASURE: the form of the erasure. BEFORE: whether e
-    reads the state before the token's decay. PER_TOKEN: the rows of a token. GRADIENT: whether what the gradient alone reads is
-    stored.
+    and columns of a state. C: the tokens of a chunk. BK, BV, BH: the rows, columns and heads of a block. IN_BLOCKS: whether a
+    gradient sums over V in blocks of BV columns. SIGN: -1 if a scan is from the last token to the first, else 1. DTYPE,
+    PRECISION: of products (`tiles.dot`). FORM: the form of the decay, and GATE what the scans of the delta rule read of it.
+    ERASURE: the form of the erasure. BEFORE: whether e reads the state before the token's decay. PER_TOKEN: the rows of a token.
+    GRADIENT: whether what the gradient alone reads is stored.
     GROUP: the heads that a program takes in order, GQ, GK and GV how many of them share a query, key or value. PAIRS: the
     (chunk, head) pairs that a program of an exact kernel tests. PLACES: of a replay ring; REPLAY: the tokens from one write of a
     state to the next; ALONG: whether what is erased is taken along another key; SCALED: the rows of a state in 8 bits that share
@@ -68,6 +68,7 @@ class Dimensions:
     BK: int = 0
     BV: int = 0
     BH: int | None = None
+    IN_BLOCKS: bool | None = None
     SIGN: int | None = None
     DTYPE: Any = None
     PRECISION: str | None = None
