@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from glax._src.core.backend import Backend
 from glax._src.core.recurrence import aligned, bucket, is_symbol, varying_like
+from glax._src.core.stored_states import rows_of
 from glax._src.kernels.common.softmax import SoftmaxOperands, sequence_begins
-from glax._src.serving.stored_states import rows_of
 
 ROWS, KEYS = 128, 256  # rows and keys whose scores are formed together
 STEP_KEYS, STEP_KEYS_GPU = 512, 4096  # keys that a step reads together; a GPU waits for its host between two parts

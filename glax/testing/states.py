@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from glax._src.core.stored_states import COMPACT, CompactStates
 from glax._src.serving.decode_step import recurrent_step
 from glax._src.serving.replayed_pool import StatePool
-from glax._src.serving.stored_states import COMPACT, CompactStates
 
 STEPS, LONG = 4096, 65536
 DECAYS = (0.9, 0.99, 0.999, 0.99992)

@@ -14,11 +14,11 @@ from glax import serving
 from glax._src.core.bind import bind
 from glax._src.core.recurrence import Outputs
 from glax._src.core.registry import Backend, KernelSpec, Platform, kernel_registry
+from glax._src.core.stored_states import CompactStates
 from glax._src.kernels.cpu.library import missing
 from glax._src.kernels.xla.recurrent import recurrent
 from glax._src.serving import replayed_pool
 from glax._src.serving.state_pool import put, take
-from glax._src.serving.stored_states import CompactStates
 from glax.testing.cases import EXTREME, FORMS
 from glax.testing.reference import reference
 from tests.close import assert_close, assert_outputs_close

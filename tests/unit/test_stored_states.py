@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import glax
-from glax._src.serving.stored_states import CompactStates, stored
+from glax._src.core.stored_states import CompactStates, stored
 from glax.testing import states
 from tests.cases import Case, inputs
 from tests.close import assert_close

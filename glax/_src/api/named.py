@@ -31,10 +31,10 @@ from glax._src.core.decay import promoted
 from glax._src.core.recurrence import Outputs, spread_heads
 from glax._src.core.registry import Config, Platform
 from glax._src.core.segments import differs_from_padding, expanded
+from glax._src.core.stored_states import check_rounding_key
 from glax._src.kernels.common.limits import LOG_OF_NOTHING
 from glax._src.serving.decode_step import advance_rounded, recurrent_step, with_states
 from glax._src.serving.state_pool import check_known_slots
-from glax._src.serving.stored_states import check_rounding_key
 from glax._src.solve.dispatch import Choice
 from glax._src.tuning.executor import compiled
 

@@ -28,10 +28,10 @@ from glax._src.core.explicit_axes import spec_of, with_automatic_axes
 from glax._src.core.recurrence import Outputs
 from glax._src.core.registry import Platform
 from glax._src.core.segments import Segments, differs_from_padding, expanded
+from glax._src.core.stored_states import DROPPED, check_rounding_key, check_state_dtype, stored
 from glax._src.kernels.common.selective import Packing, SelectiveOperands, StepOperands
 from glax._src.kernels.xla.selective_scan import Tokens, one_token
 from glax._src.serving.state_pool import check_slot_values, put, take, usable
-from glax._src.serving.stored_states import DROPPED, check_rounding_key, check_state_dtype, stored
 from glax._src.solve import selective_scan as solver
 from glax._src.tuning.executor import compiled
 

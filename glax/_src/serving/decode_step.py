@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Int, Key
 from glax._src.core.bind import REQUIRED, ScanOptions, bind, check_before_tracing, transferred
 from glax._src.core.recurrence import Outputs, Recurrence, aligned
 from glax._src.core.registry import Backend, Config, Platform, Role
+from glax._src.core.stored_states import DROPPED, check_rounding_key, stored
 from glax._src.serving.on_shards import on_shards
 from glax._src.serving.one_pass import in_one_pass, pool_of
 from glax._src.serving.state_pool import check_known_slots, check_states, put, take, usable
-from glax._src.serving.stored_states import DROPPED, check_rounding_key, stored
 from glax._src.solve.autodiff import differentiable, solve
 from glax._src.solve.dispatch import Choice
 from glax._src.solve.exclusive_read import bonus_term, check_bonus, check_no_erasure, initial_read, without_padding

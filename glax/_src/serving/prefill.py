@@ -11,6 +11,7 @@ from glax._src.api.recurrent import bind_and_solve
 from glax._src.core.bind import REQUIRED, ScanOptions, bind, check_before_tracing, check_integers, transferred
 from glax._src.core.recurrence import PackedStates
 from glax._src.core.registry import Config, Platform
+from glax._src.core.stored_states import CompactStates, check_rounding_key
 from glax._src.serving.on_shards import on_shards
 from glax._src.serving.state_pool import (
     check_known_slots,
@@ -18,7 +19,6 @@ from glax._src.serving.state_pool import (
     in_bounds,
     usable,
 )
-from glax._src.serving.stored_states import CompactStates, check_rounding_key
 from glax._src.serving.whole_rows import read_rows, write_rows
 from glax._src.solve.dispatch import Choice
 from glax._src.tuning.executor import compiled

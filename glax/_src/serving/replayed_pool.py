@@ -26,13 +26,13 @@ from glax._src.core.decay import USUAL_FORMS, Decay, promoted
 from glax._src.core.recurrence import Recurrence, to_int32
 from glax._src.core.registry import KernelSpec, Role
 from glax._src.core.ring import Ring, RingedStates
+from glax._src.core.stored_states import COMPACT, DROPPED, CompactStates, check_rounding_key, check_state_dtype
 from glax._src.serving.by_kernel import by_kernel
 from glax._src.serving.decode_step import recurrent_step
 from glax._src.serving.on_shards import gathered
 from glax._src.serving.prefill import prefill_into
 from glax._src.serving.replay import InPool, replay, state_after
 from glax._src.serving.state_pool import check_known_slots, put, take, usable
-from glax._src.serving.stored_states import COMPACT, DROPPED, CompactStates, check_rounding_key, check_state_dtype
 from glax._src.solve.dispatch import Choice, executor, pooled_kernel, why_not_others
 from glax._src.solve.exclusive_read import check_bonus, check_no_erasure
 from glax._src.solve.partitioning import is_spread_by_type

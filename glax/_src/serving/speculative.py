@@ -24,6 +24,7 @@ from glax._src.core.decay import USUAL_FORMS, Decay, promoted
 from glax._src.core.erasure import Erasure
 from glax._src.core.recurrence import Recurrence, spread_heads, to_int32
 from glax._src.core.registry import Config, Platform, Role
+from glax._src.core.stored_states import DROPPED, check_rounding_key, check_state_dtype, stored
 from glax._src.serving.decode_step import advance
 from glax._src.serving.on_shards import head_spec, on_shards
 from glax._src.serving.one_pass import in_one_pass, pool_of
@@ -35,7 +36,6 @@ from glax._src.serving.state_pool import (
     take,
     usable,
 )
-from glax._src.serving.stored_states import DROPPED, check_rounding_key, check_state_dtype, stored
 from glax._src.solve.autodiff import differentiable, solve
 from glax._src.solve.dispatch import Choice, pooled_kernel
 from glax._src.solve.pieces import solve_rows

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from glax._src.core.bind import check_integers, known_values
 from glax._src.core.recurrence import aligned, to_int32
 from glax._src.core.registry import Backend
-from glax._src.serving.stored_states import CompactStates, check_state_dtype, rows_of, stored
+from glax._src.core.stored_states import CompactStates, check_state_dtype, rows_of, stored
 
 
 def check_known_slots(

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from glax._src.core.registry import Backend, Platform
+from glax._src.core.stored_states import CompactStates, stored
 from glax._src.serving.by_kernel import by_kernel
 from glax._src.serving.state_pool import put, take
-from glax._src.serving.stored_states import CompactStates, stored
 from glax._src.solve.dispatch import Choice
 
 

@@ -11,12 +11,12 @@ from glax._src.core.decay import ROW_FORMS, Decay
 from glax._src.core.recurrence import Outputs, Recurrence, gradient_recurrence, is_symbol
 from glax._src.core.registry import Backend, Config, Platform, check_field, kernel_registry
 from glax._src.core.ring import RingedStates
+from glax._src.core.stored_states import COMPACT
 from glax._src.kernels.common.foreign import NONE, call
 from glax._src.kernels.cpu import delta, replay
 from glax._src.kernels.cpu.library import missing
 from glax._src.kernels.cpu.operands import STORED, marks_of, operands_of
 
-COMPACT = (jnp.int8, jnp.float8_e4m3fn)  # of states, with scales
 MAX_TOKENS = 64  # of a sequence in a pool; `Step::most_tokens` in native/problem.h
 MAX_BLOCK = 4096  # tokens: 9 MB of scratch in each thread at K = V = 128
 GROUP = 32  # columns of a partial sum; `group` in native/problem.h
@@ -186,9 +186,9 @@ def replay_supports(r: Recurrence) -> str | None:
         return f"takes one token of each sequence, got T={T}"
     if r.boundaries is not None or r.segments is not None:
         return "takes one token of each sequence, got cu_seqlens or segment_ids"
-    if r.initial_state is not None and r.initial_state.dtype not in (*STORED, *COMPACT):
-        known = "float32, bfloat16, float16, int8 and float8_e4m3fn"
-        return f"stores states as {known}, the pool is {r.initial_state.dtype}"
+    stored = None if r.initial_state is None else r.initial_state.dtype
+    if stored is not None and stored not in STORED and str(stored) not in COMPACT:
+        return f"stores states as float32, bfloat16, float16, {' and '.join(COMPACT)}, the pool is {stored}"
     return takes(r) or missing("glax_replay")
 
 

@@ -1,12 +1,11 @@
 """Launch the kernel of device/replay.cu: one token, from a stored state and the tokens since it was written."""
 
-import math
-
 import jax
 from jax import Array
 
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.ring import RingedStates
+from glax._src.core.stored_states import scaled_rows
 from glax._src.kernels.common.foreign import NONE
 from glax._src.kernels.common.gpu import capability
 from glax._src.kernels.cuda import scan
@@ -89,7 +88,7 @@ def staged_tokens(constants: dict[str, int], places: int) -> int:
     # Numbers of 4 bytes in `Staged` of device/replay.cu.
     whole = K * (7 + 2 * erases + along) + columns * (8 + warps * (1 + erases)) + warps + 8
     if constants["STATE"] in COMPACT.values():
-        whole += 2 * (K // math.gcd(K, 32))
+        whole += 2 * (K // scaled_rows(K))
     each = (1 + along) * (K + columns + 2) + K * present["KEY"] + columns * present["VALUE"] + 1
     tokens = MOST_STAGED if places <= MOST_STAGED else MOST_STAGED // 4  # of several rounds, each takes fewer registers
     while tokens and 4 * (whole + each * tokens) > SHARED_BYTES:

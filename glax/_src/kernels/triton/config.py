@@ -7,13 +7,13 @@ from typing import ClassVar, Self
 
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import Config, check_field
+from glax._src.core.stored_states import COMPACT
 from glax._src.kernels.common.gpu import capability, multiprocessors
 from glax._src.kernels.triton.segments import segment_count
 
 WIDEST = 512
 WIDEST_ALONG = 64
 LONG_CHUNKS = ("constant", "none")  # forms of gates
-COMPACT = ("int8", "float8_e4m3fn")  # dtypes of states in 8 bits
 MOST_COMPACT = 2**15  # most numbers of a state in 8 bits, which one program has, K and V rounded up to powers of two
 HELD_BY_REPLAY = 32  # numbers of the state in a thread of a step of a `StatePool`
 MOST_STATES = 2**33  # bytes of stored states, in bfloat16, that the heuristic lets the forward take

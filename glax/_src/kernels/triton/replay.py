@@ -22,21 +22,23 @@ States in 8 bits have a scale for each SCALED rows: S_0 = scale (value + rest / 
 values lost by rounding, so they are read where the state is written alone. A program then has all columns, of which a scale is.
 """
 
-import math
-
 import jax.numpy as jnp
 from jax import Array
 
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.ring import RingedStates
-from glax._src.kernels.triton.config import COMPACT, TritonReplayConfig, width
+from glax._src.core.stored_states import COMPACT, LEAST_SCALE, scaled_rows
+from glax._src.kernels.triton.config import TritonReplayConfig, width
 from glax._src.kernels.triton.launch import launch, tl, triton
 from glax._src.kernels.triton.recurrent import change, erasure_operands, gates_of, shape
 from glax._src.kernels.triton.tiles import at, exp, load_state, place_of, store_state
 
 ARRIVED = tl.constexpr(1 << 16)
 LARGEST_FLOAT = tl.constexpr(3.4e38)
-TINY = tl.constexpr(1.17549435e-38)  # the least scale
+LEAST = tl.constexpr(LEAST_SCALE)
+# Of states in 8 bits: the largest number, and by how much rests are multiplied.
+LARGEST_INT8, FACTOR_INT8 = map(tl.constexpr, COMPACT["int8"])
+LARGEST_FLOAT8, FACTOR_FLOAT8 = map(tl.constexpr, COMPACT["float8_e4m3fn"])
 NAN = tl.constexpr(float("nan"))
 MAGIC = tl.constexpr(1.5 * 2**23)  # float32 numbers around it are integers
 FOLDED = tl.constexpr(16)  # tokens of the ring that are folded into the state at a time: the least that a product takes
@@ -218,7 +220,7 @@ def scales_of(scales, slot, head, D: tl.constexpr):
 @triton.jit
 def factor_of(values):
     """Return by how much the rests of states in 8 bits are multiplied."""
-    return 254.0 if values.dtype.element_ty == tl.int8 else 28.0
+    return FACTOR_INT8 if values.dtype.element_ty == tl.int8 else FACTOR_FLOAT8
 
 
 @triton.jit
@@ -233,13 +235,13 @@ def narrowed(x, DTYPE: tl.constexpr, LARGEST: tl.constexpr):
 @triton.jit
 def store_compact(values, rests, scales, S, slot, h, k, v, D: tl.constexpr):
     """Store S [BK, BV] in 8 bits, with new scales. All numbers of SCALED rows are NaN if one is not finite."""
-    LARGEST: tl.constexpr = 127.0 if values.dtype.element_ty == tl.int8 else 448.0
+    LARGEST: tl.constexpr = LARGEST_INT8 if values.dtype.element_ty == tl.int8 else LARGEST_FLOAT8
     DTYPE: tl.constexpr = values.dtype.element_ty
     GROUPS: tl.constexpr = D.BK // D.SCALED
     size = tl.abs(S)
     size = tl.where(size <= LARGEST_FLOAT, size, float("inf"))  # NaN, too
     scale = tl.max(tl.reshape(tl.max(size, 1), [GROUPS, D.SCALED]), 1) / LARGEST
-    scale = tl.where(scale <= LARGEST_FLOAT, tl.maximum(scale, TINY), NAN)
+    scale = tl.where(scale <= LARGEST_FLOAT, tl.maximum(scale, LEAST), NAN)
     by_row = tl.reshape(tl.broadcast_to(scale[:, None], [GROUPS, D.SCALED]), [D.BK])[:, None]
     x = tl.where(by_row == by_row, S * (1.0 / by_row), 0.0)
     value = narrowed(x, DTYPE, LARGEST)
@@ -360,7 +362,7 @@ def recurrent_replay(
     tokens = [r.q, r.k, r.v, *gates, *erasure, r.scale if along is None else along, r.scale, slots]
     present = {i: x for i, x in enumerate(before) if x is not None}
     own, K = shape(r, config.columns), r.q.shape[3]
-    scaled = math.gcd(K, 32) if str(present[0].dtype) in COMPACT else None
+    scaled = scaled_rows(K) if str(present[0].dtype) in COMPACT else None
     if scaled is not None and config.columns < V:
         raise ValueError(f"{config} must have all {V} columns of states in 8 bits: set columns to {width(V)}")
     o, *after = launch(

@@ -4,9 +4,10 @@ import importlib.util
 
 from glax._src.core.known_miscompiles import numbers, version_of
 from glax._src.core.recurrence import Recurrence
+from glax._src.core.stored_states import COMPACT
 from glax._src.kernels.common.gpu import capability
 from glax._src.kernels.common.refusals import XLA, empty, older_gpu, too_wide
-from glax._src.kernels.triton.config import COMPACT, MOST_COMPACT, WIDEST, TritonReplayConfig, width
+from glax._src.kernels.triton.config import MOST_COMPACT, WIDEST, TritonReplayConfig, width
 
 SMALL_T = 16
 # The delta rule's scan holds a state of [columns, K] in registers, in float32 thrice for products in three terms.

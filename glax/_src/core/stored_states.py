@@ -81,7 +81,12 @@ rounded.defvjp(_rounded_fwd, _rounded_bwd)
 # For each dtype its largest number, and the factor by which what rounding loses is multiplied before it is stored in that dtype
 # too. Rounding loses at most half of the last digit, which is worth 1 in int8 and at most 32 in float8.
 COMPACT = {"int8": (127.0, 254.0), "float8_e4m3fn": (448.0, 28.0)}
-BLOCK = 32  # the rows of a state that share a scale; gcd(K, BLOCK) where K is no multiple
+LEAST_SCALE = float(jnp.finfo(jnp.float32).tiny)
+
+
+def scaled_rows(K: int) -> int:
+    """Return how many of a state's K rows share a scale."""
+    return math.gcd(K, 32)
 
 
 @jax.tree_util.register_dataclass
@@ -103,7 +108,7 @@ class CompactStates:
     def zeros(cls, shape: tuple[int, int, int, int], dtype: DTypeLike) -> "CompactStates":
         P, H, K, _ = shape
         return cls(
-            jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((P, H, K // math.gcd(K, BLOCK)), jnp.float32)
+            jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((P, H, K // scaled_rows(K)), jnp.float32)
         )
 
     @classmethod
@@ -111,9 +116,9 @@ class CompactStates:
         """Return states in 8 bits. All numbers of a block of rows are NaN if one is not finite."""
         largest, factor = COMPACT[str(jnp.dtype(dtype))]
         N, H, K, V = states.shape
-        block, states = math.gcd(K, BLOCK), states.astype(jnp.float32)
+        block, states = scaled_rows(K), states.astype(jnp.float32)
         scale = jnp.abs(states.reshape(N, H, K // block, block, V)).max((-2, -1)) / largest
-        scale = jnp.where(jnp.isfinite(scale), jnp.maximum(scale, jnp.finfo(jnp.float32).tiny), jnp.nan)
+        scale = jnp.where(jnp.isfinite(scale), jnp.maximum(scale, LEAST_SCALE), jnp.nan)
         x = jnp.where(jnp.isnan(by_row(scale, K)), 0, states / by_row(scale, K))
         values = narrowed(x, dtype)
         return cls(values, narrowed((x - values.astype(jnp.float32)) * factor, dtype), scale)
