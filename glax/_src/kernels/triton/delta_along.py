@@ -159,13 +159,13 @@ def store_chunk(
     L_b, L_k, largest = pair_products(erase, D.H, k, along, g, h, origin, count, D.BEFORE, EXACT, D)
     L_k = tl.where(i > j, L_k, 0.0)
     T = tl.where(i > j, unit_inverse(tl.where(i > j, L_b, 0.0), D.C, D.DTYPE), 0.0)
-    A = operand(-L_k - dot(T, L_k, D), D.DTYPE, D.PRECISION)
-    T = operand(T, D.DTYPE, D.PRECISION)
+    A = operand(-L_k - dot(T, L_k, D), D)
+    T = operand(T, D)
     if D.GRADIENT:
         store_square(inverse, T, pair, D)
         store_square(passed, A, pair, D)
     P_b, P_k, _ = pair_products(q, D.HQ, k, along, g, h, origin, count, False, EXACT, D)
-    P_b = operand(tl.where(i >= j, P_b * factor, 0.0), D.DTYPE, D.PRECISION)
+    P_b = operand(tl.where(i >= j, P_b * factor, 0.0), D)
     if D.GRADIENT:
         store_square(scores_along, P_b, pair, D)
     store_square(scores, tl.where(i >= j, P_k * factor, 0.0) + dot(P_b, A, D), pair, D)

@@ -53,7 +53,7 @@ def exp(x):
 @triton.jit
 def dot(a, b, D: tl.constexpr):
     """Return a @ b in float32. Operands are rounded to D.DTYPE; float32 operands are multiplied in D.PRECISION."""
-    return dot_onto(operand(a, D.DTYPE, D.PRECISION), operand(b, D.DTYPE, D.PRECISION), None, D)
+    return dot_onto(operand(a, D), operand(b, D), None, D)
 
 
 @triton.jit
@@ -73,23 +73,29 @@ def dot_onto(a, b, c, D: tl.constexpr):
 
 
 @triton.jit
+def tf32_bits(x):
+    """Return the bits of float32 x rounded to the nearest TF32 number. Those of NaN may be another number's."""
+    return (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+
+
+@triton.jit
 def tf32_terms(x):
     """Split float32 x into a TF32 number, rounded to nearest, and the rest, which tensor cores truncate: 22 bits together."""
-    high = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    high = tf32_bits(x).to(tl.float32, bitcast=True)
     return high, x - high
 
 
 @triton.jit
-def operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """Return x in DTYPE, for TF32 rounded to nearest.
+def operand(x, D: tl.constexpr):
+    """Return x in D.DTYPE, for TF32 rounded to nearest.
 
     Tensor cores truncate float32 operands to TF32. Sums do not average out the error of truncation.
     """
-    if x.dtype == tl.float32 and tl.float32 == DTYPE and PRECISION == "tf32":
-        bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    if x.dtype == tl.float32 and tl.float32 == D.DTYPE and D.PRECISION == "tf32":
+        bits = tf32_bits(x)
         return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
     else:
-        return x.to(DTYPE)
+        return x.to(D.DTYPE)
 
 
 @triton.jit
