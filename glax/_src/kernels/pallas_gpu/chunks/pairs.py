@@ -269,8 +269,8 @@ def form_chunk(p: Program):
         L = L * by_row(plgpu.load(t.numbers.at[BETA], layout=BY_ROW), PAIRS)
     plgpu.commit_smem()  # all warps have read y and the matrix of M
     t.y[0][...] = with_own_scores(p, P)
-    t.y[1][...] = edge_matrix(p, within=False)
-    t.sums[...] = edge_matrix(p, within=True)
+    t.y[1][...] = running_matrix(p, through=False)
+    t.sums[...] = running_matrix(p, through=True)
     plgpu.commit_smem()
     scale_tokens(p)
     plgpu.commit_smem()
@@ -347,7 +347,7 @@ def measure(p: Program):
             M = p.summed(t.sums, pl.ds(block * CHANNELS, CHANNELS))
             return jnp.maximum(found, jnp.max(jnp.abs(M), axis=1))
 
-        store_block_sums(p, size)
+        store_reference_matrix(p, size)
         return is_small(t.numbers.at[LARGEST], lax.fori_loop(0, p.blocks, larger, zeros))
 
     return find_last_level(is_in_range)
@@ -392,8 +392,9 @@ def in_interval(reverse: bool, bounds: Callable):
     return (j >= by_row(first, PAIRS)) & (j <= by_row(last, PAIRS))
 
 
-def block_sums(p: Program, size, own: bool = True):
-    """Return the matrix [C, C] whose product with gates is M, for blocks of `size` tokens, a power of two.
+def reference_matrix(p: Program, size, own: bool = True):
+    """Return the matrix [C, C] whose product with gates is M, for blocks of `size` tokens, a power of two: the sums between every
+    token and its reference, with sign -1 before the reference.
 
     own: whether a token's own gate counts to the gates through it, as in M; else to those behind it.
     """
@@ -410,10 +411,10 @@ def block_sums(p: Program, size, own: bool = True):
     return jnp.where(in_interval(p.reverse, bounds), by_row(sign, PAIRS), 0.0).astype(BF16)
 
 
-def store_block_sums(p: Program, size):
-    """Store the matrix of `block_sums`."""
+def store_reference_matrix(p: Program, size):
+    """Store the matrix of `reference_matrix`."""
     plgpu.commit_smem()  # all warps have read the one before
-    p.tiles.sums[...] = block_sums(p, size)
+    p.tiles.sums[...] = reference_matrix(p, size)
     plgpu.commit_smem()
 
 
@@ -425,7 +426,7 @@ def scores(p: Program, last):
 
     def advance(level, found):
         size = lax.shift_right_logical(jnp.int32(HALF), level)
-        pl.when(last > 0)(lambda: store_block_sums(p, size))
+        pl.when(last > 0)(lambda: store_reference_matrix(p, size))
         P, L = products(p, size)
 
         def bounds(i):
@@ -452,7 +453,7 @@ def products(p: Program, size):
         up = jnp.exp2(M)
         queries = split(read(t.q.at[:, channels]) * up)
         if p.before_decay:
-            up = jnp.exp2(p.summed(block_sums(p, p.hidden(size), own=False), channels) * LOG2E)
+            up = jnp.exp2(p.summed(reference_matrix(p, p.hidden(size), own=False), channels) * LOG2E)
         erasing = split(read(t.erasing.at[:, channels]) * up)
         high, rest = (transposed(term) for term in t.y)
         return tiles.added_all(found, *([(x, high), (lost, high), (x, rest)] for x, lost in (queries, erasing)))
@@ -460,10 +461,10 @@ def products(p: Program, size):
     return lax.fori_loop(0, p.blocks, advance, (tiles.zeros(PAIRS), tiles.zeros(PAIRS)))
 
 
-def edge_matrix(p: Program, within: bool):
-    """Return the matrix [C, C] whose product with gates is G_last - G or, with `within`, G."""
+def running_matrix(p: Program, through: bool):
+    """Return the matrix [C, C] whose product with gates is G, the sums through tokens, or G_last - G, those behind."""
     i, j = p.in_order(*tiles.positions_again(False))
-    return tiles.indicator(j <= i if within else j > i)
+    return tiles.indicator(j <= i if through else j > i)
 
 
 def scale_tokens(p: Program):

@@ -560,9 +560,10 @@ def whole(pair):
     return read(high) + read(rest)
 
 
-def reference_sums(p: Program, size, sign, own: bool = True):
+def level_matrix(p: Program, size, sign, own: bool = True):
     """Return the matrix [C, C] that sums gates between every token and its reference, for blocks of `size` tokens. In every
     second block these are the gates from its beginning through the token; in every first, those behind the token, times sign.
+    With own and sign -1, as in the fast form, it is `reference_matrix` of `chunks/pairs.py`.
 
     own: whether a token's own gate counts to those through it; else to those behind it, and the first of two blocks' tokens has
     none.
@@ -612,24 +613,24 @@ def sums_over_pairs(p: Program, side: int, left):
             fast = plgpu.layout_cast(jnp.broadcast_to(is_fast, SHAPE), tiles.WGMMA)
             return jnp.where(fast, 1.0 / up, up)
 
-        M = None if is_before else p.summed(reference_sums(p, size, sign)) * LOG2E
+        M = None if is_before else p.summed(level_matrix(p, size, sign)) * LOG2E
         # The same number, of which the compiler does not know that. It would hold the matrices of the first use to the second.
         again = p.hidden(size) if is_before else size
 
         plgpu.commit_smem()  # all warps have read the tokens of the level before
         if side == KEYS:
-            decays = jnp.exp2((p.summed(reference_sums(p, size, sign)) * LOG2E if M is None else M) * sign)
+            decays = jnp.exp2((p.summed(level_matrix(p, size, sign)) * LOG2E if M is None else M) * sign)
             store_split(t.right, read(t.k) * decays)
             p.pipeline.right.stored()
         up = None if M is None else jnp.exp2(M)
 
         def of_reads(size):
             """Return the e^M of x. With two M the factors of both are formed at each use, so that no registers hold them."""
-            return jnp.exp2(p.summed(reference_sums(p, size, sign, own=False)) * LOG2E) if up is None else up
+            return jnp.exp2(p.summed(level_matrix(p, size, sign, own=False)) * LOG2E) if up is None else up
 
         def of_keys(size):
             """Return what `down` returns for the M of k."""
-            return jnp.exp2(p.summed(reference_sums(p, size, sign)) * (sign * LOG2E)) if up is None else down(up)
+            return jnp.exp2(p.summed(level_matrix(p, size, sign)) * (sign * LOG2E)) if up is None else down(up)
 
         store_split(t.left(side), tokens_of(p, side) * of_reads(size))
         if side == QUERIES:
