@@ -17,7 +17,7 @@ from glax._src.kernels.pallas_gpu.scan import head, segments
 from glax._src.kernels.pallas_gpu.scan import key as key_scan
 
 pytestmark = pytest.mark.fast
-OUTPUTS = Scan(H=2, K=128, V=128)
+OUTPUTS = Scan(H=2, K=128, V=128, in_memory=(128, 128))
 
 
 def of_delta(module, pipeline, plan, kind, K):
@@ -45,10 +45,10 @@ TABLES = {
         delta_key_scan, delta_key_scan.DeltaKeyPipeline, delta_key_scan.DeltaKeyScan, "adjoint", 128
     ),
 }
-CHUNKS = items.Items(1, 128, 2, 128, (1, 1, 1), 1, False, terms=2, resets=True)
-RUNS = items.Items(1, 128, 2, 128, (1, 1, 1), 1, False, run=2)
-GROUPS = head_group.HeadGroups(1, 128, 2, 128, (1, 1, 2), 1, False, run=2, members=2)
-WIDE = wide.WideItems(1, 128, 2, 128, (1, 1, 2), 1, False, Blocks(1, 2), terms=2, summed=2, resets=True)
+CHUNKS = items.Items(1, 128, 2, (128, 128), (1, 1, 1), 1, False, terms=2, resets=True)
+RUNS = items.Items(1, 128, 2, (128, 128), (1, 1, 1), 1, False, run=2)
+GROUPS = head_group.HeadGroups(1, 128, 2, (128, 128), (1, 1, 2), 1, False, run=2, members=2)
+WIDE = wide.WideItems(1, 128, 2, (128, 128), (1, 1, 2), 1, False, Blocks(1, 2), terms=2, summed=2, resets=True)
 TABLES |= {
     "gradient_key": (key, key.KeyPipeline.planned(CHUNKS), items.ROLES),
     "gradient_exact": (exact, exact.ExactPipeline.planned(CHUNKS), ALONE),

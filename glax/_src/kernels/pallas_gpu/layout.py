@@ -215,11 +215,11 @@ class KernelLayout:
         """Return the plan of a scan of this layout. flags: the other fields of `Scan`."""
         terms = len(self.gates) if self.key else 1
         return plan_of(
-            self.H, self.K, self.V, reverse=self.r.reverse, columns=self.columns, parts=self.parts, terms=terms,
+            self.H, self.K, self.V, self.in_memory, reverse=self.r.reverse, columns=self.columns, parts=self.parts, terms=terms,
             blocks=self.blocks, stored_by=self.stored if self.blocks != self.stored else WHOLE,
             packed=self.chunks if self.in_place else 0, edges=self.edges is not None,
             resets=self.newest is not None, bounded=self.tokens is not None,
-            rows=self.result_rows, narrower=None if self.in_memory == (self.K, self.V) else self.in_memory, **flags,
+            rows=self.result_rows, **flags,
         )  # fmt: skip
 
     def scan(self, plan: Scan, k, v, start, table=None, out_of_range=None, behind=None) -> ScanResults:

@@ -109,6 +109,8 @@ class Scan:
     """Hold what a scan is compiled for.
 
     H: the number of blocks of all heads. K, V: the widths of a block.
+    in_memory: the columns of a block of keys, and of values, in memory. Where these are fewer than K and V the copy engine fills
+        the tiles with zeros, and drops what it stores behind the columns. States in float32 have K and V.
     reverse: the recurrence goes from the last token to the first.
     adjoint: the scan finds dL/dS against time, with q and d_output for k and v.
     two_way: one program serves both directions, and takes no scale. The fifth column of the table is `adjoint`.
@@ -125,8 +127,6 @@ class Scan:
     packed: 0, or the most chunks of packed sequences. Their chunks begin at every eighth row of q, k, v and gates, and the first
         of a sequence may hold rows of the sequence before. The chunks of o and states lie one after another.
     edges: chunks that hold rows without a token are read from copies (`rows.Edges`); only with per-head gates.
-    narrower: the columns of a block of keys, and of values, in memory, where these are fewer than K and V; else None. The copy
-        engine fills the tiles with zeros, and drops what it stores behind the columns. States in float32 have K and V.
     every: the chunks from one of the caller's states to the next, of which there are num_behind; 0 without such states. A scan
         against time adds their gradients to the state, and others store them.
     resets: tokens that reset the state are marked (`rows.newest_resets`); only with per-key gates, because per-head gates are
@@ -139,6 +139,7 @@ class Scan:
     H: int
     K: int
     V: int
+    in_memory: tuple[int, int]
     reverse: bool = False
     adjoint: bool = False
     two_way: bool = False
@@ -159,12 +160,11 @@ class Scan:
     rows: int = 0
     every: int = 0
     num_behind: int = 0
-    narrower: tuple[int, int] | None = None
 
     @functools.cached_property
-    def in_memory(self) -> tuple[int, int]:
-        """Return the columns of a block of keys, and of values, in memory."""
-        return self.narrower or (self.K, self.V)
+    def narrower(self) -> bool:
+        """Return whether a block has fewer columns in memory than K and V."""
+        return self.in_memory != (self.K, self.V)
 
     @functools.cached_property
     def tile(self) -> int:

@@ -188,10 +188,9 @@ def gradient_head(
     rows: of the results, where the operands have fewer, because the last chunk is read from a copy.
     The other arguments are as in `gradient_key`.
     """
-    (B, T), (_, chunks, H, *in_memory) = d_output.shape[:2], behind.shape
+    (B, T), (_, chunks, H, *_) = d_output.shape[:2], behind.shape
     heads, run = tuple(x.shape[2] for x in (q, k, v)), chunks // before.shape[1]
-    D, narrower = items.widths(*in_memory)
-    n = Items(B, rows or T, H, D, heads, programs, reverse, blocks, run=run, edges=bool(edges), narrower=narrower)
+    n = Items(B, rows or T, H, behind.shape[3:], heads, programs, reverse, blocks, run=run, edges=bool(edges))
     operands = Operands(G, q, k, v, d_output, scale, before, behind, tokens(reverse), *edges)
 
     def body(*refs):

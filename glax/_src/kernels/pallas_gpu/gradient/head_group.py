@@ -70,7 +70,6 @@ from glax._src.kernels.pallas_gpu.gradient.items import (
     store_rounded,
     tokens,
     warpgroups,
-    widths,
 )
 from glax._src.kernels.pallas_gpu.plan import PAIRS, Blocks, C, quotient, remainder
 
@@ -264,11 +263,10 @@ def gradient_groups(
     """
     B, T, H, V = d_output.shape
     K, chunks, pieces, group = q.shape[3], G.shape[1], V // COLUMNS, group * columns
-    D, narrower = widths(K, K)  # values lie in parts of 64 columns
     heads, each = tuple(x.shape[2] for x in (q, k, v)), members(B * chunks * (H // group), group, pieces, programs)
     n = HeadGroups(
-        B, rows or T, H, D, heads, programs, reverse, Blocks(columns=columns),
-        run=chunks // before.shape[1], edges=bool(edges), pieces=pieces, members=each, narrower=narrower,
+        B, rows or T, H, (K, K), heads, programs, reverse, Blocks(columns=columns),  # values lie in parts of 64 columns
+        run=chunks // before.shape[1], edges=bool(edges), pieces=pieces, members=each,
     )  # fmt: skip
 
     def body(*refs):

@@ -45,7 +45,7 @@ class Items:
     B: int
     T: int
     H: int
-    D: int  # of keys and of values
+    in_memory: tuple[int, int]  # the columns of a block of keys, and of values, in memory
     heads: tuple[int, int, int]
     programs: int
     reverse: bool
@@ -57,13 +57,16 @@ class Items:
     packed: bool = False  # chunks begin at any row of the inputs: `places` has those
     # Marked tokens reset the state (`newest_resets`). A chunk may hold several sequences, so d_scale is by token.
     resets: bool = False
-    # The columns of a block of keys, and of values, in memory, where these are fewer than D; else None.
-    narrower: tuple[int, int] | None = None
 
     @property
-    def in_memory(self) -> tuple[int, int]:
-        """Return the columns of a block of keys, and of values, in memory."""
-        return self.narrower or (self.D, self.D)
+    def D(self) -> int:
+        """Return the width of a block of keys, and of values."""
+        return 64 if max(self.in_memory) <= 64 else 128
+
+    @property
+    def narrower(self) -> bool:
+        """Return whether a block has fewer columns in memory than D."""
+        return self.in_memory != (self.D, self.D)
 
     @property
     def block(self) -> tuple[slice | pl.Slice, slice | pl.Slice]:
@@ -147,12 +150,6 @@ class Items:
     def scale(self, scale: Ref, b, c):
         """Return the scale of chunk c of sequence b. Packed arrays have one scale a chunk."""
         return scale[c if self.packed else b]
-
-
-def widths(keys: int, values: int) -> tuple[int, tuple[int, int] | None]:
-    """Return `Items.D` and `Items.narrower` of blocks with these columns in memory."""
-    D = 64 if max(keys, values) <= 64 else 128
-    return D, None if keys == values == D else (keys, values)
 
 
 class Program(NamedTuple):

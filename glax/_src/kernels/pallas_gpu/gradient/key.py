@@ -210,12 +210,11 @@ def gradient_key(
     newest: [B, chunks, 64] in int32 for rows with resets (`newest_resets`), else None. d_scale is then by token, [B, chunks, H,
         64], and with `places` chunks lie one after another in the inputs.
     """
-    (B, T), (_, chunks, H, *in_memory), packed = d_output.shape[:2], behind.shape, places is not None
+    (B, T), (_, chunks, H, *_), packed = d_output.shape[:2], behind.shape, places is not None
     T = chunks * C if packed and newest is None else T
-    heads, (D, narrower) = (q.shape[2], k.shape[2], v.shape[2]), items.widths(*in_memory)
     n = Items(
-        B, T, H, D, heads, programs, reverse, blocks,
-        terms=len(g), packed=packed, resets=newest is not None, narrower=narrower,
+        B, T, H, behind.shape[3:], (q.shape[2], k.shape[2], v.shape[2]), programs, reverse, blocks,
+        terms=len(g), packed=packed, resets=newest is not None,
     )  # fmt: skip
     g, g_rest = g if n.terms == 2 else (*g, None)
     marked = marks(newest, reverse) if n.resets else None

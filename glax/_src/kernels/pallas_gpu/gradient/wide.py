@@ -227,10 +227,9 @@ def gradient_wide(
     The arguments are as in `gradient_key`, with blocks of 128 x 128.
     """
     (B, T), H = d_output.shape[:2], behind.shape[2]
-    heads, (D, narrower) = tuple(x.shape[2] for x in (q, k, v)), items.widths(*behind.shape[3:])
     n = WideItems(
-        B, T, H, D, heads, programs, reverse, blocks,
-        terms=len(g), summed=blocks.columns, resets=newest is not None, narrower=narrower,
+        B, T, H, behind.shape[3:], (q.shape[2], k.shape[2], v.shape[2]), programs, reverse, blocks,
+        terms=len(g), summed=blocks.columns, resets=newest is not None,
     )  # fmt: skip
     order = marks(newest, reverse) if n.resets else tokens(reverse)
     operands = Operands(q, k, v, tuple(g), d_output, scale, before, behind, order)
