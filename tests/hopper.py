@@ -299,6 +299,11 @@ CALLS = {
     "delta, keys of 256, constant, split, reversed": delta(
         "g_gamma", Draw(), T=140, K=256, V=64, reverse=True, save=False, parts=2
     ),
+    "delta, two stripes together": delta("g", T=200, programs=1),
+    "delta, two stripes together, -inf, reversed": delta("g", HARD, K=64, reverse=True, save=False, programs=1),
+    "delta, two stripes together, packed": delta("g", HARDER, programs=1, **PACKED),
+    "delta, two stripes together, one row": delta("g", state=False, finals=BOTH, programs=1, **PACKED),
+    "delta, two stripes together, values of 256": delta("g", T=140, heads=(1, 1, 2), V=256, programs=1),
     "delta, one program for all chunks": delta("g", T=230, heads=(1, 1, 2), programs=1, **SMALL),
     "delta, one program for all chunks, reversed": delta(
         "g", T=230, heads=(1, 1, 2), programs=1, reverse=True, **SMALL
@@ -384,6 +389,7 @@ FEW = (
     "head", "head, pairs", "head, split", "head, packed", "head, one row", "head, one row of groups",
     "joined, head, gradient of final states", "joined, pairs of heads", "joined, no gates",
     "constant, pairs, last chunk of 9 rows", "constant, packed", "constant, one row of pairs", "joined, constant, reversed",
+    "delta, two stripes together",
     "delta", "delta, one row", "delta, split, one row", "delta, no gates", "delta, constant, less than a chunk",
     "delta, one row, constant, reversed", "delta, split, reversed", "delta, keys of 256, constant, split, reversed",
     "delta, packed, odd widths", "delta, values of 256", "delta, keys of 192, packed, reversed", "delta, keys of 256, one row",

@@ -1,4 +1,6 @@
-"""The segments and columns that the heuristic of the Hopper kernels chooses."""
+"""The segments and columns that the heuristic of the Hopper kernels chooses, and the stripes of a program."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,7 @@ import pytest
 from glax._src.core.bind import bind
 from glax._src.kernels.pallas_gpu import config
 from glax._src.kernels.pallas_gpu.config import HopperConfig, Work
+from glax._src.kernels.pallas_gpu.plan import DeltaScan
 
 # B, T, heads of q and k, heads of v, K, V; segments, columns of a program on 132 multiprocessors
 CHOSEN = {
@@ -51,3 +54,21 @@ def test_states_of_segments_have_a_price():
     assert segments - states < whole < segments
     moved = 4 * 8 * 144 * 128 * 128 * 4
     assert states == pytest.approx(moved / (64 * 4 * 128 * 2 * 132))  # a chunk of q, k, v and output
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "gains"),
+    [
+        ("outputs", 33, False),  # 132 programs of a stripe, one round
+        ("outputs", 34, True),  # 136: two rounds, or one of 68
+        ("residuals", 66, True),  # 264, or 132
+        ("residuals", 67, False),  # 268: three rounds, or two
+        ("states", 128, True),  # four, or two
+        ("adjoint", 66, False),
+    ],
+)
+def test_stripes_are_carried_together_where_that_saves_rounds(kind, heads, gains):
+    scan = DeltaScan(kind, heads, 128, 128, reverse=False, start=False)
+    assert scan.gains_together(segments=2, multiprocessors=132) == gains
+    for change in (dict(form="erase"), dict(K=256), dict(V=192)):
+        assert not dataclasses.replace(scan, **change).gains_together(2, 132)

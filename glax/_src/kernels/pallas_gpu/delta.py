@@ -25,10 +25,10 @@ from glax._src.kernels.pallas_gpu.gradient import delta as delta_vjp
 from glax._src.kernels.pallas_gpu.gradient import delta_key as delta_key_vjp
 from glax._src.kernels.pallas_gpu.gradient.delta_key import D_BETA, D_SCALE
 from glax._src.kernels.pallas_gpu.layout import KernelLayout, OneRowLayout, layout_of
-from glax._src.kernels.pallas_gpu.plan import C
+from glax._src.kernels.pallas_gpu.plan import STRIPE, C, DeltaScan
 from glax._src.kernels.pallas_gpu.route import Route
 from glax._src.kernels.pallas_gpu.rows import Form, PackedRow
-from glax._src.kernels.pallas_gpu.scan.delta import STRIPE, DeltaScan, Results, delta_scan
+from glax._src.kernels.pallas_gpu.scan.delta import Results, delta_scan
 from glax._src.kernels.pallas_gpu.scan.delta_key import DeltaKeyScan, delta_key_scan
 from glax._src.kernels.pallas_gpu.scan.delta_key import Results as KeyResults
 
@@ -164,6 +164,7 @@ class DeltaLayout(SegmentedScan):
         """Scan every segment. start: the states that enter them, [E, H, V, K], or None for zeros."""
         p = self.layout
         w = DeltaScan(kind, p.H, p.K, p.V, p.r.reverse, start=start is not None, form=p.r.erasing.form)
+        w = dataclasses.replace(w, together=w.gains_together(p.table.shape[0], multiprocessors()))
         if w.wide and start is not None:
             start = jnp.swapaxes(start, 2, 3)  # [E, H, K, V], the order of `DeltaScan.upright`
         start = self.chunks.factors if start is None else start  # any array, since the scan does not read it

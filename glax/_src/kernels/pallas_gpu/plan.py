@@ -1,8 +1,8 @@
-"""Define the plan that a scan is compiled for, and its results."""
+"""Define the plans that scans are compiled for, and the results of those without the delta rule."""
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ C = 64  # tokens a chunk: the rows of one warpgroup's product
 PAIRS = (C, C)  # the shape of a matrix of pairs of a chunk's tokens
 LOG_OF_RESET = -1e30  # the log decay of a state that a reset clears; finite, so that sums stay finite
 BLOCK = 128  # the most rows, and columns, of a block of the state in registers
+STRIPE = 64  # columns of the state that a warpgroup carries under the delta rule
 ROWS = 8  # of which a tile in shared memory consists: it can be copied from every eighth row
 
 
@@ -329,3 +330,169 @@ class ScanResults(NamedTuple):
     log: jax.Array | None = None
     out_of_range: jax.Array | None = None
     behind: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaScan:
+    """Hold the sizes and options that a scan is compiled for.
+
+    kind: what the scan writes beside the last states. "outputs": O. "states": S before each chunk and U, for the gradient.
+    "residuals": both. "adjoint": dS' behind each chunk, dX and dV, in reverse. "ends", "adjoint ends", "transitions": nothing.
+    The state of "transitions" has K more columns, which begin as I and to which no tokens add. At the end they are the matrix M
+    by which S would have been multiplied. H: the number of heads. K, V: the widths of a head. start: whether segments begin from
+    given states, else from zero. A sequence that is not cut is one segment. form: `Erasure.form`. together: whether a program
+    that writes results of a forward carries two stripes.
+
+    Up to K = 128 the state and what tokens write are transposed. Wider states are [K, V].
+    """
+
+    STAGES: ClassVar[int] = 3  # chunks in shared memory: as many as 227 KB hold at widths of 128
+    WIDE_STAGES: ClassVar[int] = 2  # at K = 256, and with two stripes
+    TOGETHER: ClassVar[float] = 1.8  # the time of a chunk for two stripes in one program, of that for one
+
+    kind: Literal["outputs", "states", "residuals", "adjoint", "ends", "transitions", "adjoint ends"]
+    H: int
+    K: int
+    V: int
+    reverse: bool
+    start: bool
+    form: str = "beta"
+    together: bool = False
+
+    @property
+    def has_erase(self) -> bool:
+        """Return whether e is given, else it is beta k."""
+        return self.form != "beta"
+
+    @property
+    def has_write(self) -> bool:
+        """Return whether v is multiplied by w."""
+        return self.form == "erase+write"
+
+    @property
+    def is_adjoint(self) -> bool:
+        return self.kind in ("adjoint", "adjoint ends")
+
+    @property
+    def has_results(self) -> bool:
+        """Return whether the scan writes more than the last states."""
+        return self.kind not in ("ends", "transitions", "adjoint ends")
+
+    @property
+    def writes_tokens(self) -> bool:
+        """Return whether the scan writes O or dV."""
+        return self.kind in ("outputs", "residuals", "adjoint")
+
+    @property
+    def reads_queries(self) -> bool:
+        """Return whether the scan reads q, and forms P."""
+        return self.writes_tokens or self.is_adjoint
+
+    @property
+    def reads_values(self) -> bool:
+        """Return whether the scan reads v, and w if there is one. The adjoint reads v for the gradient of beta."""
+        return not self.is_adjoint or (self.kind == "adjoint" and not self.has_erase)
+
+    @property
+    def stores_states(self) -> bool:
+        """Return whether the scan stores states and what stands beside them."""
+        return self.kind in ("states", "residuals", "adjoint")
+
+    @property
+    def columns(self) -> int:
+        """Return the number of columns of the state, with those of M, in whole stripes."""
+        return self.V + -(-self.K // STRIPE) * STRIPE if self.kind == "transitions" else self.V
+
+    @property
+    def tile(self) -> int:
+        """Return the columns of a tile in shared memory."""
+        return tile_columns(self.K)
+
+    @property
+    def wide(self) -> bool:
+        """Return whether keys are wider than 128."""
+        return self.K > 128
+
+    @property
+    def tight(self) -> bool:
+        """Return whether shared memory has no room for two stages of R and v, and for dV beside what dX loses."""
+        return self.wide and self.kind == "adjoint" and not self.has_erase
+
+    @property
+    def has_output_tile(self) -> bool:
+        """Return whether outputs have a tile of their own. dX leaves from `tokens`, and dV of a tight plan from `lost`."""
+        return self.writes_tokens and not self.tight and not (self.is_adjoint and self.has_erase)
+
+    def upright(self, columns, rows) -> tuple:
+        """Return what belongs to the two last axes of a state, in their order in memory: V and K, or K and V in a wide plan."""
+        return (rows, columns) if self.wide else (columns, rows)
+
+    @property
+    def stages(self) -> int:
+        """Return the number of chunks in shared memory."""
+        if self.wide:
+            return 1 if self.has_erase else self.WIDE_STAGES
+        return self.WIDE_STAGES if (self.has_write or self.together) and self.K > 64 else self.STAGES
+
+    @property
+    def erase_stages(self) -> int:
+        """Return the number of tiles of e, which *carry* alone reads."""
+        return 1 if self.wide else 2
+
+    @property
+    def stripes(self) -> int:
+        """Return the number of stripes of a program, each carried by a warpgroup."""
+        return 2 if (self.together or self.kind in ("ends", "transitions")) and self.columns // STRIPE % 2 == 0 else 1
+
+    def gains_together(self, segments: int, multiprocessors: int) -> bool:
+        """Return whether a program should carry two stripes. Only so many programs run at a time, one on a multiprocessor."""
+        if (
+            self.kind not in ("outputs", "states", "residuals")
+            or self.form != "beta"
+            or self.wide
+            or self.V % (2 * STRIPE)
+        ):
+            return False
+        alone = self.V // STRIPE * self.H * segments
+        rounds = (-(-programs // multiprocessors) for programs in (alone, alone // 2))
+        return next(rounds) > self.TOGETHER * next(rounds)
+
+    @property
+    def scored(self) -> int:
+        """Return the columns of P that are formed at a time: as many as registers have room for."""
+        return C // 4 if self.together else C
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Return the leading axis of the tiles that each stripe of `together` has for itself."""
+        return (self.stripes,) * self.together
+
+    @property
+    def roles(self) -> dict[str, int]:
+        """Return the roles of warpgroups. There is a *carry* for each stripe."""
+        roles = dict(carry=self.stripes, output=self.has_results, score=self.reads_queries, load=self.loader == "load")
+        return {role: int(count) for role, count in roles.items() if count}
+
+    @property
+    def loader(self) -> str:
+        """Return the role that loads: *score*, where a fifth warpgroup would leave *carry* too few registers."""
+        return "score" if self.together and self.reads_queries else "load"
+
+    @property
+    def registers(self) -> dict[str, int]:
+        """Return the registers of a thread by role. They add up to those that a program is launched with, or fewer."""
+        if self.together:
+            return dict(carry=160, output=96, score=96, load=24)
+        if len(self.roles) == 4:
+            return dict(carry=248, output=112, score=112, load=40)
+        return dict(carry=232 if self.stripes == 2 else 248, output=216, score=216, load=40)
+
+    @property
+    def descending(self) -> bool:
+        """Return whether the scan goes from the last chunk to the first."""
+        return self.reverse != self.is_adjoint
+
+    @property
+    def last_token(self) -> int:
+        """Return the last token of a chunk in the order of the recurrence."""
+        return 0 if self.reverse else C - 1

@@ -28,6 +28,11 @@ nothing delays it: *score* forms the scores a chunk ahead, because they do not d
 from what *carry* stores, the state before a chunk and what its tokens write. Both go to memory where the gradient will read
 them.
 
+Where programs of 64 columns would need more rounds on the GPU, those of a forward have 128 (`DeltaScan.together`): two warpgroups
+carry a stripe each, *output* forms the results of both, and each chunk is loaded once for both. *score* loads as well then, and
+forms the scores by 16 columns, so that registers hold all that this takes. *carry* reads v and the factors of a chunk only when
+its first product has ended.
+
 *carry* has two forms. Up to K = 128 everything is transposed, [V, tokens] and [V, K]: the left side of each product is what the
 product before has left in registers, so that no result passes through shared memory on its way to the next. What does not depend
 on a running product is done while it runs. A wider state is [K, STRIPE] and all else [tokens, STRIPE], and products read both
@@ -77,7 +82,7 @@ and for "adjoint" where keys are wider than 128, so that v and R have one tile:
     carry                 load                  inverse loaded: inverse
     load                  carry                 inverse read
 
-With an erase vector there are beside these
+Where two stripes are carried together, *score* stands in the place of *load*. With an erase vector there are beside these
 
     carry                 load                  erasing full: e
     load                  carry                 erasing free
@@ -88,7 +93,7 @@ and a wide plan has one tile of everything, so that none needs a handoff of its 
 import contextlib
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -115,144 +120,12 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
     transposed,
     zeros,
 )
-from glax._src.kernels.pallas_gpu.plan import PAIRS, C, program_indices, quotient, tile_columns
+from glax._src.kernels.pallas_gpu.plan import STRIPE, C, DeltaScan, program_indices, quotient
 
 BF16 = jnp.bfloat16
-STRIPE = 64  # columns of the state that a warpgroup carries
 TOKENS, VALUES = (STRIPE, C), (C, STRIPE)
-STAGES, WIDE_STAGES = 3, 2  # chunks in shared memory: as many as 227 KB hold at widths of 128, and of K = 256
 
 Ref = Any
-
-
-@dataclasses.dataclass(frozen=True)
-class DeltaScan:
-    """Hold the sizes and options that a scan is compiled for.
-
-    kind: what the scan writes beside the last states. "outputs": O. "states": S before each chunk and U, for the gradient.
-    "residuals": both. "adjoint": dS' behind each chunk, dX and dV, in reverse. "ends", "adjoint ends", "transitions": nothing.
-    The state of "transitions" has K more columns, which begin as I and to which no tokens add. At the end they are the matrix M
-    by which S would have been multiplied. H: the number of heads. K, V: the widths of a head. start: whether segments begin from
-    given states, else from zero. A sequence that is not cut is one segment. form: `Erasure.form`.
-
-    Up to K = 128 the state and what tokens write are transposed. Wider states are [K, V].
-    """
-
-    kind: Literal["outputs", "states", "residuals", "adjoint", "ends", "transitions", "adjoint ends"]
-    H: int
-    K: int
-    V: int
-    reverse: bool
-    start: bool
-    form: str = "beta"
-
-    @property
-    def has_erase(self) -> bool:
-        """Return whether e is given, else it is beta k."""
-        return self.form != "beta"
-
-    @property
-    def has_write(self) -> bool:
-        """Return whether v is multiplied by w."""
-        return self.form == "erase+write"
-
-    @property
-    def is_adjoint(self) -> bool:
-        return self.kind in ("adjoint", "adjoint ends")
-
-    @property
-    def has_results(self) -> bool:
-        """Return whether the scan writes more than the last states."""
-        return self.kind not in ("ends", "transitions", "adjoint ends")
-
-    @property
-    def writes_tokens(self) -> bool:
-        """Return whether the scan writes O or dV."""
-        return self.kind in ("outputs", "residuals", "adjoint")
-
-    @property
-    def reads_queries(self) -> bool:
-        """Return whether the scan reads q, and forms P."""
-        return self.writes_tokens or self.is_adjoint
-
-    @property
-    def reads_values(self) -> bool:
-        """Return whether the scan reads v, and w if there is one. The adjoint reads v for the gradient of beta."""
-        return not self.is_adjoint or (self.kind == "adjoint" and not self.has_erase)
-
-    @property
-    def stores_states(self) -> bool:
-        """Return whether the scan stores states and what stands beside them."""
-        return self.kind in ("states", "residuals", "adjoint")
-
-    @property
-    def columns(self) -> int:
-        """Return the number of columns of the state, with those of M, in whole stripes."""
-        return self.V + -(-self.K // STRIPE) * STRIPE if self.kind == "transitions" else self.V
-
-    @property
-    def tile(self) -> int:
-        """Return the columns of a tile in shared memory."""
-        return tile_columns(self.K)
-
-    @property
-    def wide(self) -> bool:
-        """Return whether keys are wider than 128."""
-        return self.K > 128
-
-    @property
-    def tight(self) -> bool:
-        """Return whether shared memory has no room for two stages of R and v, and for dV beside what dX loses."""
-        return self.wide and self.kind == "adjoint" and not self.has_erase
-
-    @property
-    def has_output_tile(self) -> bool:
-        """Return whether outputs have a tile of their own. dX leaves from `tokens`, and dV of a tight plan from `lost`."""
-        return self.writes_tokens and not self.tight and not (self.is_adjoint and self.has_erase)
-
-    def upright(self, columns, rows) -> tuple:
-        """Return what belongs to the two last axes of a state, in their order in memory: V and K, or K and V in a wide plan."""
-        return (rows, columns) if self.wide else (columns, rows)
-
-    @property
-    def stages(self) -> int:
-        """Return the number of chunks in shared memory."""
-        if self.wide:
-            return 1 if self.has_erase else WIDE_STAGES
-        return WIDE_STAGES if self.has_write and self.K > 64 else STAGES
-
-    @property
-    def erase_stages(self) -> int:
-        """Return the number of tiles of e, which *carry* alone reads."""
-        return 1 if self.wide else 2
-
-    @property
-    def stripes(self) -> int:
-        """Return the number of stripes of a program, each carried by a warpgroup where there is no other work."""
-        return 2 if self.kind in ("ends", "transitions") and self.columns // STRIPE % 2 == 0 else 1
-
-    @property
-    def roles(self) -> dict[str, int]:
-        """Return the roles of warpgroups. There is a *carry* for each stripe."""
-        roles = dict(carry=self.stripes, output=self.has_results, score=self.reads_queries, load=True)
-        return {role: int(count) for role, count in roles.items() if count}
-
-    @property
-    def registers(self) -> dict[str, int]:
-        """Return the registers of a thread by role. They add up to those that a program is launched with, or fewer."""
-        if len(self.roles) == 4:
-            return dict(carry=248, output=112, score=112, load=40)
-        return dict(carry=232 if self.stripes == 2 else 248, output=216, score=216, load=40)
-
-    @property
-    def descending(self) -> bool:
-        """Return whether the scan goes from the last chunk to the first."""
-        return self.reverse != self.is_adjoint
-
-    @property
-    def last_token(self) -> int:
-        """Return the last token of a chunk in the order of the recurrence."""
-        return 0 if self.reverse else C - 1
 
 
 class Operands(NamedTuple):
@@ -298,7 +171,7 @@ class Tiles(NamedTuple):
     """Hold the shared memory. The first six are by stage. The others pass from one warpgroup to another.
 
     In a wide plan `state`, `tokens` and `lost` are not transposed, and each stripe has a state. In a tight plan v and inverse
-    have one stage, and dV overwrites `lost`.
+    have one stage, and dV overwrites `lost`. With `together` each stripe has a tile of `state`, `tokens` and `output`.
     """
 
     q: Ref  # [stages, C, K]
@@ -319,7 +192,7 @@ class Tiles(NamedTuple):
     def types(cls, w: DeltaScan) -> "Tiles":
         n, K = w.stages, w.K
         single, tiled = 1 if w.tight else n, functools.partial(tiles.tiled, columns=w.tile)
-        state = tiled(STRIPE, K) if w.has_results else tiled(8, 64)
+        state = tiled(*w.held, STRIPE, K) if w.has_results else tiled(8, 64)
         return cls(
             q=tiled(n, C, K) if w.reads_queries else tiled(1, 8, 64),
             k=tiled(n, C, K),
@@ -328,10 +201,10 @@ class Tiles(NamedTuple):
             inverse=tiled(single, C, C),
             factors=plgpu.SMEM((n, FACTORS, C), jnp.float32),
             state=tiled(w.stripes, K, STRIPE) if w.wide else state,
-            tokens=tiled(STRIPE, C) if w.has_results else tiled(8, 64),
+            tokens=tiled(*w.held, STRIPE, C) if w.has_results else tiled(8, 64),
             lost=tiled(STRIPE, C) if w.kind == "adjoint" else tiled(8, 64),
             scores=tiled(C, C) if w.reads_queries else tiled(8, 64),
-            output=tiled(C, STRIPE) if w.has_output_tile else tiled(8, 64),
+            output=tiled(*w.held, C, STRIPE) if w.has_output_tile else tiled(8, 64),
             e=tiled(w.erase_stages, C, K) if w.has_erase else None,
             w=tiled(n, w.stripes, C, STRIPE) if w.has_write and w.reads_values else None,
         )
@@ -360,7 +233,7 @@ class DeltaPipeline(Pipeline):
         copies += *("inverse",) * (not w.tight), *("q",) * w.reads_queries
         copies += ("w",) * (w.stripes * w.reads_values * w.has_write)
         # What stores "states" alone reads no tile that is loaded.
-        chunks = Ring(w.stages, ("load",), ("carry", "score", *("output",) * w.writes_tokens), copies)
+        chunks = Ring(w.stages, (w.loader,), ("carry", "score", *("output",) * w.writes_tokens), copies)
         handed = Handoff(("carry",), ("output",))
         scores = Handoff(("score",), ("carry",) if w.is_adjoint else ("output",))
         erasing = Ring(w.erase_stages, ("load",), ("carry",), ("e",)) if w.has_erase else None
@@ -423,14 +296,21 @@ class Program:
         """Return batch row, chunk and head of what is read of x [B, T, heads, width]."""
         return self.field(0), self.chunk(step), quotient(self.head, self.plan.H // x.shape[2])
 
-    def rows(self, step, x):
-        """Return a chunk's rows of x [B, T, H, V], in the columns of the stripe."""
-        return x.at[self.field(0), pl.ds(self.chunk(step) * C, C), self.head, self.stripe()]
+    def held(self, tile, me):
+        """Return the tile of a stripe, where each has one for itself."""
+        if not self.plan.together:
+            return tile
+        # An accumulator's scope takes no reference with a static index from outside.
+        return tile.at[lax.optimization_barrier(jnp.int32(me))]
 
-    def stored(self, step, first: int, width: int):
+    def rows(self, step, x, me=0):
+        """Return a chunk's rows of x [B, T, H, V], in the columns of the stripe."""
+        return x.at[self.field(0), pl.ds(self.chunk(step) * C, C), self.head, self.stripe(me)]
+
+    def stored(self, step, first: int, width: int, me=0):
         """Return `width` columns of the stored states of a chunk, from `first` on; rows in a wide plan."""
         chunk = self.results.states.at[self.field(0), self.chunk(step), self.head]
-        return chunk.at[self.plan.upright(self.stripe(), pl.ds(first, width))]
+        return chunk.at[self.plan.upright(self.stripe(me), pl.ds(first, width))]
 
     def take_registers(self, role: str):
         """Take the registers of a role, or give back those that it does not need."""
@@ -462,10 +342,10 @@ class Program:
         """Return the tile of R of a slot."""
         return self.tiles.inverse.at[0 if self.plan.tight else slot]
 
-    def state(self):
+    def state(self, me=0):
         """Return the tile of the state that *output* reads."""
         if not self.plan.wide:
-            return self.tiles.state
+            return self.held(self.tiles.state, me)
         # Behind a barrier of the compiler, which would otherwise hold the addresses of all its parts throughout a loop.
         return self.tiles.state.at[lax.optimization_barrier(jnp.int32(0))]
 
@@ -526,8 +406,22 @@ def load_chunks(p: Program):
     A tight plan has one tile each for v and for the inverse R. v waits until the chunk before is released, and R until the R
     before is read.
     """
-    w, x, t, pipe = p.plan, p.operands, p.tiles, p.pipeline
     p.take_registers("load")
+    load = loader(p)
+
+    @pl.loop(0, p.count())
+    def _(step):
+        load(step)
+
+    if p.plan.tight:
+        last = p.count() - 1
+        pl.when(last > 0)(lambda: p.pipeline.chunks.acquire(p.slot(last - 1)))
+        pl.when(last >= 0)(lambda: load_values(p, last))
+
+
+def loader(p: Program):
+    """Return load(step), which starts to load the chunk of a step once its stage is free."""
+    w, x, t, pipe = p.plan, p.operands, p.tiles, p.pipeline
     tokens: list[tuple[str, Ref, Ref, tuple, slice | pl.Slice]] = [("k", x.k, t.k, (), slice(None))]
     if w.is_adjoint:
         tokens.append(("d_output", x.d_output, t.d_output, (), p.stripe()))
@@ -540,8 +434,7 @@ def load_chunks(p: Program):
     if w.reads_queries:
         tokens.append(("q", x.q, t.q, (), slice(None)))
 
-    @pl.loop(0, p.count())
-    def _(step):
+    def load(step):
         slot = p.slot(step)
         pipe.chunks.acquire(slot, step)
         if w.tight:
@@ -566,10 +459,7 @@ def load_chunks(p: Program):
             pl.when(step > 0)(pipe.inverse.acquire)
             pipe.inverse.copy(x.inverse.at[p.field(0), p.chunk(step), p.head], t.inverse.at[0])
 
-    if w.tight:
-        last = p.count() - 1
-        pl.when(last > 0)(lambda: pipe.chunks.acquire(p.slot(last - 1)))
-        pl.when(last >= 0)(lambda: load_values(p, last))
+    return load
 
 
 def load_values(p: Program, step):
@@ -594,7 +484,7 @@ def starting_state(p: Program, me):
     [STRIPE, K], or [K, STRIPE] in a wide plan."""
     w, x = p.plan, p.operands
     if w.start:
-        place = p.place()[2], p.head, *w.upright(p.stripe(), slice(None))
+        place = p.place()[2], p.head, *w.upright(p.stripe(me), slice(None))
         return plgpu.load(x.start.at[place], layout=tiles.WGMMA, optimized=False)
     S = zeros(w.upright(STRIPE, w.K))
     if w.kind == "transitions":
@@ -611,7 +501,10 @@ def onward(p: Program, me, step, S):
     def of_state(by_keys):
         with p.erasing(step, slot) as keys:
             plgpu.wgmma(by_keys, before, transposed(keys))
-            store_state(p, step, before)
+            store_state(p, me, step, before)
+            if p.plan.together:  # registers have no room for what is read of a chunk while a product runs
+                behind, read = lax.optimization_barrier((after(by_keys), slot))
+                return None, values_to_write(p, read, me) - behind * p.factor(read, ERASING)
             given, erasing = values_to_write(p, slot, me), p.factor(slot, ERASING)
             if p.plan.kind == "transitions":
                 given = jnp.where(p.column(me, TOKENS) < p.plan.V, given, 0.0)
@@ -620,10 +513,11 @@ def onward(p: Program, me, step, S):
 
     leaving, X = pl.run_scoped(of_state, plgpu.ACC(TOKENS, jnp.float32))
     U = tiles.added(X, (X.astype(BF16), transposed(t.inverse.at[slot])))
+    leaving = p.factor(slot, LEAVING) if leaving is None else leaving
 
     def of_tokens(state):
         plgpu.wgmma(state, (U * leaving).astype(BF16), t.k.at[slot])
-        store_tokens(p, step, U)
+        store_tokens(p, me, step, U)
 
     S = pl.run_state(of_tokens)(plgpu.ACC.init(through))
     p.pipeline.chunks.release(slot)
@@ -647,7 +541,7 @@ def back(p: Program, me, step, dS):
 
     def of_state(by_keys, by_scores):
         plgpu.wgmma(by_keys, behind, transposed(t.k.at[slot]))
-        store_state(p, step, behind)
+        store_state(p, me, step, behind)
         p.pipeline.scores.wait()
         plgpu.wgmma(by_scores, plgpu.load(d_output, layout=tiles.WGMMA), t.scores)
         leaving = p.factor(slot, LEAVING)
@@ -666,7 +560,7 @@ def back(p: Program, me, step, dS):
         erasing = -p.factor(slot, ERASING)
         dX = after(by_inverse, 1)
         plgpu.wgmma(state, (dX * erasing).astype(BF16), keys)
-        store_tokens(p, step, dX)
+        store_tokens(p, me, step, dX)
 
     with p.erasing(step, slot) as keys:
         _, dS = pl.run_state(of_tokens)((plgpu.ACC.init(dU), plgpu.ACC.init(through)))
@@ -679,22 +573,22 @@ def decayed(p: Program, slot, S):
     return lax.optimization_barrier(S * p.tiles.factors[slot, WITHIN, p.plan.last_token])
 
 
-def store_state(p: Program, step, S):
+def store_state(p: Program, me, step, S):
     """Store S [STRIPE, K] for *output*, if there is one."""
     if not p.plan.has_results:
         return
     with p.pipeline.state.storing(step):
-        p.tiles.state[...] = S
+        p.held(p.tiles.state, me)[...] = S
         plgpu.commit_smem()
 
 
-def store_tokens(p: Program, step, x):
+def store_tokens(p: Program, me, step, x):
     """Store x [STRIPE, C] for *output*, if there is one. dX has two terms, for the gradients of beta and of e."""
     if not p.plan.has_results:
         return
     with p.pipeline.written.storing(step):
         high = rounded_part(x) if p.plan.is_adjoint else x
-        p.tiles.tokens[...] = high.astype(BF16)
+        p.held(p.tiles.tokens, me)[...] = high.astype(BF16)
         if p.plan.is_adjoint:
             p.tiles.lost[...] = (x - high).astype(BF16)
         plgpu.commit_smem()
@@ -733,7 +627,7 @@ def onward_wide(p: Program, me, step, S):
 
     def of_tokens(state):
         plgpu.wgmma(state, transposed(t.k.at[slot]), values())
-        store_tokens(p, step, U)
+        store_tokens(p, me, step, U)
 
     S = pl.run_state(of_tokens)(plgpu.ACC.init(through))
     p.pipeline.chunks.release(slot)
@@ -774,7 +668,7 @@ def back_wide(p: Program, me, step, dS):
         tokens[...] = (dX * erasing).astype(BF16)
         plgpu.commit_smem()
         plgpu.wgmma(state, transposed(keys), tokens)
-        store_tokens(p, step, dX)
+        store_tokens(p, me, step, dX)
 
     with p.erasing(step, slot) as keys:
         _, dS = pl.run_state(of_tokens)((plgpu.ACC.init(dU), plgpu.ACC.init(through)))
@@ -791,22 +685,36 @@ def store_wide_state(p: Program, me, step, S):
 
 
 def form_scores(p: Program):
-    """Form P of all chunks. No exponent is above 0 for gates <= 0."""
-    t = p.tiles
+    """Form P of all chunks, in columns of `DeltaScan.scored`. No exponent is above 0 for gates <= 0."""
+    w, t = p.plan, p.tiles
     p.take_registers("score")
-    i, j = tiles.positions(p.plan.reverse)
+    load = loader(p) if w.loader == "score" else None
+    if load is not None:
+        pl.when(p.count() > 0)(lambda: load(jnp.int32(0)))
+    shape = C, w.scored
+    i, j = iota(shape, 0), iota(shape, 1)
+
+    def part(slot, first: int):
+        columns = pl.ds(first, w.scored)
+        to = plgpu.load(t.factors.at[slot, GATES, columns], layout=BY_COLUMN, optimized=False)
+        counted = i <= j + first if w.reverse else i >= j + first
+        between = jnp.where(counted, by_row(p.row_factor(slot, GATES), shape) - by_column(to, shape), -jnp.inf)
+        found = tiles.product(shape, (t.q.at[slot], transposed(t.k.at[slot, columns])))
+        return (found * (jnp.exp2(between) * p.scale())).astype(BF16)
 
     @pl.loop(0, p.count())
     def _(step):
         slot = p.slot(step)
+        if load is not None:
+            pl.when(step + 1 < p.count())(lambda: load(step + 1))
         p.pipeline.chunks.wait(slot)
-        to = plgpu.load(t.factors.at[slot, GATES], layout=BY_COLUMN, optimized=False)
-        between = jnp.where(i >= j, by_row(p.row_factor(slot, GATES), PAIRS) - by_column(to, PAIRS), -jnp.inf)
-        found = tiles.product(PAIRS, (t.q.at[slot], transposed(t.k.at[slot])))
+        scores, at = [part(slot, 0)], slot
+        for first in range(w.scored, C, w.scored):
+            before, at = lax.optimization_barrier((scores[-1], at))  # one after the other
+            scores = [*scores[:-1], before, part(at, first)]
         p.pipeline.chunks.release(slot)
-        scores = (found * (jnp.exp2(between) * p.scale())).astype(BF16)
         with p.pipeline.scores.storing(step):
-            t.scores[...] = scores
+            t.scores[...] = jnp.concatenate(scores, axis=1) if scores[1:] else scores[0]
             plgpu.commit_smem()
 
 
@@ -816,6 +724,7 @@ def write_results(p: Program):
     gives_dX = w.is_adjoint and w.has_erase
     tile = t.lost if w.tight else t.output
     tile = t.tokens if gives_dX else tile
+    stripes = range(w.stripes)
     p.take_registers("output")
 
     @pl.loop(0, p.count())
@@ -827,35 +736,37 @@ def write_results(p: Program):
         if w.writes_tokens:
             p.pipeline.chunks.wait(slot)
         p.pipeline.state.wait()
-        if w.stores_states:
-            plgpu.copy_smem_to_gmem(p.state(), p.stored(step, 0, w.K))
-        o = outputs_of_state(p, slot) if w.writes_tokens and not w.is_adjoint else None
+        for me in stripes if w.stores_states else ():
+            plgpu.copy_smem_to_gmem(p.state(me), p.stored(step, 0, w.K, me))
+        o = [outputs_of_state(p, slot, me) for me in stripes] if w.writes_tokens and not w.is_adjoint else []
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         p.pipeline.state.release()
         p.pipeline.written.wait()
-        if w.stores_states:
-            plgpu.copy_smem_to_gmem(t.lost if gives_dX else t.tokens, p.stored(step, w.K, C))
-        if o is not None:
+        for me in stripes if w.stores_states else ():
+            plgpu.copy_smem_to_gmem(t.lost if gives_dX else p.held(t.tokens, me), p.stored(step, w.K, C, me))
+        if o:
             with p.pipeline.scores.reading():
-                o = tiles.added(o, (t.scores, p.by_rows(t.tokens)))
+                o = [tiles.added(x, (t.scores, p.by_rows(p.held(t.tokens, me)))) for me, x in enumerate(o)]
         elif gives_dX:
-            o = read(p.by_rows(t.tokens))
+            o = [read(p.by_rows(t.tokens))]
             plgpu.commit_smem()  # all warps have read the tile, in which o will lie by rows
         elif w.is_adjoint:
-            o = gradient_of_values(p, step, slot)
-        if o is not None:
+            o = [gradient_of_values(p, step, slot)]
+        if o:
             p.pipeline.chunks.release(slot)
-            tile[...] = o.astype(BF16)
+            for me, x in enumerate(o):
+                p.held(tile, me)[...] = x.astype(BF16)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(tile, p.rows(step, p.results.output))
+            for me in stripes:
+                plgpu.copy_smem_to_gmem(p.held(tile, me), p.rows(step, p.results.output, me))
 
     plgpu.wait_smem_to_gmem(0)
 
 
-def outputs_of_state(p: Program, slot):
+def outputs_of_state(p: Program, slot, me):
     """Return scale e^G Q S, [C, STRIPE]."""
     t = p.tiles
-    o = tiles.product(VALUES, (t.q.at[slot], p.by_rows(p.state())))
+    o = tiles.product(VALUES, (t.q.at[slot], p.by_rows(p.state(me))))
     return o * by_row(p.row_factor(slot, WITHIN) * p.scale(), VALUES)
 
 

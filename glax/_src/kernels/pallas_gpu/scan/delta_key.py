@@ -78,22 +78,19 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
     tiled,
     transposed,
 )
-from glax._src.kernels.pallas_gpu.plan import C, quotient, remainder
+from glax._src.kernels.pallas_gpu.plan import STRIPE, C, DeltaScan, quotient, remainder
 from glax._src.kernels.pallas_gpu.scan import delta
 from glax._src.kernels.pallas_gpu.scan.delta import (
     BF16,
-    STAGES,
-    STRIPE,
     TOKENS,
     VALUES,
-    DeltaScan,
     starting_state,
     store_state,
     store_tokens,
 )
 
-# Chunks in shared memory: of Q and P for outputs, beside STAGES of the other tiles, 219 KB of 227 at widths of 128; of all
-# operands for the adjoint, whose state reads Q and P too, 201 KB, and with w 225 KB. Beside outputs w has no room for STAGES.
+# Chunks in shared memory: of Q and P for outputs, beside the plan's STAGES of the other tiles, 219 KB of 227 at widths of 128; of
+# all operands for the adjoint, whose state reads Q and P too, 201 KB, and with w 225 KB. Beside w outputs have room for fewer.
 OUTPUT_STAGES = ADJOINT_STAGES = WRITE_STAGES = 2
 # The widest keys for which dU is formed from dS' in two terms of bfloat16. 128 spills nothing either, but was not timed.
 SPLIT_KEYS = 64
@@ -116,7 +113,7 @@ class DeltaKeyScan(DeltaScan):
         """Return the number of chunks in shared memory."""
         if self.is_adjoint:
             return ADJOINT_STAGES
-        return WRITE_STAGES if self.has_write and self.writes_tokens and self.K > 64 else STAGES
+        return WRITE_STAGES if self.has_write and self.writes_tokens and self.K > 64 else self.STAGES
 
     @property
     def splits_state(self) -> bool:
@@ -327,7 +324,7 @@ def onward(p: Program, me, step, S):
 
     def of_state(by_keys):
         plgpu.wgmma(by_keys, before, transposed(t.erasing.at[slot]))
-        store_state(p, step, before)
+        store_state(p, me, step, before)
         given = read(transposed(t.v.at[slot, me]))
         beta = None if p.plan.has_erase else p.along(t.beta.at[slot], TOKENS)
         if p.plan.has_write:
@@ -342,7 +339,7 @@ def onward(p: Program, me, step, S):
 
     def of_tokens(state):
         plgpu.wgmma(state, U.astype(BF16), t.leaving.at[slot])
-        store_tokens(p, step, U)
+        store_tokens(p, me, step, U)
 
     S = pl.run_state(of_tokens)(plgpu.ACC.init(through))
     p.pipeline.chunks.release(slot)
@@ -360,7 +357,7 @@ def back(p: Program, me, step, dS):
         for term in (behind, *rest):
             plgpu.wgmma(by_keys, term, transposed(t.leaving.at[slot]))
         plgpu.wgmma(by_keys, d_output, t.scores.at[slot])
-        store_state(p, step, behind)
+        store_state(p, me, step, behind)
         return after(by_keys)
 
     dU = pl.run_scoped(of_state, plgpu.ACC(TOKENS, jnp.float32))
@@ -372,7 +369,7 @@ def back(p: Program, me, step, dS):
         erasing = None if p.plan.has_erase else -p.along(t.beta.at[slot], TOKENS)
         dX = after(by_inverse, 1)
         plgpu.wgmma(state, (-dX if erasing is None else dX * erasing).astype(BF16), t.erasing.at[slot])
-        store_tokens(p, step, dX)
+        store_tokens(p, me, step, dX)
 
     _, dS = pl.run_state(of_tokens)((plgpu.ACC.init(dU), plgpu.ACC.init(through)))
     p.pipeline.chunks.release(slot)
