@@ -281,10 +281,12 @@ def decoding(results: list[Result]) -> str:
 def training(results: list[Result]) -> str:
     rows = []
     chosen = [x for x in results if x.get("tokens_per_second") and not x.get("requests")]  # those serve
-    chosen = [x for x in chosen if x.get("mode") in (None, "training step", "lora", "full")]
+    chosen = [x for x in chosen if x.get("mode") in (None, "training step", "training", "lora", "full")]
 
     def title(x):
-        return (x.get("model") or x.about["method"].split(", batch")[0], x.get("implementation"), x.device)
+        model = x.get("model") or x.about["method"].split(", batch")[0]
+        model = f"{model}, {x.get('problem')}" if x.get("mode") in ("training", "lora", "full") else model
+        return (model, x.get("implementation"), x.device)
 
     for (model, implementation, device), group in sorted(grouped(chosen, title).items()):
         rows.append(
