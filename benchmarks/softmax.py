@@ -20,10 +20,11 @@ import numpy as np
 from meters import interleaved, kernels_ms
 from output import table, write
 
+from glax._src.kernels.common.softmax import Intervals, SoftmaxOperands
 from glax._src.kernels.triton.softmax_config import SoftmaxConfig, SoftmaxGradientConfig
+from glax._src.kernels.xla.softmax import in_blocks
 from glax._src.solve import softmax as solve
 from glax.cli.measure import Way
-from glax.nn import softmax
 
 WAYS = ("glax", "cudnn", "xla")
 ERROR_ROWS = 512
@@ -49,11 +50,11 @@ class Row:
             for key, H in zip(keys, heads, strict=True)
         ]
 
-    def intervals(self) -> softmax.Intervals:
+    def intervals(self) -> Intervals:
         rows = np.broadcast_to(np.arange(self.T), (self.B, self.T))
         cuts = np.cumsum([0, *self.documents])
         first = cuts[np.searchsorted(cuts, rows, side="right") - 1] if self.documents else np.zeros_like(rows)
-        return softmax.Intervals(jnp.asarray(first, jnp.int32), jnp.asarray(rows, jnp.int32))
+        return Intervals(jnp.asarray(first, jnp.int32), jnp.asarray(rows, jnp.int32))
 
     @property
     def scores(self) -> int:
@@ -77,8 +78,8 @@ def attended(way: str, row: Row, q, k, v):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
     seen = row.intervals()
     if way == "glax":
-        return softmax.attend_in_blocks(q, k, v, seen, None)
-    return softmax.in_blocks(softmax.SoftmaxOperands(q, k, v, *seen, None), row.D**-0.5)
+        return solve.attend_in_blocks(q, k, v, seen, None)
+    return in_blocks(SoftmaxOperands(q, k, v, *seen, None), row.D**-0.5)
 
 
 def program(way: str, row: Row, mode: str):

@@ -18,9 +18,11 @@ from glax._src.api.selective_scan import selective_scan, selective_scan_step
 from glax._src.core.bind import known_values
 from glax._src.core.recurrence import to_int32
 from glax._src.core.segments import differs_from_padding
+from glax._src.kernels.common.softmax import Intervals
+from glax._src.kernels.xla.softmax import attend_step
 from glax._src.serving.decode_step import recurrent_step
 from glax._src.serving.state_pool import put, take
-from glax.nn.softmax import Intervals, attend_by_sequence, attend_in_blocks, attend_step, attend_whole
+from glax._src.solve.softmax import attend_by_sequence, attend_in_blocks, attend_whole
 
 State = Mapping[str, Array]
 Entry = Any  # an array of a State, or None for zeros; one token of each sequence always comes with arrays

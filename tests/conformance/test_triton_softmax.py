@@ -18,12 +18,12 @@ from tests import triton_interpreter
 triton_interpreter.install()
 
 from glax._src.core.backend import Backend  # noqa: E402
-from glax._src.kernels.common.softmax import SoftmaxOperands  # noqa: E402
+from glax._src.kernels.common.softmax import Intervals, SoftmaxOperands  # noqa: E402
 from glax._src.kernels.triton import softmax as kernels  # noqa: E402
 from glax._src.kernels.triton import softmax_config  # noqa: E402
 from glax._src.kernels.triton.softmax_config import SoftmaxConfig, SoftmaxGradientConfig  # noqa: E402
+from glax._src.kernels.xla import softmax as xla  # noqa: E402
 from glax._src.solve import softmax as solve  # noqa: E402
-from glax.nn import softmax as xla  # noqa: E402
 
 FORWARD = SoftmaxConfig(rows=16, keys=16, warps=4, stages=1)
 GRADIENT = SoftmaxGradientConfig(32, 16, 4, 1, 32, 16, 4, 1)
@@ -172,7 +172,7 @@ def on_gpu(monkeypatch):
 def by_layers(case: Softmax, attend):
     (q, k, v, first, last, cuts), d_o = case.operands()
     more = () if cuts is None else (cuts,)
-    o, pull = jax.vjp(lambda q, k, v: attend(q, k, v, xla.Intervals(first, last), None, *more), q, k, v)
+    o, pull = jax.vjp(lambda q, k, v: attend(q, k, v, Intervals(first, last), None, *more), q, k, v)
     return [np.asarray(x) for x in (o, *pull(d_o))]
 
 
@@ -183,11 +183,11 @@ def by_layers(case: Softmax, attend):
 def test_layers_run_the_kernels_on_a_gpu(on_gpu, caplog, monkeypatch, kind, attend):
     case = Softmax(kind, S=150 if kind == "cached" else 45)
     with caplog.at_level(logging.DEBUG, "glax"):
-        found = by_layers(case, getattr(xla, attend))
+        found = by_layers(case, getattr(solve, attend))
     assert [x.message.split(":")[0] for x in caplog.records] == ["softmax/triton/gpu", "softmax.vjp/triton/gpu"]
     monkeypatch.undo()
     with caplog.at_level(logging.DEBUG, "glax"):
-        wanted = by_layers(case, getattr(xla, attend))
+        wanted = by_layers(case, getattr(solve, attend))
     assert "not softmax/triton/gpu: needs a gpu, JAX computes on cpu here" in caplog.records[-1].message
     for got, want in zip(found, wanted, strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
@@ -198,7 +198,7 @@ def test_second_derivatives_and_vmap(on_gpu, monkeypatch):
 
     def derivative(q, k, v, first, last):
         def summed(q, k, v):
-            return (xla.attend_in_blocks(q, k, v, xla.Intervals(first, last), None) ** 2).sum()
+            return (solve.attend_in_blocks(q, k, v, Intervals(first, last), None) ** 2).sum()
 
         return sum((d**2).sum() for d in jax.grad(summed, (0, 1, 2))(q, k, v))
 
@@ -219,11 +219,11 @@ def test_a_program_for_another_backend_runs_xla(on_gpu, monkeypatch):
 
     @jax.jit
     def run(q, k, v):
-        return jax.vjp(lambda q, k, v: xla.attend_in_blocks(q, k, v, xla.Intervals(first, last), None), q, k, v)[1](d_o)
+        return jax.vjp(lambda q, k, v: solve.attend_in_blocks(q, k, v, Intervals(first, last), None), q, k, v)[1](d_o)
 
     traced = run.trace(q, k, v)
     monkeypatch.undo()
-    for got, want in zip(traced.lower().compile()(q, k, v), by_layers(case, xla.attend_in_blocks)[1:], strict=True):
+    for got, want in zip(traced.lower().compile()(q, k, v), by_layers(case, solve.attend_in_blocks)[1:], strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 

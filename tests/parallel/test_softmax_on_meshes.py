@@ -10,9 +10,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from glax._src.core.backend import Backend
+from glax._src.kernels.common.softmax import Intervals
 from glax._src.kernels.triton import softmax_config
+from glax._src.kernels.xla import softmax as xla
 from glax._src.solve import softmax as solve
-from glax.nn import softmax as xla
 from tests.parallel.meshes import mesh_of, tree_close
 
 B, T, D, V = 2, 24, 8, 6
@@ -47,14 +48,14 @@ def operands(heads: tuple[int, int], is_packed: bool):
     q, k, v, d_o = (jnp.asarray(draw.standard_normal(shape), jnp.float32) for shape in wanted)
     first = np.where(rows < 10, 0, 10) if is_packed else np.zeros_like(rows)
     first, last = (jnp.asarray(np.broadcast_to(x, (N, T)), jnp.int32) for x in (first, rows))
-    return q, k, v, d_o, xla.Intervals(first, last), jnp.array([0, 10, T]) if is_packed else None
+    return q, k, v, d_o, Intervals(first, last), jnp.array([0, 10, T]) if is_packed else None
 
 
 def values_and_gradients(q, k, v, d_o, seen, cuts):
     def attended(q, k, v):
         if cuts is None:
-            return xla.attend_in_blocks(q, k, v, seen, None)
-        return xla.attend_by_sequence(q, k, v, seen, None, cuts)
+            return solve.attend_in_blocks(q, k, v, seen, None)
+        return solve.attend_by_sequence(q, k, v, seen, None, cuts)
 
     o, pull = jax.vjp(attended, q, k, v)
     return o, *pull(d_o)
@@ -94,7 +95,7 @@ def test_inside_shard_map_a_device_runs_the_kernel_on_its_arrays(shapes, monkeyp
     mesh = mesh_of(data=2)
 
     def run(*x):
-        return values_and_gradients(*x[:4], xla.Intervals(*x[4:]), None)
+        return values_and_gradients(*x[:4], Intervals(*x[4:]), None)
 
     found = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P("data"), out_specs=P("data")))(*floats, *seen)
     assert set(shapes) == {(1, T, 4, D)}

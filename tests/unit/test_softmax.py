@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from glax.nn import Attention, MultiHeadLatentAttention, softmax
+from glax._src.kernels.common.softmax import Intervals
+from glax._src.kernels.xla import softmax
+from glax._src.solve import softmax as solve
+from glax.nn import Attention, MultiHeadLatentAttention
 from glax.nn.passes import Parallel
-from glax.nn.softmax import Intervals
 
 H, KV, D, V = 4, 2, 6, 5
 CUTS = np.array([0, 9, 9, 31, 47, 61])  # of 64 rows: the last three are padding
@@ -61,10 +63,10 @@ def batched(window):
 
 
 FORMS = {
-    "whole": (softmax.attend_whole, packed),
-    "blocks": (softmax.attend_in_blocks, packed),
-    "batch": (softmax.attend_in_blocks, batched),
-    "sequences": (lambda *x: softmax.attend_by_sequence(*x, jnp.asarray(CUTS)), cached),
+    "whole": (solve.attend_whole, packed),
+    "blocks": (solve.attend_in_blocks, packed),
+    "batch": (solve.attend_in_blocks, batched),
+    "sequences": (lambda *x: solve.attend_by_sequence(*x, jnp.asarray(CUTS)), cached),
 }
 
 

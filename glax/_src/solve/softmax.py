@@ -1,6 +1,7 @@
 """Choose the kernels that run softmax attention and its gradient, and insert them into the program.
 
-There are two: Triton's for GPUs of NVIDIA, which is chosen wherever it is able, and XLA's, which `glax.nn.softmax` has.
+There are two: Triton's for GPUs of NVIDIA, which is chosen wherever it is able, and XLA's, in one of three forms: `whole`,
+`in_blocks` and `by_sequence`.
 """
 
 import dataclasses
@@ -11,13 +12,14 @@ from typing import Any, ClassVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from glax._src.core.backend import Backend, computes_on
 from glax._src.core.recurrence import aligned, varying_like
 from glax._src.core.registry import Config, Platform
-from glax._src.kernels.common.softmax import SoftmaxOperands
+from glax._src.kernels.common.softmax import Intervals, SoftmaxOperands
 from glax._src.kernels.triton import softmax_config
+from glax._src.kernels.xla.softmax import by_sequence, in_blocks, whole
 from glax._src.solve.dispatch import executor
 from glax._src.tuning.op import Kernel
 
@@ -44,11 +46,9 @@ class SoftmaxKernel(Kernel):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Form:
-    """Hold how a call is computed where Triton does not: by_xla(operands, scale) -> o, in blocks; whole(operands, scale) -> o by
-    one product, whose gradients of all orders JAX knows."""
+    """Hold how a call is computed where Triton does not: by_xla(operands, scale) -> o."""
 
     by_xla: Callable[[SoftmaxOperands, float], Array]
-    whole: Callable[[SoftmaxOperands, float], Array]
     scale: float
 
     def pulled(self, f: Callable, operands: SoftmaxOperands, d_o: Array) -> tuple[Array, Array, Array]:
@@ -60,15 +60,35 @@ class Form:
         return jax.vjp(of_floats, operands.q, operands.k, operands.v)[1](d_o)
 
 
-def attend(
-    by_xla: Callable, whole: Callable, operands: SoftmaxOperands, scale: float | None
-) -> Float[Array, "B T Hq V"]:
-    """Return softmax(scale q k^T) v over each row's interval of keys, in q's dtype, by the best kernel.
+def attend_whole(q, k, v, intervals: Intervals, scale: float | None) -> Float[Array, "B T Hq V"]:
+    """Return softmax(scale q k^T) v over each row's interval of keys; XLA forms it by one product of all rows and keys.
 
-    by_xla, whole: as in `Form`. scale: D ** -0.5 if None. k and v are cast to the dtype of q.
+    q [B, T, Hq, D], k [B, S, Hk, D], v [B, S, Hk, V]; Hk divides Hq, and the result has q's dtype. intervals: of [B, T] rows.
+    scale: D ** -0.5 if None. A row that reads nothing is 0.
     """
+    return attend(whole, SoftmaxOperands(q, k, v, *intervals, None), scale)
+
+
+def attend_in_blocks(q, k, v, intervals: Intervals, scale: float | None) -> Float[Array, "B T Hq V"]:
+    """Return the same as `attend_whole`. A block of rows reads the keys between the ends of its intervals alone."""
+    return attend(in_blocks, SoftmaxOperands(q, k, v, *intervals, None), scale)
+
+
+def attend_by_sequence(
+    q, k, v, intervals: Intervals, scale: float | None, cuts: Int[Array, "N+1"]
+) -> Float[Array, "1 T Hq V"]:
+    """Return the same as `attend_whole` for B = 1, in blocks of rows of one sequence: the rows cuts[n] to cuts[n + 1].
+
+    The keys of a sequence need not lie beside those of the next. Rows behind the last sequence are 0.
+    """
+    return attend(by_sequence, SoftmaxOperands(q, k, v, *intervals, cuts), scale)
+
+
+def attend(by_xla: Callable, operands: SoftmaxOperands, scale: float | None) -> Float[Array, "B T Hq V"]:
+    """Return the attention by Triton's kernels where they are able, else by_xla(operands, scale). k and v are cast to the dtype
+    of q."""
     q, k, v, first, last, cuts = operands
-    form = Form(by_xla, whole, q.shape[-1] ** -0.5 if scale is None else scale)
+    form = Form(by_xla, q.shape[-1] ** -0.5 if scale is None else scale)
     operands = SoftmaxOperands(q, k.astype(q.dtype), v.astype(q.dtype), first, last, cuts)
     why = refusal(operands, form.scale)
     if why is not None:
@@ -100,7 +120,8 @@ def run_gradient(operands: SoftmaxOperands, o, log_total, d_o, *, cfg, scale: fl
 
 
 def in_range(operands: SoftmaxOperands) -> SoftmaxOperands:
-    """Return the operands with intervals of keys that exist, as int32."""
+    """Return the operands with intervals of keys that exist, as int32. The forward and the gradient form them of the same
+    operands, which stay as they were given: XLA takes these in the place of either."""
     first, last = jnp.maximum(operands.first, 0), jnp.minimum(operands.last, operands.k.shape[1] - 1)
     return operands._replace(first=first.astype(jnp.int32), last=last.astype(jnp.int32))
 
@@ -182,7 +203,7 @@ def forward_fwd(form: Form, operands: SoftmaxOperands):
 
 
 def forward_bwd(form: Form, operands: SoftmaxOperands, d):
-    return (cotangents(operands, form.pulled(form.whole, operands, d[0])),)
+    return (cotangents(operands, form.pulled(whole, operands, d[0])),)
 
 
 forward.defvjp(forward_fwd, forward_bwd)
@@ -207,7 +228,7 @@ def gradient_bwd(form: Form, residuals, d):
     operands, o, log_total, d_o = residuals
 
     def derived(q, k, v, d_o):
-        return form.pulled(form.whole, operands._replace(q=q, k=k, v=v), d_o)
+        return form.pulled(whole, operands._replace(q=q, k=k, v=v), d_o)
 
     *floats, d_d_o = jax.vjp(derived, *operands[:3], d_o)[1](d)
     return cotangents(operands, floats), jnp.zeros_like(o), jnp.zeros_like(log_total), d_d_o

@@ -6,6 +6,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 
+class Intervals(NamedTuple):
+    """Row t of a sequence of rows reads the keys first[t] to last[t], and none if last[t] < first[t]."""
+
+    first: Int[Array, "*rows"]
+    last: Int[Array, "*rows"]
+
+    def hold(self, keys: Int[Array, "S"]) -> Bool[Array, "*rows S"]:
+        keys = jnp.expand_dims(keys, range(self.first.ndim))
+        return (keys >= self.first[..., None]) & (keys <= self.last[..., None])
+
+    def bounds(self) -> tuple[Int[Array, ""], Int[Array, ""]]:
+        """Return the lowest key that any row reads, and how many keys there are from it to the highest."""
+        reads = self.last >= self.first
+        low = jnp.min(jnp.where(reads, self.first, jnp.iinfo(jnp.int32).max))
+        return low, jnp.maximum(jnp.max(jnp.where(reads, self.last, -1)) + 1 - low, 0)
+
+
 class SoftmaxOperands(NamedTuple):
     """Hold q [B, T, Hq, D], k [B, S, Hk, D] and v [B, S, Hk, V] of one dtype. Row t reads the keys first[t] to last[t].
 

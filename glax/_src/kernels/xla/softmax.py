@@ -7,7 +7,6 @@ scores are NaN.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,50 +15,21 @@ from jaxtyping import Array, Bool, Float, Int
 from glax._src.core.backend import Backend
 from glax._src.core.recurrence import aligned, bucket, is_symbol, varying_like
 from glax._src.core.stored_states import rows_of
-from glax._src.kernels.common.softmax import SoftmaxOperands, sequence_begins
+from glax._src.kernels.common.softmax import Intervals, SoftmaxOperands, sequence_begins
 
 ROWS, KEYS = 128, 256  # rows and keys whose scores are formed together
 STEP_KEYS, STEP_KEYS_GPU = 512, 4096  # keys that a step reads together; a GPU waits for its host between two parts
 LOWEST = -2e38  # the score of a key outside of the interval
 
 
-class Intervals(NamedTuple):
-    """Row t of a sequence of rows reads the keys first[t] to last[t], and none if last[t] < first[t]."""
-
-    first: Int[Array, "*rows"]
-    last: Int[Array, "*rows"]
-
-    def hold(self, keys: Int[Array, "S"]) -> Bool[Array, "*rows S"]:
-        keys = jnp.expand_dims(keys, range(self.first.ndim))
-        return (keys >= self.first[..., None]) & (keys <= self.last[..., None])
-
-    def bounds(self) -> tuple[Int[Array, ""], Int[Array, ""]]:
-        """Return the lowest key that any row reads, and how many keys there are from it to the highest."""
-        reads = self.last >= self.first
-        low = jnp.min(jnp.where(reads, self.first, jnp.iinfo(jnp.int32).max))
-        return low, jnp.maximum(jnp.max(jnp.where(reads, self.last, -1)) + 1 - low, 0)
-
-
 # ---- how rows are divided into blocks ----------------------------------------------------------------------------------
 
 
-def attend_whole(q, k, v, intervals: Intervals, scale: float | None) -> Float[Array, "B T Hq V"]:
-    """Return softmax(scale q k^T) v over each row's interval of keys; XLA forms it by one product of all rows and keys.
-
-    q [B, T, Hq, D], k [B, S, Hk, D], v [B, S, Hk, V]; Hk divides Hq, and the result has q's dtype. intervals: of [B, T] rows.
-    scale: D ** -0.5 if None. A row that reads nothing is 0.
-    """
-    return fused(whole, SoftmaxOperands(q, k, v, *intervals, None), scale)
-
-
-def fused(by_xla: Callable, operands: SoftmaxOperands, scale: float | None) -> Float[Array, "B T Hq V"]:
-    """Return the attention by one kernel where a GPU has it, else by_xla(operands, scale)."""
-    from glax._src.solve.softmax import attend  # loads modules of JAX that are not a part of `import jax`
-
-    return attend(by_xla, whole, operands, scale)
-
-
 def whole(operands: SoftmaxOperands, scale: float) -> Float[Array, "B T Hq V"]:
+    """Return softmax(scale q k^T) v over each row's interval of keys by one product of all rows and keys.
+
+    JAX knows its gradients of all orders. A row that reads nothing is 0.
+    """
     q, k, v, first, last, _ = operands
     return of_one_block(None, q, k, v, Intervals(first, last), scale)
 
@@ -74,7 +44,7 @@ def attend_step(
     width: int,
     slots: Int[Array, "B"] | None = None,
 ) -> Float[Array, "B 1 Hq V"]:
-    """Return the same as `attend_whole` for T = 1 over the rows of caches, of any dtype, in q's dtype.
+    """Return the same as `whole` for T = 1 over the rows of caches, of any dtype, in q's dtype.
 
     Keys are read in parts, those between the ends of all intervals, so that the cost does not depend on S. v: None for values
     that are the first `width` channels of the keys. slots: the row of k and v of each row of q, with P for none, which gives 0;
@@ -127,16 +97,12 @@ def part_of(k, v, slots: Array | None, width: int, dtype, begin, size: int) -> t
 
 
 def of_one_block(size: int | None, q, k, v, intervals: Intervals, scale: float) -> Float[Array, "B T Hq V"]:
-    o: Array = attend(size, scale, q[None], k, v, Intervals(intervals.first[None], intervals.last[None]))
+    o: Array = attend_blocks(size, scale, q[None], k, v, Intervals(intervals.first[None], intervals.last[None]))
     return o[0]
 
 
-def attend_in_blocks(q, k, v, intervals: Intervals, scale: float | None) -> Float[Array, "B T Hq V"]:
-    """Return the same as `attend_whole`. A block of rows reads the keys between the ends of its intervals alone."""
-    return fused(in_blocks, SoftmaxOperands(q, k, v, *intervals, None), scale)
-
-
 def in_blocks(operands: SoftmaxOperands, scale: float) -> Float[Array, "B T Hq V"]:
+    """Return the same as `whole`. A block of rows reads the keys between the ends of its intervals alone."""
     q, k, v, first, last, _ = operands
     B, T = q.shape[:2]
     if is_small(T, k.shape[1]):
@@ -148,21 +114,12 @@ def in_blocks(operands: SoftmaxOperands, scale: float) -> Float[Array, "B T Hq V
         return x.reshape(B, blocks, ROWS, *x.shape[2:]).swapaxes(0, 1)
 
     of_blocks = Intervals(divided(first, 0), divided(last, -1))
-    o: Array = attend(KEYS, scale, divided(q, 0), k, v, of_blocks)
+    o: Array = attend_blocks(KEYS, scale, divided(q, 0), k, v, of_blocks)
     return o.swapaxes(0, 1).reshape(B, blocks * ROWS, *o.shape[3:])[:, :T]
 
 
-def attend_by_sequence(
-    q, k, v, intervals: Intervals, scale: float | None, cuts: Int[Array, "N+1"]
-) -> Float[Array, "1 T Hq V"]:
-    """Return the same as `attend_whole` for B = 1, in blocks of rows of one sequence: the rows cuts[n] to cuts[n + 1].
-
-    The keys of a sequence need not lie beside those of the next. Rows behind the last sequence are 0.
-    """
-    return fused(by_sequence, SoftmaxOperands(q, k, v, *intervals, cuts), scale)
-
-
 def by_sequence(operands: SoftmaxOperands, scale: float) -> Float[Array, "1 T Hq V"]:
+    """Return the same as `whole` for operands with cuts, in blocks of rows of one sequence. Rows behind the last are 0."""
     q, k, v, first, last, cuts = operands
     assert cuts is not None
     T, N = q.shape[1], cuts.shape[0] - 1
@@ -174,7 +131,7 @@ def by_sequence(operands: SoftmaxOperands, scale: float) -> Float[Array, "1 T Hq
     is_own = rows < jnp.minimum(begins[1:, None], cuts[-1])
     rows = jnp.where(is_own, rows, 0)
     of_blocks = Intervals(first[0, rows][:, None], jnp.where(is_own, last[0, rows], -1)[:, None])
-    o: Array = attend(KEYS, scale, q[0, rows][:, None], k, v, of_blocks)
+    o: Array = attend_blocks(KEYS, scale, q[0, rows][:, None], k, v, of_blocks)
     places = jnp.arange(T)
     block = jnp.searchsorted(begins, places, side="right") - 1
     found = o[block, 0, places - begins[block]]
@@ -190,20 +147,20 @@ def is_small(T: int, S: int) -> bool:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def attend(size: int | None, scale: float, q, k, v, intervals: Intervals) -> Float[Array, "blocks B rows Hq V"]:
+def attend_blocks(size: int | None, scale: float, q, k, v, intervals: Intervals) -> Float[Array, "blocks B rows Hq V"]:
     """Return the outputs of blocks of rows. q: [blocks, B, rows, Hq, D]. k, v: [B, S, Hk, D or V]. intervals: of [blocks, B,
     rows]. size: how many keys a block reads together; all if None."""
-    return _fwd(size, scale, q, k, v, intervals)[0]
+    return attend_blocks_fwd(size, scale, q, k, v, intervals)[0]
 
 
-def _fwd(size: int | None, scale: float, q, k, v, intervals: Intervals):
+def attend_blocks_fwd(size: int | None, scale: float, q, k, v, intervals: Intervals):
     q, k, v, intervals = aligned((q, k, v, intervals))
     o, log_total = summed(size, scale, q, k, v, intervals, None, v.shape[-1])
     return o, (q, k, v, intervals, o, log_total)
 
 
 def summed(size: int | None, scale: float, q, k, v, intervals: Intervals, slots: Array | None, width: int):
-    """Return the outputs, and the logarithms of the sums of exp(scores). size: as of `attend`. slots, width: as of
+    """Return the outputs, and the logarithms of the sums of exp(scores). size: as of `attend_blocks`. slots, width: as of
     `attend_step`."""
     q, k, v, intervals, slots = aligned((q, k, v, intervals, slots))
     dtype = jnp.promote_types(q.dtype, jnp.float32)
@@ -239,7 +196,7 @@ def summed(size: int | None, scale: float, q, k, v, intervals: Intervals, slots:
     return o, log_total
 
 
-def _bwd(size: int | None, scale: float, saved, d_o):
+def attend_blocks_bwd(size: int | None, scale: float, saved, d_o):
     q, k, v, intervals, o, log_total = saved
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     read = functools.partial(part_of, k, v, None, v.shape[-1], q.dtype)
@@ -272,7 +229,7 @@ def _bwd(size: int | None, scale: float, saved, d_o):
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
-attend.defvjp(_fwd, _bwd)
+attend_blocks.defvjp(attend_blocks_fwd, attend_blocks_bwd)
 
 
 def over_blocks(of_block: Callable, carry, blocks):
