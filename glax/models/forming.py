@@ -11,9 +11,9 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]  (JAX 0.12)
 from jax.sharding import NamedSharding
 
-SMALL = (
-    64  # elements of what is computed outside of the programs, such as keys: a program must not hold the layer's own
-)
+# Elements of what is computed outside of the programs, such as keys. A layer's own, held in its program, would make it unequal to
+# the programs of other layers.
+SMALL = 64
 
 
 def formed(make: Callable[[], Any], shardings: Any) -> Any:
@@ -64,13 +64,15 @@ def program_of(whole: Jaxpr, equations: list, outcome) -> tuple[Jaxpr, list]:
     read = [x for each in found for x in each.invars]
     inputs = list(
         dict.fromkeys(x for x in variables([*read, outcome]) if x in needed)
-    )  # in an order that equal programs share
+    )  # equal programs share this order
     return part(whole, inputs, [outcome], found), inputs
 
 
 def variables(atoms: Iterable) -> list:
+    """Return the atoms of equations that are no literals."""
     return [x for x in atoms if not isinstance(x, Literal)]
 
 
 def part(whole: Jaxpr, inputs: list, outcomes: list, equations: list) -> Jaxpr:
+    """Return a program of some equations of `whole`."""
     return whole.replace(constvars=[], invars=inputs, outvars=outcomes, eqns=equations)

@@ -203,7 +203,7 @@ def read_prompts(structure: Structure, sampling: Sampling, sizes: Sizes, paramet
 
     prompts: tokens [B, T]; or packed, tokens [T] with cu_seqlens [B + 1].
     """
-    model, R = structure.model(parameters), rows_of(prompts) * sizes.samples
+    model, R = structure.model(parameters), num_prompts(prompts) * sizes.samples
     pools = model.initial_states(R, sizes.room)
     progress = Progress.start(sampling, sizes.limit, R, model.vocabulary)
     f = functools.partial(first_tokens, structure, sampling)
@@ -215,7 +215,7 @@ def first_tokens(
 ):
     """Read B prompts into empty pools, copy the state of each to the R / B rows of its continuations, and draw their tokens."""
     model, tokens, cuts = structure.model(parameters), prompts["tokens"], prompts.get("cu_seqlens")
-    B = rows_of(prompts)
+    B = num_prompts(prompts)
     samples = progress.token.shape[0] // B
 
     def to_all(x):
@@ -237,13 +237,15 @@ def first_tokens(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=6)
-def loop(structure: Structure, sampling: Sampling, parameters, arrays: dict, until, progress: Progress, pools):
+def write_tokens(structure: Structure, sampling: Sampling, parameters, arrays: dict, until, progress: Progress, pools):
     """Write tokens until there are `until`, or all sequences have ended. Return (progress, pools)."""
-    f = functools.partial(looped, structure, sampling)
+    f = functools.partial(next_tokens, structure, sampling)
     return with_automatic_axes(f, specs_of(progress, pools), parameters, arrays, until, progress, pools)
 
 
-def looped(structure: Structure, sampling: Sampling, parameters, arrays: dict, until, progress: Progress, pools):
+def next_tokens(structure: Structure, sampling: Sampling, parameters, arrays: dict, until, progress: Progress, pools):
+    """Return what `write_tokens` returns: step by step, read the last token of each continuation and draw the next."""
+
     def following(carry):
         progress, pools = carry
         logits, pools = structure.model(parameters).step(progress.token, pools)
@@ -260,7 +262,7 @@ def specs_of(progress: Progress, pools) -> tuple:
     return jax.tree.map(lambda _: P(), progress), jax.tree.map(spec_of, pools)
 
 
-def rows_of(prompts: dict) -> int:
+def num_prompts(prompts: dict) -> int:
     """Return the number of prompts."""
     return len(prompts["tokens"]) if "cu_seqlens" not in prompts else prompts["cu_seqlens"].shape[0] - 1
 
@@ -290,7 +292,7 @@ class Call:
 
     count: the tokens to write, max_new_tokens. longest: the tokens of the longest prompt. most: the largest `sizes.room` that the
     call may need. progress: shapes before the first token. pools: None before it. compiling: the compilations of `read_prompts`
-    and `loop` that `compile` has begun, and that their first calls wait for.
+    and `write_tokens` that `compile` has begun, and that their first calls wait for.
     """
 
     model: CausalLM
@@ -316,7 +318,7 @@ class Call:
         if self.is_traced or not (room == self.most or has_caches(self.model)):
             room = self.most
         self.sizes = Sizes(self.samples, limit, room)
-        rows = rows_of(self.prompts) * self.samples
+        rows = num_prompts(self.prompts) * self.samples
         self.is_empty = not (self.count and rows)
         start = functools.partial(Progress.start, self.sampling, limit, rows, self.model.vocabulary)
         self.progress, self.pools = start() if self.is_empty else jax.eval_shape(start), None
@@ -332,7 +334,7 @@ class Call:
         return self.structure, self.sampling, self.sizes, self.parameters, self.prompts, self.arrays
 
     def writing(self, until: int, progress: Progress, pools) -> tuple:
-        """Return the operands of `loop`."""
+        """Return the operands of `write_tokens`."""
         return self.structure, self.sampling, self.parameters, self.arrays, np.int32(until), progress, pools
 
     def compile(self):
@@ -348,7 +350,7 @@ class Call:
         traced = read_prompts.trace(*self.reading)
         programs = [traced]
         if self.count > 1:
-            programs.append(loop.trace(*self.writing(self.count, *traced.out_info)))
+            programs.append(write_tokens.trace(*self.writing(self.count, *traced.out_info)))
         self.compiling = start_compiling(program.lower() for program in programs)
         compiled.add(sizes)
 
@@ -365,7 +367,7 @@ class Call:
             for program in self.compiling:
                 program.result()
             reached = min(until, self.sizes.room - self.longest + 1)  # the last token is not read
-            self.progress, self.pools = loop(*self.writing(reached, self.progress, self.pools))
+            self.progress, self.pools = write_tokens(*self.writing(reached, self.progress, self.pools))
             if reached == until or np.asarray(self.progress.done).all():
                 return
             room = min(2 * self.sizes.room, self.most)

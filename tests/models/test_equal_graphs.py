@@ -11,7 +11,7 @@ from flax import nnx
 
 import glax.models
 import glax.nn
-from glax.models.generation import loop
+from glax.models.generation import write_tokens
 from glax.models.structure import Structure
 from glax.server.request import Request
 from glax.server.scheduler import Scheduler
@@ -39,9 +39,9 @@ def test_models_of_one_config_have_equal_graphs_that_can_be_pickled(name):
 def test_the_second_load_of_a_folder_compiles_nothing():
     tokens = jnp.arange(5)[None]
     glax.models.generate(glax.models.from_pretrained(FIXTURES / "gla"), tokens, 2)
-    size = loop._cache_size()
+    size = write_tokens._cache_size()
     glax.models.generate(glax.models.from_pretrained(FIXTURES / "gla"), tokens, 2)
-    assert size and loop._cache_size() == size
+    assert size and write_tokens._cache_size() == size
 
 
 @pytest.mark.fast

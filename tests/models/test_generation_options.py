@@ -89,10 +89,10 @@ def test_a_stream_compiles_two_programs_and_none_behind_its_second_token(is_know
 def test_equal_models_in_two_folders_share_a_program(tmp_path):
     glax.models.generate(glax.models.from_pretrained(FIXTURES / "gla"), jnp.arange(5)[None], 2)
     shutil.copytree(FIXTURES / "gla", tmp_path / "other")
-    other, size = glax.models.from_pretrained(tmp_path / "other"), generation.loop._cache_size()
+    other, size = glax.models.from_pretrained(tmp_path / "other"), generation.write_tokens._cache_size()
     assert other.folder == str(tmp_path / "other")
     glax.models.generate(other, jnp.arange(5)[None], 2)
-    assert size and generation.loop._cache_size() == size
+    assert size and generation.write_tokens._cache_size() == size
 
 
 @pytest.mark.fast
