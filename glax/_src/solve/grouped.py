@@ -3,10 +3,7 @@
 There are two: Triton's for GPUs of NVIDIA, which is chosen wherever it is able, and XLA's, `jax.lax.ragged_dot`.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,34 +12,20 @@ from jaxtyping import Array, Float, Int
 
 from glax._src.core.backend import Backend, computes_on
 from glax._src.core.recurrence import aligned
-from glax._src.core.registry import Config, Platform
+from glax._src.core.registry import Platform
 from glax._src.kernels.common.grouped import GroupedOperands
 from glax._src.kernels.triton import grouped_config
 from glax._src.solve.dispatch import executor
 from glax._src.solve.partitioning import is_on_one_device, is_spread_by_type
-from glax._src.tuning.op import Kernel
+from glax._src.tuning.op import FunctionKernel
 
 DIVIDED = "runs on the arrays of one device, and the compiler divides these: call inside jax.shard_map over all axes"
 
 
-@dataclasses.dataclass(frozen=True)
-class GroupedKernel(Kernel):
-    """Describe an implementation of a product of grouped rows: what an executor asks of a kernel.
+class GroupedKernel(FunctionKernel):
+    """Hold an implementation of a product of grouped rows."""
 
-    function: (operands, ..., cfg=) -> the result. heuristic: operands -> a config.
-    """
-
-    op_ids: ClassVar = ("grouped/triton/gpu", "grouped.sums/triton/gpu")  # those with configs
-
-    op_id: str  # pyright: ignore[reportIncompatibleVariableOverride]  (the base declares no field)
-    function: Callable[..., Any]
-    heuristic: Callable[[GroupedOperands], Config] = lambda operands: Config()
-
-    def run(self, *args, cfg, **options):
-        return self.function(*args, cfg=cfg, **options)
-
-    def heuristic_cfg(self, inv) -> Config:
-        return self.heuristic(inv.args[0])
+    op_ids = ("grouped/triton/gpu", "grouped.sums/triton/gpu")
 
 
 def grouped_product(x: Float[Array, "M K"], w: Float[Array, "E K N"], sizes: Int[Array, "E"]) -> Float[Array, "M N"]:

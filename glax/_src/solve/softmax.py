@@ -7,7 +7,7 @@ There are two: Triton's for GPUs of NVIDIA, which is chosen wherever it is able,
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -16,32 +16,18 @@ from jaxtyping import Array, Float, Int
 
 from glax._src.core.backend import Backend, computes_on
 from glax._src.core.recurrence import aligned, varying_like
-from glax._src.core.registry import Config, Platform
+from glax._src.core.registry import Platform
 from glax._src.kernels.common.softmax import Intervals, SoftmaxOperands
 from glax._src.kernels.triton import softmax_config
 from glax._src.kernels.xla.softmax import by_sequence, in_blocks, whole
 from glax._src.solve.dispatch import executor
-from glax._src.tuning.op import Kernel
+from glax._src.tuning.op import FunctionKernel
 
 
-@dataclasses.dataclass(frozen=True)
-class SoftmaxKernel(Kernel):
-    """Describe an implementation of softmax attention or of its gradient: what an executor asks of a kernel.
+class SoftmaxKernel(FunctionKernel):
+    """Hold an implementation of softmax attention or of its gradient."""
 
-    function: (operands, ..., cfg=, scale=) -> the results. heuristic: operands -> a config.
-    """
-
-    op_ids: ClassVar = ("softmax/triton/gpu", "softmax.vjp/triton/gpu")  # those with configs
-
-    op_id: str  # pyright: ignore[reportIncompatibleVariableOverride]  (the base declares no field)
-    function: Callable[..., Any]
-    heuristic: Callable[[SoftmaxOperands], Config] = lambda operands: Config()
-
-    def run(self, *args, cfg, **options):
-        return self.function(*args, cfg=cfg, **options)
-
-    def heuristic_cfg(self, inv) -> Config:
-        return self.heuristic(inv.args[0])
+    op_ids = ("softmax/triton/gpu", "softmax.vjp/triton/gpu")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

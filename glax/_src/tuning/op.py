@@ -1,12 +1,14 @@
 """Define `Kernel`, an operation with tunable configs."""
 
+import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from glax._src.core.recurrence import Recurrence
+from glax._src.core.registry import Config
 from glax._src.tuning.invocation import described
 
 
@@ -64,6 +66,27 @@ class Kernel:
         values.
         """
         return example_of((inv.args, inv.kwargs))
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionKernel(Kernel):
+    """Hold one implementation of an operation, and the rule for its config.
+
+    function: (operands, ..., cfg=, options) -> the result. heuristic: operands -> a config. A subclass lists the names of its
+    instances that have configs as op_ids.
+    """
+
+    op_ids: ClassVar[tuple[str, ...]] = ()
+
+    op_id: str  # pyright: ignore[reportIncompatibleVariableOverride]  (the base declares no field)
+    function: Callable[..., Any]
+    heuristic: Callable[[Any], Config] = lambda operands: Config()
+
+    def run(self, *args, cfg, **options):
+        return self.function(*args, cfg=cfg, **options)
+
+    def heuristic_cfg(self, inv) -> Config:
+        return self.heuristic(inv.args[0])
 
 
 def example_of(operands):

@@ -5,6 +5,8 @@ import functools
 import math
 from typing import ClassVar, Self
 
+from jax import Array
+
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import Config, check_field
 from glax._src.core.stored_states import COMPACT
@@ -17,6 +19,11 @@ LONG_CHUNKS = ("constant", "none")  # forms of gates
 MOST_COMPACT = 2**15  # most numbers of a state in 8 bits, which one program has, K and V rounded up to powers of two
 HELD_BY_REPLAY = 32  # numbers of the state in a thread of a step of a `StatePool`
 MOST_STATES = 2**33  # bytes of stored states, in bfloat16, that the heuristic lets the forward take
+
+
+def precision(x: Array) -> str:
+    """Return PRECISION of products of x: float32 is multiplied in three TF32 products, and other dtypes in one."""
+    return "tf32x3" if x.dtype == "float32" else "tf32"
 
 
 def width(n: int) -> int:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from glax._src.kernels.common.grouped import GroupedOperands, edges, row_table
+from glax._src.kernels.triton.config import precision
 from glax._src.kernels.triton.grouped_config import GroupedConfig, GroupedSumConfig
 from glax._src.kernels.triton.launch import launch, tl, triton
 
@@ -28,9 +29,12 @@ def read(x, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
-def row_products(x, w, table, sizes, y, D: tl.constexpr):
-    """Compute y [M, V] of x [M, K] and w [E, K, V], or w [E, V, K] with D.TRANSPOSED. A program has a block of y."""
-    program, count = tl.program_id(0), tl.load(sizes)
+def row_products(x, w, table, blocks, y, D: tl.constexpr):
+    """Compute y [M, V] of x [M, K] and w [D.H, K, V], or w [D.H, V, K] with D.TRANSPOSED. A program has a block of y.
+
+    blocks: [1], how many blocks of rows the table has. It is loaded, so that one compiled kernel serves all M.
+    """
+    program, count = tl.program_id(0), tl.load(blocks)
     first = program // (D.GROUP * D.NV) * D.GROUP
     neighbours, within = tl.minimum(count - first, D.GROUP), program % (D.GROUP * D.NV)
     entry = table + (first + within % neighbours) * 3
@@ -83,11 +87,7 @@ def group_sums(x, y, begins, w, D: tl.constexpr):
 # ---- launches ----------------------------------------------------------------------------------------------------------
 
 
-def precision(x: Array) -> str:
-    return "tf32x3" if x.dtype == jnp.float32 else "tf32"
-
-
-def products(operands: GroupedOperands, config: GroupedConfig, transposed: bool) -> Float[Array, "M N"]:
+def products(operands: GroupedOperands, config: GroupedConfig, transposed: bool) -> Float[Array, "M V"]:
     """Return x_m w_e(m) for each row m, or x_m w_e(m)^T if transposed."""
     x, w, sizes = operands
     (M, K), V = x.shape, w.shape[1 if transposed else 2]
@@ -101,7 +101,7 @@ def products(operands: GroupedOperands, config: GroupedConfig, transposed: bool)
     return y
 
 
-def sums(operands: GroupedOperands, config: GroupedSumConfig) -> Float[Array, "E K N"]:
+def sums(operands: GroupedOperands, config: GroupedSumConfig) -> Float[Array, "E K V"]:
     """Return the sum of x_m^T y_m of each group's rows m."""
     x, y, sizes = operands
     (M, K), V, E = x.shape, y.shape[1], sizes.shape[0]

@@ -172,7 +172,7 @@ def dimensions(r: Recurrence, chunk: int) -> dict:
     sizes = dict(K=K, V=V, C=chunk, FORM=r.decay.form, SIGN=-1 if r.reverse else 1)
     if r.q.dtype == jnp.bfloat16:
         return heads | sizes | dict(DTYPE=tl.bfloat16, PRECISION="tf32")
-    return heads | sizes | dict(DTYPE=tl.float32, PRECISION="tf32x3" if r.q.dtype == jnp.float32 else "tf32")
+    return heads | sizes | dict(DTYPE=tl.float32, PRECISION=precision(r.q))
 
 
 def gates_of(r: Recurrence):

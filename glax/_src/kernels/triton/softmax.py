@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from glax._src.kernels.common.softmax import SoftmaxOperands, forward_table, gradient_table, row_blocks
-from glax._src.kernels.triton.config import width
+from glax._src.kernels.triton.config import precision, width
 from glax._src.kernels.triton.launch import launch, tl, triton
 from glax._src.kernels.triton.softmax_config import SoftmaxConfig, SoftmaxGradientConfig
 from glax._src.kernels.triton.tiles import LOG2E, at
@@ -324,8 +324,8 @@ def value_alone(
 def dimensions(operands: SoftmaxOperands) -> dict:
     """Return the constants of all three kernels: heads, widths and precision."""
     (HQ, K), (HK, V) = operands.q.shape[2:], operands.v.shape[2:]
-    precision = "tf32x3" if operands.q.dtype == jnp.float32 else "tf32"
-    return dict(H=HQ, HQ=HQ, HK=HK, GROUP=HQ // HK, K=K, V=V, BK=width(K), BV=width(V), PRECISION=precision)
+    sizes = dict(K=K, V=V, BK=width(K), BV=width(V))
+    return dict(H=HQ, HQ=HQ, HK=HK, GROUP=HQ // HK, PRECISION=precision(operands.q)) | sizes
 
 
 def forward(
