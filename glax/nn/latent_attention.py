@@ -9,12 +9,15 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from glax._src.core.recurrence import is_symbol
 from glax.nn.arguments import checked
 from glax.nn.layer import Layer
 from glax.nn.norms import RMSNorm
 from glax.nn.parts import EMBED, HEADS, by_head, check_sizes, kernel_of, linear, merged
 from glax.nn.passes import Rows, State
 from glax.nn.rotary import Rotation, checked_rotation, rotate
+
+EXPANDED = 4  # the most rows of a cache for each token that keys and values are formed of: memory as of so many tokens
 
 
 class MultiHeadLatentAttention(Layer):
@@ -120,15 +123,34 @@ class MultiHeadLatentAttention(Layer):
                 q_shared, k_shared = halves_of_pairs(q_shared), halves_of_pairs(k_shared)
             q_shared, k_shared = (rotate(y, place, self.rotation, rows.last_positions) for y in (q_shared, k_shared))
         stored = jnp.concatenate([c[..., None, :], k_shared], -1)
-        if "key" in state:
+        if "key" in state and self.should_absorb(rows.mean_length, state["key"].shape[1]):
             o, cache = self.absorbed(q, q_shared, stored, state, rows)
         else:
-            k, v = jnp.split(by_head(self.expand(c), self.num_heads), [self.head_width], axis=-1)
-            k = jnp.concatenate([k, jnp.broadcast_to(k_shared, (*k.shape[:-1], self.shared_width))], -1)
-            o, cache = rows.attend(jnp.concatenate([q, q_shared], -1), k, v, {}, None, self.scale, stored)
+            k, v = (stored, c[..., None, :]) if "key" in state else self.expanded(stored)
+            q = jnp.concatenate([q, q_shared], -1)
+            o, cache = rows.attend(q, k, v, state if "key" in state else {}, None, self.scale, stored, self.expanded)
         if self.gate is not None:
             o = o * jax.nn.sigmoid(self.gate(x).astype(jnp.float32)).astype(o.dtype)[..., None]
         return self.output(merged(o)), cache
+
+    def should_absorb(self, tokens: int, cached: int) -> bool:
+        """Return whether `tokens` tokens of a sequence should read the `cached` rows of its cache as they are.
+
+        Products with a row of the cache itself are wider than those with the key and value of a head, by 2 latent_width -
+        head_width - value_width, for each token and head. To form these takes latent_width (head_width + value_width) a head,
+        and memory for every row, also for those that hold no token yet.
+        """
+        if is_symbol(tokens) or is_symbol(cached):
+            return True
+        width = self.head_width + self.value_width
+        return tokens * (2 * self.latent_width - width) < self.latent_width * width or cached > EXPANDED * tokens
+
+    def expanded(self, stored: Float[Array, "*rows 1 stored"]) -> tuple[Array, Array]:
+        """Return the keys and values of rows of a cache, [*rows, H, head_width + shared_width] and [*rows, H, value_width]."""
+        c, k_shared = stored[..., 0, : self.latent_width], stored[..., self.latent_width :]
+        k, v = jnp.split(by_head(self.expand(c), self.num_heads), [self.head_width], axis=-1)
+        shared = jnp.broadcast_to(k_shared, (*k.shape[:-1], self.shared_width))
+        return jnp.concatenate([k, shared], -1), v
 
     def absorbed(self, q: Array, q_shared: Array, stored: Array, state: State, rows: Rows) -> tuple[Array, State]:
         """Return o [*rows, H, value_width] and the new cache, by products with the rows of the cache themselves."""

@@ -6,6 +6,7 @@ per sequence, or one row per slot of a pool. A missing entry stands for zeros.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -58,14 +59,27 @@ class Rows(Protocol):
         """Return the greatest position among the rows of each row's sequence, from the positions of all rows."""
         ...
 
+    @property
+    def mean_length(self) -> int:
+        """Return the mean number of tokens of a sequence, rounded down."""
+        ...
+
     def attend(
-        self, q, k, v, cache: State, window: int | None, scale: float | None, stored: Array | None = None
+        self,
+        q,
+        k,
+        v,
+        cache: State,
+        window: int | None,
+        scale: float | None,
+        stored: Array | None = None,
+        expanded: Callable[[Array], tuple[Array, Array]] | None = None,
     ) -> tuple[Array, State]:
         """Return causal softmax attention of q [*rows, Hq, D] over k and v [*rows, Hk, D] and the cached rows before them, and
         the new cache.
 
         stored: what a new cache holds in place of k and v, [*rows, H, E]. A cache without values stands for one whose values are
-        the first channels of its keys, as many as v has.
+        the first channels of its keys, as many as v has. expanded: (its rows) -> (k, v), for a cache whose rows are neither.
         """
         ...
 
@@ -206,15 +220,21 @@ class Parallel:
 
     # ---- attention ---------------------------------------------------------------------------------------------------
 
+    @property
+    def mean_length(self) -> int:
+        return math.prod(self.shape) // max(self.num_sequences, 1)
+
     def attend(
-        self, q, k, v, cache: State, window: int | None, scale: float | None, stored: Array | None = None
+        self, q, k, v, cache: State, window: int | None, scale: float | None, stored=None, expanded=None
     ) -> tuple[Array, State]:
         self.check_states(cache.get("key"))
         content = dict(key=k, value=v) if stored is None else dict(key=stored)
+        if expanded is None:
+            expanded = functools.partial(values_within, width=v.shape[-1])
         if self.cu_seqlens is not None:
-            return self.packed_attend(q, k, v, cache, window, scale, content)
+            return self.packed_attend(q, k, v, cache, window, scale, content, expanded)
         if cache:
-            return self.attend_to_cache(q, k, v, cache, window, scale)
+            return self.attend_to_cache(q, k, v, cache, window, scale, expanded)
         rows = jnp.broadcast_to(jnp.arange(q.shape[1])[None], q.shape[:2])
         if self.segment_ids is None:
             new = content | dict(length=jnp.full(q.shape[0], q.shape[1], jnp.int32))
@@ -222,7 +242,7 @@ class Parallel:
         seen = intervals(self.segments.begin, jnp.where(self.segments.is_token, rows, -1), window)
         return attend_in_blocks(q, k, v, seen, scale), self.segments.cache(content)
 
-    def attend_to_cache(self, q, k, v, cache: State, window, scale) -> tuple[Array, State]:
+    def attend_to_cache(self, q, k, v, cache: State, window, scale, expanded: Callable) -> tuple[Array, State]:
         if self.segment_ids is not None:
             raise ValueError("segment_ids and the cache of softmax attention exclude each other: pack with cu_seqlens")
         L, T = cache["key"].shape[1], q.shape[1]
@@ -231,9 +251,11 @@ class Parallel:
         at = (jnp.broadcast_to(jnp.arange(q.shape[0])[:, None], place.shape), place)
         cache = extended(cache, at, k, v, length)
         seen = intervals(jnp.zeros_like(place), place, window)
-        return nan_unless(place < L, attend_in_blocks(q, *cached(cache, v), seen, scale)), cache
+        return nan_unless(place < L, attend_in_blocks(q, *cached(cache, expanded), seen, scale)), cache
 
-    def packed_attend(self, q, k, v, cache: State, window, scale, content: State) -> tuple[Array, State]:
+    def packed_attend(
+        self, q, k, v, cache: State, window, scale, content: State, expanded: Callable
+    ) -> tuple[Array, State]:
         shape = q.shape
         q, k, v = (x.reshape(1, -1, *x.shape[-2:]) for x in (q, k, v))
         own, rows = self.sequence_of, jnp.arange(q.shape[1])
@@ -249,7 +271,7 @@ class Parallel:
         cache = extended(cache, (own, place), k[0], v[0], length)
         seen = intervals(own * L, jnp.where(place < L, own * L + place, -1), window)
         seen = Intervals(seen.first[None], seen.last[None])
-        keys, values = (x.reshape(1, N * L, *x.shape[2:]) for x in cached(cache, v))
+        keys, values = (x.reshape(1, N * L, *x.shape[2:]) for x in cached(cache, expanded))
         o = attend_by_sequence(q, keys, values, seen, scale, self.cuts)
         return nan_unless(((place < L) | ~is_token)[None], o).reshape(*shape[:-1], o.shape[-1]), cache
 
@@ -363,8 +385,12 @@ class Step:
     def last_positions(self, place: Int[Array, "B"]) -> Int[Array, "B"]:
         return place
 
+    @property
+    def mean_length(self) -> int:
+        return 1
+
     def attend(
-        self, q, k, v, cache: State, window: int | None, scale: float | None, stored: Array | None = None
+        self, q, k, v, cache: State, window: int | None, scale: float | None, stored=None, expanded=None
     ) -> tuple[Array, State]:
         L = cache["key"].shape[1]
         place, length = self.positions(cache["length"])
@@ -441,6 +467,11 @@ def extended(cache: State, at: tuple[Array, Array], k: Array, v: Array, length: 
     return {name: written(cache[name], at, x) for name, x in new.items()} | dict(length=length)
 
 
-def cached(cache: State, v: Array) -> tuple[Array, Array]:
-    """Return the keys and the values of a cache. Without values, they are the first channels of the keys."""
-    return cache["key"], cache["value"] if "value" in cache else cache["key"][..., : v.shape[-1]]
+def cached(cache: State, expanded: Callable[[Array], tuple[Array, Array]]) -> tuple[Array, Array]:
+    """Return the keys and the values of a cache. expanded: what they are formed by where there is no array of values."""
+    return (cache["key"], cache["value"]) if "value" in cache else expanded(cache["key"])
+
+
+def values_within(keys: Array, width: int) -> tuple[Array, Array]:
+    """Return the keys, and their first channels, which are the values."""
+    return keys, keys[..., :width]

@@ -98,6 +98,34 @@ def test_every_way_to_read_is_the_formula(options):
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("theta", [None, 50.0])
+def test_prompts_form_keys_and_values_where_that_costs_less(theta, monkeypatch):
+    """(latent_width (K + V)) / (2 latent_width - K - V) = 4.8 tokens, and at most 4 rows of the cache for each."""
+    sizes = dict(num_heads=H, latent_width=24, head_width=4, shared_width=2, value_width=4)
+    layer, x = nn.MultiHeadLatentAttention(16, **sizes, theta=theta, rngs=nnx.Rngs(0)), inputs(2, T, 16)
+    for tokens, cached, absorbs in ((4, 4, True), (5, 5, False), (5, 20, False), (5, 21, True)):
+        assert layer.should_absorb(tokens, cached) == absorbs
+    want = layer(x)[0]
+
+    def read(first: int, cached: int) -> list:
+        """Return the outputs of a prompt in two parts behind one another, and of two packed ones."""
+        y, state = layer(x[:, :first], initial_state=layer.initial_state(2, cached))
+        rest, state = layer(x[:, first:], initial_state=state)
+        packed, cuts = jnp.concatenate([x[0, :5], x[1, :7]]), jnp.array([0, 5, 12])
+        beside, of_packed = layer(packed, initial_state=layer.initial_state(2, 20), cu_seqlens=cuts)
+        return [y, rest, beside, state["key"], of_packed["key"]]
+
+    found = [read(first, cached) for first, cached in ((5, 20), (6, T), (4, 21))]
+    monkeypatch.setattr(layer, "should_absorb", lambda *_: True)
+    for (first, cached), own in zip(((5, 20), (6, T), (4, 21)), found, strict=True):
+        for name, got, absorbed in zip(
+            ("first", "rest", "packed", "cache", "cache of packed"), own, read(first, cached), strict=True
+        ):
+            assert_close(name, got, absorbed, 2e-6)
+        assert_close("in parts", jnp.concatenate(own[:2], 1), want, 2e-6)
+
+
+@pytest.mark.fast
 def test_a_low_rank_term_of_the_expansion_reaches_queries_of_a_cache():
     layer, x = made(theta=None), inputs(1, T, 16)
     low = nnx.LoRALinear(*layer.expand.kernel.shape, lora_rank=2, use_bias=False, rngs=nnx.Rngs(0))
