@@ -48,11 +48,11 @@ def sizes_of(wanted: Mapping[str, int], devices: int) -> dict[str, int]:
 
 
 def training_mesh(wanted: Mapping[str, int]) -> Mesh:
-    """Return the mesh with the axes "data", "fsdp", "tensor", "expert" and "sequence", of the `wanted` sizes, over the first
-    devices of all processes.
+    """Return the mesh with the axes "data", "fsdp", "tensor", "expert" and "sequence", of the `wanted` sizes, over the first of
+    `jax.devices()`, as many as the product of the sizes.
 
-    wanted: {name: size} of all five axes; one size may be -1, for as many as the devices allow. Raises ValueError for sizes
-    that do not fit the devices, and for several processes of which the mesh would not have all devices.
+    wanted: {name: size} of all five axes; one size may be -1, for as many as the devices allow. Raises ValueError if there are
+    fewer devices, and with several processes also if the mesh would not have every device.
 
     >>> from glax.models.meshes import training_mesh
     >>> dict(training_mesh(dict(data=1, fsdp=1, expert=1, sequence=1, tensor=1)).shape)["data"]

@@ -681,7 +681,7 @@ def train(
     each_step(step, loss, seconds since the step before) is called for each step. Up to two further steps have begun by then.
     If it returns True for step n, training ends with a checkpoint of its last step. The last step is at most n + 2 in a run of
     one process, and at most n + 5 in a run of several. each_step is also called for the steps after n.
-    begin(beginning) is called before the first step.
+    begin(beginning) is called before the first step. Every process calls both, and True from one ends the run of all.
 
     A resumed run computes what an uninterrupted run computes. With `config.text` the windows of a step depend on `seed` and the
     step alone. With `config.documents` a checkpoint holds how far they were read. `steps` may differ in a resumed run. Every

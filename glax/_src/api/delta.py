@@ -81,7 +81,7 @@ def kda(
 
     and o_t = softmax_scale * S_t^T q_t.
 
-    g: [B, T, H, K] log decays, one a key channel, with the range of gates in `recurrent`; ValueError for one a head. beta,
+    g: [B, T, H, K] log decays, one a key channel, with the range of gates in `recurrent`; ValueError for g [B, T, H]. beta,
     use_qk_l2norm: as in `delta_rule`. Other shapes and dtypes, options, results and errors: as in `recurrent`.
 
     Kimi Team 2025, https://arxiv.org/abs/2510.26692.

@@ -47,9 +47,9 @@ class Options(TypedDict, total=False):
     reverse:       whether each sequence is scanned from its last token to its first.
     cu_seqlens:    [N + 1] integers that pack N sequences in one row, so B is 1. Sequence n has the tokens from cu_seqlens[n] up
                    to, and without, cu_seqlens[n + 1]. May be traced.
-    segment_ids:   [B, T] integers, or [T] without B, that divide each row into segments. In the order of the scan, a token with
-                   the id of the token before it continues that token's state; a token with another id starts from zeros. Ids
-                   need no order. Not with cu_seqlens. May be traced.
+    segment_ids:   integers that divide each row into segments: [B, T], or [T] where query, key and value have no axis B either.
+                   In the order of the scan, a token with the id of the token before it continues that token's state; a token
+                   with another id starts from zeros. Ids need no order. Not with cu_seqlens. May be traced.
     pad_id:        the id of padding tokens. Their output is 0, they change no state, and they may hold NaN. A token behind
                    padding starts from zeros, even if the token before the padding has the same id: in [1, 1, 0, 1] with
                    pad_id=0 the last token is a segment of its own. The initial state of a row enters its first token that is
@@ -317,7 +317,7 @@ def simple_gla(
 
         S_t = exp(g_t) S_{t-1} + k_t v_t^T,     o_t = softmax_scale * S_t^T q_t
 
-    g: [B, T, H] log decays, with the range of gates in `recurrent`; ValueError for one a key channel. Other shapes and dtypes,
+    g: [B, T, H] log decays, with the range of gates in `recurrent`; ValueError for g [B, T, H, K]. Other shapes and dtypes,
     options, results and errors: as in `recurrent`.
 
     Dao and Gu 2024, https://arxiv.org/abs/2405.21060.

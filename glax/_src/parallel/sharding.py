@@ -25,8 +25,9 @@ class Spread:
     They raise ValueError if there is no mesh, for an axis that the mesh does not have or that is named twice, and for a size
     that does not divide B or H as below. To make a Spread raises nothing. An axis of None shards nothing.
 
-    batch_axis: an axis or a tuple of axes that shards B, which its size must divide. No communication. With cu_seqlens B is 1:
-        these axes then shard T, as outer axes of sequence_axis, and need not divide it.
+    batch_axis: an axis or a tuple of axes that shards B, which its size must divide. No communication. With cu_seqlens, where B
+        is 1, they shard T together with sequence_axis, which may be None: they then are a part of it in all that is said of
+        sequence_axis below, and their size need not divide T.
     head_axis: an axis or a tuple of axes that shards H, the largest of the head counts, which its size must divide. No
         communication. Queries, keys or values with fewer heads than shards are repeated.
     sequence_axis: the name of one axis that shards T; a tuple raises ValueError. Its n shards have T / n tokens each, after
@@ -42,8 +43,8 @@ class Spread:
         K'    K for per-key gates, K K for the delta rule, else 1
         V'    V for per-value gates, else 0
 
-    with B and H of a shard, and B = 1 for packed sequences. The number does not depend on T. The final states, if used, and the
-    gradient of the initial states each take a sum over the shards of N H K V * 4 bytes, where N is B of a shard, or the number of
+    with B and H of a shard, and B = 1 for packed sequences. The number does not depend on T. The shards also sum the final
+    states, if used, and the gradient of the initial states: N H K V * 4 bytes each, where N is B of a shard, or the number of
     packed sequences.
 
     JAX's array types have equal shards alone. If n does not divide T and sequence_axis is an explicit axis, the output is
