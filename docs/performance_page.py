@@ -64,6 +64,9 @@ Measured, and not in a table of this page:
 - `from_pretrained` loads Qwen3.5-4B onto an H200 in 3.6 seconds, transformers in 1.6, with 1.1 GiB of the host's memory for 7.8.
   The device's peak is 9.5 GiB for 8.1.
 - Sharded parameters in a plain `jit` train GLA-1.3B only 1.66 times as fast on four H100 as on one.
+- The first token of `glax generate` with Qwen3.5-4B takes 27 to 32 seconds in a fresh process on an H200, most of which compiles,
+  and 13 seconds with stored programs. The first step of `glax train` takes 46 to 63 seconds.
+- Products of rows by their experts' matrices run at .79 of the rate of one dense product forward, and .89 with gradient.
 """
 
 
