@@ -10,9 +10,12 @@ from jaxtyping import Array, Float
 
 from glax import Backend, Platform, UnsupportedError, kernel_registry
 from glax._src.core.decay import PARTS, USUAL_FORMS, Decay
+from glax._src.core.erasure import Erasure
 from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.kernels import load_kernels
+from glax._src.kernels.xla import isolated
 from glax._src.parallel.sharding import Spread, solve_on_mesh
+from glax._src.solve import autodiff
 from glax._src.solve.autodiff import differentiable, solve
 from glax._src.solve.dispatch import Choice
 from tests.cases import FORMS, Case, recurrence
@@ -90,6 +93,26 @@ def test_a_new_form_has_no_derived_gradient(elementwise):
     r = differentiable(example())
     with pytest.raises(UnsupportedError, match=r"the derived gradient takes decays of the form none, .*; got element"):
         jax.grad(lambda q: solve(Choice(), r.replace(q=q)).output.sum())(r.q)
+
+
+@pytest.fixture
+def learned(elementwise, monkeypatch):
+    """Name the form where XLA's kernel token by token and the derived gradient do, as if they had learned it."""
+    for name in ("recurrent/xla/any", "recurrent.vjp/xla/any"):
+        spec = kernel_registry.kernels[name]
+        monkeypatch.setitem(kernel_registry.kernels, name, dataclasses.replace(spec, forms=(*spec.forms, "element")))
+    monkeypatch.setattr(autodiff, "DERIVED_FORMS", (*USUAL_FORMS, "element"))
+
+
+def test_a_form_that_is_learned_without_an_erasure_is_refused_with_one(learned):
+    r = example()
+    r = r.replace(erasure=Erasure(beta=jnp.ones((2, 6, 2))))
+    for name in ("recurrent/xla/any", "recurrent.vjp/xla/any"):
+        assert "takes decays beside an erasure" in kernel_registry.kernels[name].other_form(r, r.decay.form)
+    with pytest.raises(UnsupportedError, match=r"with an erasure, .* takes decays .*; got element"):
+        autodiff.derived_gradient(Choice(), r, jnp.zeros_like(r.v), None)
+    with pytest.raises(UnsupportedError, match=r"apart from what is not finite, takes decays .*; got element"):
+        isolated.isolated_outputs(r.replace(erasure=None), None)
 
 
 def test_shards_of_the_sequence_refuse_a_new_form(elementwise):

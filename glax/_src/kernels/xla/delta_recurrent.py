@@ -36,6 +36,7 @@ from glax._src.core.recurrence import (
     sum_heads,
     varying_like,
 )
+from glax._src.core.registry import check_form
 from glax._src.kernels.xla.chunk_math import StateDecay, state_decay
 from glax._src.kernels.xla.chunk_window import log_of_zero
 
@@ -61,7 +62,12 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(r: Recurrence, resets: Bool[Array, "B T"] | None = None) -> Tokens:
-    """Return the arrays of r with time first and zeros in padding rows. A row of zeros leaves the state unchanged."""
+    """Return the arrays of r with time first and zeros in padding rows. A row of zeros leaves the state unchanged.
+
+    Raises UnsupportedError for a form of decay that `token_of` does not read, also where a kernel, the derived gradient or
+    `isolated.py` comes here with one that it has learned.
+    """
+    check_form(r, "the scan token by token with an erasure, or apart from what is not finite,")
     if r.boundaries is None:
         place: dict[str, Any] = {}
         is_token = None

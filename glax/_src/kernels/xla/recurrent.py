@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from glax._src.core.decay import USUAL_FORMS
 from glax._src.core.recurrence import Outputs, Recurrence, is_symbol, spread_heads, varying_like
 from glax._src.core.registry import Backend, Platform, kernel_registry
 from glax._src.kernels.xla import chunk_parallel
@@ -110,6 +111,7 @@ def decay_by_token(log: Float[Array, "T *rest"]) -> Float[Array, "T *rest"]:
     Platform.XLA,
     Backend.ANY,
     priority=priority,
+    erasing_forms=USUAL_FORMS,  # the gates that `delta_by_token` reads
     erases=True,
     erases_before_decay=True,
     erases_along=True,
@@ -164,6 +166,7 @@ def vjp_supports(r: Recurrence) -> str | None:
     Backend.ANY,
     priority=priority,
     supports=vjp_supports,
+    erasing_forms=USUAL_FORMS,
     erases=True,
     erases_before_decay=True,
     erases_along=True,
