@@ -4,10 +4,12 @@ One program of all parameters would hold a kernel for each, and XLA compiles ker
 for minutes. Here equal programs, as those of equal layers are, are compiled once, and one array is formed at a time.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]  (JAX 0.12)
 from jax.sharding import NamedSharding
 
@@ -24,11 +26,11 @@ def formed(make: Callable[[], Any], shardings: Any) -> Any:
     """
     traced, shapes = jax.make_jaxpr(make, return_shape=True)()
     values, rest = known(traced)
-    programs: dict[tuple[str, NamedSharding], Callable] = {}
+    programs: dict[tuple, Callable] = {}
 
     def array(outcome, sharding: NamedSharding) -> jax.Array:
         program, inputs = program_of(traced.jaxpr, rest, outcome)
-        name = str(program), sharding
+        name = str(program), tuple(map(content, constants(program))), sharding
         if name not in programs:
             programs[name] = jax.jit(jaxpr_as_fun(ClosedJaxpr(program, ())), out_shardings=[sharding])
         return programs[name](*(values[x] for x in inputs))[0]
@@ -66,6 +68,25 @@ def program_of(whole: Jaxpr, equations: list, outcome) -> tuple[Jaxpr, list]:
         dict.fromkeys(x for x in variables([*read, outcome]) if x in needed)
     )  # equal programs share this order
     return part(whole, inputs, [outcome], found), inputs
+
+
+def constants(program: Jaxpr) -> Iterable:
+    """Yield the arrays that a program and the programs in it hold, which their text leaves out."""
+    for equation in program.eqns:
+        yield from (x.val for x in equation.invars if isinstance(x, Literal) and np.ndim(x.val))
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr)
+        ):
+            if isinstance(inner, ClosedJaxpr):
+                yield from inner.consts
+            if isinstance(inner, ClosedJaxpr | Jaxpr):
+                yield from constants(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+
+
+def content(x) -> bytes:
+    """Return a checksum of an array."""
+    x = np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+    return hashlib.sha256(x.tobytes()).digest()
 
 
 def variables(atoms: Iterable) -> list:

@@ -63,3 +63,16 @@ def test_constants_small_values_and_shared_ones(mesh, monkeypatch):
     for name in ("x", "y", "z", "scalar"):
         np.testing.assert_allclose(found[name], wanted[name], rtol=1e-6)
     assert jax.random.key_data(found["key"]).tolist() == jax.random.key_data(wanted["key"]).tolist()
+
+
+def test_programs_that_differ_in_what_a_jit_closes_over_are_not_one(mesh, monkeypatch):
+    tables = [np.arange(100.0, dtype=np.float32) + i for i in range(3)]
+    tables[2] = jax.numpy.asarray(tables[2])
+
+    def make():
+        x = jax.random.normal(jax.random.key(1), (100,))
+        return [jax.jit(lambda x, table=table: x + table)(x) for table in tables]
+
+    found, _ = formed(mesh, monkeypatch, make)
+    for x, y in zip(found, make(), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
