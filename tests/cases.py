@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from glax._src.core.bind import bind
-from glax._src.core.decay import Decay
+from glax._src.core.decay import PARTS, Decay
 from glax._src.core.recurrence import Outputs, Recurrence
 from glax.testing.cases import EXTREME, FORMS, Case, cotangents, inputs, recurrence
 from glax.testing.reference import reference, reference_gradient
@@ -134,7 +134,8 @@ class Sweep:
 
         if isinstance(x, Outputs):
             return Outputs(heads(x.output, 2), heads(x.final_state, 1))
-        decay = Decay(heads(x.decay.constant, 1), *(heads(y, 2) for y in (x.decay.head, x.decay.key, x.decay.value)))
+        axes = {name: part.dimensions.split().index("H") for name, part in PARTS.items()}
+        decay = Decay(**{name: heads(getattr(x.decay, name), axis) for name, axis in axes.items()})
         rows = dict(q=heads(x.q, 2), k=heads(x.k, 2), v=heads(x.v, 2))
         return x.replace(**rows, decay=decay, initial_state=heads(x.initial_state, 1))
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from glax._src.core.decay import USUAL_FORMS
 from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.core.registry import KernelSpec
 from glax._src.solve.dispatch import by_folding
@@ -49,12 +50,12 @@ class Layout:
         return next(case for case in self.cases(**fields) if case.name == name)
 
     def cases(self, **fields) -> Iterator[Case]:
-        """Yield a case of each form of decay and erasure. `fields` are other fields of the cases."""
+        """Yield a case of each usual form of decay and erasure. `fields` are other fields of the cases."""
         for erasure, names in ERASURES.items():
-            for form, gates in FORMS.items():
+            for form in USUAL_FORMS:
                 if not names or form in DELTA_DECAYS:
                     shape = dict(K=16, V=16) | self.fields | fields
-                    yield Case(f"{form} {erasure}".strip(), gates=gates, erasure=names, **shape)
+                    yield Case(f"{form} {erasure}".strip(), gates=FORMS[form], erasure=names, **shape)
 
 
 def packed(cuts: tuple[int, ...] = CUTS, T: int = T) -> Layout:

@@ -12,6 +12,7 @@ import pytest
 import glax
 from glax import serving
 from glax._src.core.bind import bind
+from glax._src.core.decay import USUAL_FORMS
 from glax._src.core.recurrence import Outputs
 from glax._src.core.registry import Backend, KernelSpec, Platform, kernel_registry
 from glax._src.core.stored_states import CompactStates
@@ -124,13 +125,13 @@ DRAWS = (Draw(), Draw("-inf on 5%", "to 2"), Draw("-1e-6", "1"))
 
 
 @pytest.mark.parametrize("erasure", ERASURES)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", USUAL_FORMS)
 def test_steps_and_drafts_are_the_token_loop(form, erasure):
     for draw in DRAWS[: 3 if form in ("key", "head") else 2]:
         assert_served(case_of(form, erasure), draw, replay=5)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", USUAL_FORMS)
 def test_steps_by_parts_are_the_token_loop(form):
     """Where no kernel takes states and rings, as under a gradient."""
     with kernels_on_a_pool():

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import glax
 from glax import parallel
+from glax._src.core.decay import USUAL_FORMS
 from glax._src.core.recurrence import Outputs
 from glax._src.parallel.sharding import Spread, solve_on_mesh
 from glax._src.solve.dispatch import Choice
@@ -47,8 +48,8 @@ def hold(case: Case, spread: Spread, strengths=("log-sigmoid",)):
 @pytest.mark.parametrize("kind", ["plain", "packed"])
 @pytest.mark.parametrize(
     ("form", "way"),
-    [(form, "wait") for form in FORMS]
-    + [(form, "correct") for form in FORMS if form not in WAITING]
+    [(form, "wait") for form in USUAL_FORMS]
+    + [(form, "correct") for form in USUAL_FORMS if form not in WAITING]
     + [(form, "two_phase") for form in TWO_PHASE],
 )
 def test_sequence_parallel(form, way, kind, short_windows, request):
@@ -57,7 +58,7 @@ def test_sequence_parallel(form, way, kind, short_windows, request):
         request.getfixturevalue("correcting")
     if way == "two_phase":
         begun = request.getfixturevalue("in_two_phases")
-    reverse = (list(FORMS).index(form) + (kind == "packed")) % 2 == 1
+    reverse = (USUAL_FORMS.index(form) + (kind == "packed")) % 2 == 1
     shape = dict(B=2, T=77, heads=(4, 2, 2)) if kind == "plain" else PACKED | dict(heads=(2, 2, 1))
     case = Case("", gates=FORMS[form], K=8, V=6, reverse=reverse, **shape)
     strengths = ("log-sigmoid", "mild", "-100 on 5%", "-inf on 5%", "0") if FORMS[form] else ("log-sigmoid",)

@@ -11,6 +11,7 @@ import pytest
 
 from glax import parallel
 from glax._src.core.bind import bind
+from glax._src.core.decay import USUAL_FORMS
 from glax._src.core.registry import Backend, Platform, TwoPhase, kernel_registry
 from glax._src.kernels import load_kernels
 from glax._src.parallel.boundary import (
@@ -93,7 +94,7 @@ def pairs(program: Program) -> list[tuple[set[str], set[str]]]:
 
 @pytest.mark.parametrize(
     ("form", "shards", "packed"),
-    [(form, 4, False) for form in FORMS if form not in WAITING] + [("key", 8, True), ("key+value", 8, False)],
+    [(form, 4, False) for form in USUAL_FORMS if form not in WAITING] + [("key", 8, True), ("key+value", 8, False)],
 )
 def test_shards_that_correct(form, shards, packed, correcting):
     """Exchange and kernel wait for each other in neither direction: the scheduler runs them side by side."""
@@ -117,11 +118,11 @@ def test_shards_that_wait(form, shards, packed):
 def test_the_rule_of_ways(gradient, monkeypatch):
     """Two-phase kernels run in two phases. Others are corrected on accelerators, if gates depend on the data."""
     load_kernels()
-    rs = {form: bind(**inputs(Case("", T=64, gates=gates, K=8, V=8), "mild")) for form, gates in FORMS.items()}
+    rs = {form: bind(**inputs(Case("", T=64, gates=FORMS[form], K=8, V=8), "mild")) for form in USUAL_FORMS}
     choice = Choice(Platform.XLA)
     assert {overlap_of(resolve(choice, r), r, gradient) for r in rs.values()} == {"wait"}
     monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.GPU))
-    ways = {form: "wait" if form in WAITING else "correct" for form in FORMS}
+    ways = {form: "wait" if form in WAITING else "correct" for form in USUAL_FORMS}
     assert {form: overlap_of(resolve(choice, r), r, gradient) for form, r in rs.items()} == ways
     for name, spec in kernel_registry.kernels.items():
         in_two_phases = dataclasses.replace(
@@ -281,7 +282,7 @@ def test_a_program_that_waits_is_seen():
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", USUAL_FORMS)
 def test_message_is_the_state_and_the_decay(form, reverse):
     """The message of a shard that one sequence spans, in windows of their real sizes."""
     T = (

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import glax
+from glax._src.core.decay import USUAL_FORMS
 from glax._src.kernels.cpu.library import missing
 from tests.cases import FORMS, Case, inputs
 from tests.close import assert_close
@@ -287,7 +288,7 @@ def test_prefill_errors_name_the_argument():
 # ---- drafts ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", USUAL_FORMS)
 def test_commit_equals_replay(form):
     """Every accepted count of 16 draft tokens against as many single steps; the state itself at 0, bit for bit."""
     T = 16
