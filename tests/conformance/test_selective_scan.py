@@ -87,7 +87,7 @@ def called(case: NamedCase, arrays: dict, platform="xla"):
     return glax.selective_scan(**given, initial_state=arrays["state"], platform=platform, **case.options)
 
 
-RUNS = dict(xla=called, cpp=functools.partial(called, platform="cpp"))
+RUNS = dict(xla=called) | {name: functools.partial(called, platform=name) for name in ("cpp", "triton")}
 
 
 @functools.cache
@@ -237,7 +237,7 @@ def test_rows_without_a_batch_and_empty_calls(platform):
 
 # ---- documents stay apart ----------------------------------------------------------------------------------------------
 
-CUTS, POISONS = (0, 40, 41, 90), (np.nan, np.inf, 3e38)
+CUTS, POISONS, POISONED = (0, 40, 41, 90), (np.nan, np.inf, 3e38), 40
 ROWS = np.r_[0:40, 41:90]  # those of the first and the last document
 
 
@@ -280,7 +280,7 @@ def test_a_poisoned_document_harms_no_other(packing, reverse, platform):
         if i == 2 or (packing == "segments" and len(x) == 3):  # A is no document's; these states are another document's
             continue
         for poison in POISONS:
-            spoiled = x.at[1].set(poison) if len(x) == 3 else x.at[0, 40].set(poison)
+            spoiled = x.at[1].set(poison) if len(x) == 3 else x.at[0, POISONED].set(poison)
             for name, got, want in zip(range(7), run(*arrays[:i], spoiled, *arrays[i + 1 :]), clean, strict=False):
                 np.testing.assert_array_equal(got, want, err_msg=f"argument {i}, {poison}, result {name}")
 

@@ -83,10 +83,10 @@ def selective_scan(
     initial_state ([sequences, D, N], or [D, N] for all; zeros if None), reverse, cu_seqlens, segment_ids and pad_id, as in
     `recurrent`, and platform. Raises TypeError and ValueError, as `recurrent` does.
 
-    platform: "cpp", native code for CPUs; "xla"; or None for the faster one that is able. With several devices None is "xla",
-    whose program XLA divides over the devices; inside a jax.shard_map over all axes of the mesh it may be "cpp". "cpp" by name
-    outside of jax.shard_map gathers sharded arrays on each device. Raises UnsupportedError, with the reason, if no kernel of
-    that platform can run the call.
+    platform: "cpp", native code for CPUs; "triton", for GPUs of NVIDIA; "xla"; or None for the fastest one that is able. With
+    several devices None is "xla", whose program XLA divides over the devices; inside a jax.shard_map over all axes of the mesh
+    it may be another. "cpp" and "triton" by name outside of jax.shard_map gather sharded arrays on each device. Raises
+    UnsupportedError, with the reason, if no kernel of that platform can run the call.
 
     Gu and Dao 2023, https://arxiv.org/abs/2312.00752.
 
@@ -236,11 +236,11 @@ def scan_rows(options: ScanOptions, platform: Platform | None, arrays: dict, res
     x, dt, B, C = (masked(call.is_token, arrays[name]) for name in ROWWISE)
     dtype = promoted(x.dtype, jnp.float32)
     states = initial_states(rest["initial_state"], (call.num_sequences, *arrays["A"].shape), dtype)
-    y, final = jnp.zeros(x.shape, dtype), states
+    y, final = jnp.zeros(x.shape, x.dtype), states
     if 0 not in (*x.shape, call.num_sequences):
         operands = SelectiveOperands(x, dt, arrays["A"].astype(dtype), B, C, states, call.packing)
-        y, final = solver.scan(platform, options.reverse, operands)
-    y = masked(call.is_token, with_skip(y, x, arrays.get("D")).astype(x.dtype))
+        y, final = solver.scan(platform, options.reverse, operands, arrays.get("D"))
+    y = masked(call.is_token, y)
     return Outputs(y[0] if flat else y, final)
 
 
@@ -268,7 +268,7 @@ def step_rows(platform: Platform | None, arrays: dict, state, slots, rounding_ke
         refusal = f"rounds {state.dtype} to nearest, got rounding_key"
     gathered = functools.partial(step_gathered, rounding_key)
     y, after = solver.step(platform, StepOperands(x, dt, A, B, C, state, slots), gathered, refusal)
-    y = with_skip(y, x, arrays.get("D")).astype(x.dtype)
+    y = solver.with_skip(y, x, arrays.get("D")).astype(x.dtype)
     return y if used is None else jnp.where(used[:, None], y, 0), after
 
 
@@ -282,7 +282,3 @@ def step_gathered(rounding_key: Key | None, operands: StepOperands) -> tuple[Arr
     if slots is None:
         return y, stored(after.mT, pool.dtype, rounding_key)
     return y, put(pool, slots, after.mT, rounding_key)
-
-
-def with_skip(y: Array, x: Float[Array, "*rows D"], D: Float[Array, "D"] | None) -> Array:
-    return y if D is None else y + jnp.expand_dims(D.astype(y.dtype), range(x.ndim - 1)) * x.astype(y.dtype)

@@ -1,12 +1,14 @@
 """Choose the kernels that run a selective scan, its gradient and its step, and insert them into the program.
 
-Each has two kernels: native code for CPUs, which is chosen wherever it is able (docs/internals/experiments/cpu.md), and XLA's.
+Each has native code for CPUs, which is chosen wherever it is able (docs/internals/experiments/cpu.md), and XLA's kernel. The scan
+and its gradient also have Triton's for GPUs of NVIDIA, which are chosen in the same way. These add D x themselves and store y in
+the dtype of x, so that no y in float32 passes through memory.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +20,15 @@ from glax._src.core.recurrence import aligned, varying_like
 from glax._src.core.registry import Config, Platform, UnsupportedError
 from glax._src.kernels.common.selective import Packing, SelectiveOperands, StepOperands
 from glax._src.kernels.cpu import selective_scan as native
+from glax._src.kernels.triton.selective_scan_config import forward_config, gradient_config
+from glax._src.kernels.triton.selective_scan_config import refusal as triton_takes
 from glax._src.kernels.xla import selective_scan as xla
 from glax._src.solve.dispatch import executor
-from glax._src.solve.partitioning import is_on_one_device
+from glax._src.solve.partitioning import is_on_one_device, is_spread_by_type
 from glax._src.tuning.executor import is_recorded
 from glax._src.tuning.op import Kernel, example_leaf
+
+DIVIDED = "runs on the arrays of one device, and the compiler divides these: call inside jax.shard_map over all axes"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +40,11 @@ class SelectiveKernel(Kernel):
     backend: Backend
     function: Callable[..., Any]
     supports: Callable[[Any], str | None] = lambda operands: None
-    config: type[Config] = Config  # without fields: there is nothing to tune
+    heuristic: Callable[[Any], Config] | None = (
+        None  # operands -> the config that `function` takes as cfg; None if it takes none
+    )
+
+    op_ids: ClassVar = ("selective_scan/triton/gpu", "selective_scan.vjp/triton/gpu")  # those with configs
 
     @property
     def op_id(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  (the base declares it as a field)
@@ -47,13 +57,16 @@ class SelectiveKernel(Kernel):
             return f"needs a {self.backend}, {computes_on()}"
         if self.platform is Platform.CPP and not is_named and (why := spread_refusal()) is not None:
             return why
+        if self.platform is Platform.TRITON and is_spread_by_type(operands):
+            return DIVIDED
         return self.supports(operands)
 
     def run(self, *args, cfg: Config, **options):
-        return self.function(*args, **options)
+        own = {} if self.heuristic is None else dict(cfg=cfg)
+        return self.function(*args, **own, **options)
 
     def heuristic_cfg(self, inv) -> Config:
-        return self.config()
+        return Config() if self.heuristic is None else self.heuristic(inv.args[0])
 
     def example(self, inv) -> tuple[tuple, dict]:
         """Return arguments like those of the Invocation, with decays below 1 and sequences of equal length."""
@@ -79,9 +92,11 @@ def spread_refusal() -> str | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chosen:
-    """Hold the platform that runs a call and its gradient, and why each other does not: it refused, or it is outranked."""
+    """Hold the platform that runs a call and its gradient, whether the caller names it, and why each other does not run: it
+    refused, or it is outranked."""
 
     platform: Platform
+    is_named: bool
     refused: dict[Platform, str]
     outranked: dict[Platform, str]
 
@@ -100,7 +115,12 @@ def choose(kernels: tuple[SelectiveKernel, ...], platform: Platform | None, oper
         raise UnsupportedError(f"no kernel computes {kernels[0].algorithm}{on}:\n" + "\n".join(lines))
     first, *rest = able
     refused = {kernel.platform: why for kernel, why in reasons if why is not None}
-    return Chosen(first.platform, refused, {kernel.platform: f"able, and slower than {first.op_id}" for kernel in rest})
+    return Chosen(
+        first.platform,
+        platform is not None,
+        refused,
+        {kernel.platform: f"able, and slower than {first.op_id}" for kernel in rest},
+    )
 
 
 def run_chosen(kernels: tuple[SelectiveKernel, ...], chosen: Chosen, *operands, **options):
@@ -118,11 +138,20 @@ def run_chosen(kernels: tuple[SelectiveKernel, ...], chosen: Chosen, *operands, 
 
 
 def scan(
-    platform: Platform | None, reverse: bool, operands: SelectiveOperands
+    platform: Platform | None, reverse: bool, operands: SelectiveOperands, skip: Float[Array, "D"] | None
 ) -> tuple[Float[Array, "G T D"], Float[Array, "sequences D N"]]:
-    """Return y and the final states, in the dtype of A and of the states, by the best kernel. No size is 0. y of rows of no
-    sequence is undefined."""
-    return solve(choose(SCAN, platform, operands), reverse, differentiable(operands))
+    """Return y, in the dtype of x and with D x if `skip` is D, and the final states, by the best kernel. No size is 0. y of rows
+    of no sequence is undefined."""
+    chosen = choose(SCAN, platform, operands)
+    operands, skip = differentiable((operands, skip))
+    if chosen.platform is Platform.TRITON:
+        return solve_whole(chosen, reverse, operands, skip)
+    y, final = cast(tuple, solve(chosen, reverse, operands))
+    return with_skip(y, operands.x, skip).astype(operands.x.dtype), final
+
+
+def with_skip(y: Array, x: Float[Array, "*rows D"], D: Float[Array, "D"] | None) -> Array:
+    return y if D is None else y + jnp.expand_dims(D.astype(y.dtype), range(x.ndim - 1)) * x.astype(y.dtype)
 
 
 def differentiable(operands):
@@ -151,6 +180,33 @@ def _bwd(chosen: Chosen, reverse: bool, residuals, cotangents):
 solve.defvjp(_fwd, _bwd)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def solve_whole(chosen: Chosen, reverse: bool, operands: SelectiveOperands, skip: Array | None):
+    options = dict(reverse=reverse, saves_residuals=False, spreads=spreads(chosen))
+    return run_chosen(SCAN, chosen, operands, skip, **options)[:2]
+
+
+def _whole_fwd(chosen: Chosen, reverse: bool, operands: SelectiveOperands, skip: Array | None):
+    options = dict(reverse=reverse, saves_residuals=True, spreads=spreads(chosen))
+    *outputs, starts = run_chosen(SCAN, chosen, operands, skip, **options)
+    return tuple(outputs), (operands, skip, starts)
+
+
+def _whole_bwd(chosen: Chosen, reverse: bool, residuals, cotangents):
+    options = dict(reverse=reverse, spreads=spreads(chosen))
+    found, d_skip = run_chosen(GRADIENT, chosen, *residuals, *cotangents, **options)
+    return cotangents_of(residuals[0], found), d_skip
+
+
+solve_whole.defvjp(_whole_fwd, _whole_bwd)
+
+
+def spreads(chosen: Chosen) -> bool:
+    """Return whether the compiler may divide the operands over devices. If it does, XLA's kernel runs; not so where the caller
+    names another."""
+    return not (chosen.is_named or is_on_one_device())
+
+
 def cotangents_of(operands, floats: Sequence[Array]):
     """Return the cotangents of the operands: `floats` of all but the last, which holds integers and booleans."""
     *names, last = operands._fields
@@ -163,18 +219,20 @@ def with_floats(operands, floats: Sequence[Array]):
     return operands._replace(**dict(zip(operands._fields, floats, strict=False)))
 
 
-# ---- native code in a program -----------------------------------------------------------------------------------------
+# ---- foreign code in a program ----------------------------------------------------------------------------------------
 
 
-def inserted(run: Callable, again: Callable, *operands):
+def inserted(run: Callable, again: Callable, *operands, spreads: bool = False):
     """Return run(*operands), foreign code, or again(results, *operands) where the program is lowered for another backend than
-    the one it was traced for. results: the shapes that `run` returns. Under vmap, one example runs after the other."""
+    the one it was traced for, or with `spreads` for several devices. results: the shapes that `run` returns. Under vmap, one
+    example runs after the other."""
     from glax._src.solve.lowering import Kernel as Inserted  # loads modules of JAX that are not a part of `import jax`
 
     def elsewhere(platform: Platform | None, results, *operands):
         return again(results, *operands)
 
-    call = jax.custom_batching.custom_vmap(Inserted(run, elsewhere, opaque=True).alone)
+    kernel = Inserted(run, elsewhere, opaque=True, is_divisible=False)
+    call = jax.custom_batching.custom_vmap(functools.partial(kernel.bind, spreads))
 
     @call.def_vmap
     def rule(size: int, batched, *operands):
@@ -244,6 +302,95 @@ def native_gradient_bwd(reverse: bool, residuals, cotangents):
 native_gradient.defvjp(native_gradient_fwd, native_gradient_bwd)
 
 
+# ---- Triton in a program. `place`: (config, reverse, whether the compiler may divide the call) ---------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def triton_forward(place: tuple, saves_residuals: bool, operands: SelectiveOperands, skip: Array | None):
+    cfg, reverse, spreads = place
+
+    def run(operands: SelectiveOperands, skip: Array | None):
+        from glax._src.kernels.triton import selective_scan  # imports Triton
+
+        return selective_scan.forward(operands, skip, cfg, reverse=reverse, saves_residuals=saves_residuals)
+
+    def again(results, operands: SelectiveOperands, skip: Array | None):
+        y, final = whole_by_xla(reverse, operands, skip)
+        return y, final, varying_like(jnp.zeros(results[2].shape, results[2].dtype), operands.x)
+
+    return inserted(run, again, operands, skip, spreads=spreads)
+
+
+def triton_forward_fwd(place: tuple, saves_residuals: bool, operands: SelectiveOperands, skip: Array | None):
+    return triton_forward(place, saves_residuals, operands, skip), (operands, skip)
+
+
+def triton_forward_bwd(place: tuple, saves_residuals: bool, residuals, cotangents):
+    found, d_skip = whole_gradient_by_xla(place[1], *residuals, *cotangents[:2])
+    return cotangents_of(residuals[0], found), d_skip
+
+
+triton_forward.defvjp(triton_forward_fwd, triton_forward_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def triton_gradient(
+    place: tuple, operands: SelectiveOperands, skip: Array | None, starts: Array, d_y: Array, d_final: Array
+):
+    cfg, reverse, spreads = place
+
+    def run(operands, skip, starts, d_y, d_final):
+        from glax._src.kernels.triton import selective_scan  # imports Triton
+
+        return selective_scan.gradients(operands, skip, starts, d_y, d_final, cfg, reverse=reverse)
+
+    def again(results, operands, skip, starts, d_y, d_final):
+        return whole_gradient_by_xla(reverse, operands, skip, d_y, d_final)
+
+    return inserted(run, again, operands, skip, starts, d_y, d_final, spreads=spreads)
+
+
+def triton_gradient_fwd(place: tuple, *operands):
+    return triton_gradient(place, *operands), operands
+
+
+def triton_gradient_bwd(place: tuple, residuals, cotangents):
+    operands, skip, starts, d_y, d_final = residuals
+
+    def gradient(floats, skip, d_y, d_final):
+        return whole_gradient_by_xla(place[1], with_floats(operands, floats), skip, d_y, d_final)
+
+    d_floats, d_skip, *rest = jax.vjp(gradient, operands[:-1], skip, d_y, d_final)[1](cotangents)
+    return cotangents_of(operands, d_floats), d_skip, jnp.zeros_like(starts), *rest
+
+
+triton_gradient.defvjp(triton_gradient_fwd, triton_gradient_bwd)
+
+
+def why_by_xla() -> dict[str, str]:
+    """Return why XLA runs a call for which Triton was chosen, as the program is lowered."""
+    return {SCAN[0].op_id: DIVIDED if Backend.here() is Backend.GPU else f"needs a gpu, {computes_on()}"}
+
+
+def whole_by_xla(reverse: bool, operands: SelectiveOperands, skip: Array | None) -> tuple[Array, Array]:
+    options: dict[str, Any] = dict(reverse=reverse, saves_residuals=False)
+    y, final, _ = executor(SCAN[-1], operands, **options, refused=why_by_xla())
+    return with_skip(y, operands.x, skip).astype(operands.x.dtype), final
+
+
+def whole_gradient_by_xla(reverse: bool, operands: SelectiveOperands, skip: Array | None, d_y: Array, d_final: Array):
+    """Return the gradients of the operands' floats and of `skip`, from those of `whole_by_xla`."""
+    x, d_y = operands.x, d_y.astype(operands.A.dtype)
+    d_x, *others = derived_gradient(reverse, operands, d_y, d_final)
+    if skip is None:
+        return (d_x, *others), None
+    d_skip = (d_y * x.astype(d_y.dtype)).sum((0, 1)).astype(skip.dtype)
+    return ((with_skip(d_x.astype(d_y.dtype), d_y, skip)).astype(x.dtype), *others), d_skip
+
+
+# ---- the kernels ---------------------------------------------------------------------------------------------------------
+
+
 def xla_forward(operands: SelectiveOperands, *, reverse: bool, saves_residuals: bool):
     return xla.forward(operands, reverse=reverse)
 
@@ -256,11 +403,23 @@ def native_gradient_of(*operands, reverse: bool):
     return native_gradient(reverse, *operands)
 
 
+def triton_forward_of(operands: SelectiveOperands, skip, *, reverse: bool, saves_residuals: bool, spreads: bool, cfg):
+    return triton_forward((cfg, reverse, spreads), saves_residuals, operands, skip)
+
+
+def triton_gradient_of(*operands, reverse: bool, spreads: bool, cfg):
+    return triton_gradient((cfg, reverse, spreads), *operands)
+
+
 SCAN = (
+    SelectiveKernel("selective_scan", Platform.TRITON, Backend.GPU, triton_forward_of, triton_takes, forward_config),
     SelectiveKernel("selective_scan", Platform.CPP, Backend.CPU, native_forward_of, native.takes),
     SelectiveKernel("selective_scan", Platform.XLA, Backend.ANY, xla_forward),
 )
 GRADIENT = (
+    SelectiveKernel(
+        "selective_scan.vjp", Platform.TRITON, Backend.GPU, triton_gradient_of, triton_takes, gradient_config
+    ),
     SelectiveKernel("selective_scan.vjp", Platform.CPP, Backend.CPU, native_gradient_of, native.takes),
     SelectiveKernel("selective_scan.vjp", Platform.XLA, Backend.ANY, xla.gradient),
 )

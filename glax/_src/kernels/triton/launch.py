@@ -53,7 +53,8 @@ class Dimensions:
     GROUP: the heads that a program takes in order, GQ, GK and GV how many of them share a query, key or value. PAIRS: the
     (chunk, head) pairs that a program of an exact kernel tests. PLACES: of a replay ring; REPLAY: the tokens from one write of a
     state to the next; ALONG: whether what is erased is taken along another key; SCALED: the rows of a state in 8 bits that share
-    a scale. TRANSPOSED: whether the second factor of a product is.
+    a scale. TRANSPOSED: whether the second factor of a product is. Of the selective scan: LANES share a channel, and each has
+    as many channels as OWN says; SPAN: the tokens that are unrolled; whether there are RESETS and a SKIP.
     """
 
     H: int
@@ -96,6 +97,11 @@ class Dimensions:
     ALONG: bool | None = None
     SCALED: int | None = None
     TRANSPOSED: bool | None = None
+    LANES: int | None = None
+    OWN: int | None = None
+    SPAN: int | None = None
+    RESETS: bool | None = None
+    SKIP: bool | None = None
 
     def __repr__(self):
         """Return the given constants in letters that a symbol of a program may have."""

@@ -1,0 +1,362 @@
+"""Compute the selective scan of Mamba-1 token by token, and its gradient.
+
+    h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t        y_t = sum over n of C_t[n] h_t[n] + D x_t        for every channel d
+
+A program is one warp with a block of channels of one sequence, whose states stay in registers. Its tiles are
+[own, groups, 4, LANES, channels]: LANES lanes share a channel. A lane holds `own` neighbouring channels, and of their states
+`groups` times four neighbouring numbers, so that its loads are wide and most sums over n are its own. Nothing is shared
+between programs, and no program waits for another.
+
+`outputs` reads x and dt of the next SPAN tokens while it computes these. It stores the state before every CHUNK tokens for
+`gradient`, which takes chunks from the last to the first:
+
+1. It reads a chunk from its state, and stores the state before every SPAN tokens in `scratch`, which is the program's own.
+2. It reads SPAN tokens again, from the last such span to the first, and keeps their states in registers. Then it goes against
+   time with dh, the gradient of the state behind a token, without what later tokens leave of it:
+
+    dh += C dy        dC = sum over d of h dy        dB = sum over d of dh dt x        q = sum over n of dh B
+    g = dh exp(dt A) h_before        dA += dt g        ddt = x q + sum over n of A g        dx = dt q + D dy
+    dh = exp(dt A) dh
+
+dB and dC are stored for every block of channels, dA and dD for every sequence, and XLA adds them in a fixed order: nothing is
+added atomically, so every bit repeats. The tokens behind the last whole span are taken one by one. Sums are float32. exp is
+2^(dt (A log2 e)).
+"""
+
+import math
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from glax._src.core.recurrence import bucket
+from glax._src.kernels.common.selective import SelectiveOperands
+from glax._src.kernels.triton.launch import launch, tl, triton
+from glax._src.kernels.triton.selective_scan_config import CHUNK, SelectiveConfig
+from glax._src.kernels.triton.softmax_config import DTYPES
+
+LOG2E = tl.constexpr(math.log2(math.e))
+LN2 = tl.constexpr(math.log(2))
+
+
+@triton.jit
+def places(block, D: tl.constexpr):
+    """Return the channels [own, 1, 1, LANES, channels] of a program's tiles, their numbers [1, groups, 4, LANES, 1], and the
+    offsets of a state [own, groups, 4, LANES, channels] with what of it exists."""
+    OWN: tl.constexpr = D.OWN
+    LANES: tl.constexpr = D.LANES
+    ACROSS: tl.constexpr = D.BK // OWN
+    TOGETHER: tl.constexpr = min(4, D.BV // LANES)
+    GROUPS: tl.constexpr = D.BV // LANES // TOGETHER
+    own = tl.arange(0, OWN)[:, None, None, None, None]
+    group = tl.arange(0, GROUPS)[None, :, None, None, None]
+    together = tl.arange(0, TOGETHER)[None, None, :, None, None]
+    lane = tl.arange(0, LANES)[None, None, None, :, None]
+    across = tl.arange(0, ACROSS)[None, None, None, None, :]
+    # All lanes of a channel read and hold what it has, so that no value moves between lanes.
+    channel = (block * ACROSS + across) * OWN + own + lane * 0
+    number = (group * LANES + lane) * TOGETHER + together
+    return channel, number, channel * D.V + number, (channel < D.K) & (number < D.V)
+
+
+@triton.jit
+def row_of(x, row, WIDTH: tl.constexpr):
+    """Return the address of a row of x [rows, WIDTH]."""
+    return x + row.to(tl.int64) * WIDTH
+
+
+@triton.jit
+def load_rows(x, k, channel, D: tl.constexpr):
+    """Load x [rows, K], k rows on in the order of the scan, for each channel, in float32."""
+    place = (x + channel) + D.SIGN * k * D.K
+    if D.K % D.BK == 0:
+        return tl.load(place).to(tl.float32)
+    return tl.load(place, mask=channel < D.K, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_rows(x, k, channel, value, D: tl.constexpr):
+    """Store a value for each channel, which every lane of a channel holds, by the first of them."""
+    place = (x + channel) + D.SIGN * k * D.K
+    first = tl.arange(0, D.LANES)[None, None, None, :, None] == 0
+    value = tl.broadcast_to(value.to(x.dtype.element_ty), channel.shape)
+    tl.store(place, value, mask=(first & (channel < D.K)) if D.K % D.BK else tl.broadcast_to(first, channel.shape))
+
+
+@triton.jit
+def load_numbers(B, k, number, D: tl.constexpr):
+    """Load B [rows, BV], k rows on, for each number of a state. All channels share it."""
+    whole = number + tl.arange(0, D.BK // D.OWN)[None, None, None, None, :] * 0
+    return tl.load((B + whole) + D.SIGN * k * D.BV)
+
+
+@triton.jit
+def store_numbers(B, k, number, value, D: tl.constexpr):
+    """Store a value for each number of a state, which the lanes of all channels hold, by those of the first."""
+    across = tl.arange(0, D.BK // D.OWN)[None, None, None, None, :]
+    whole = number + across * 0
+    value = tl.broadcast_to(value, whole.shape)
+    tl.store((B + whole) + D.SIGN * k * D.BV, value, mask=tl.broadcast_to(across == 0, whole.shape))
+
+
+@triton.jit
+def over_numbers(x):
+    """Return the sum over the numbers of a state, for each channel."""
+    return tl.sum(tl.sum(tl.sum(x, 2, keep_dims=True), 1, keep_dims=True), 3, keep_dims=True)
+
+
+@triton.jit
+def over_channels(x):
+    """Return the sum over channels, for each number of a state."""
+    return tl.sum(tl.sum(x, 0, keep_dims=True), 4, keep_dims=True)
+
+
+@triton.jit
+def unless_reset(h, resets, k, D: tl.constexpr):
+    """Return h, or zeros where the token k rows on starts from zeros."""
+    return tl.where(tl.load(resets + D.SIGN * k) != 0, 0.0, h) if D.RESETS else h
+
+
+@triton.jit
+def load_span(x, dt, channel, D: tl.constexpr):
+    """Load x and dt of SPAN tokens in order."""
+    SPAN: tl.constexpr = D.SPAN
+    xs = ()
+    dts = ()
+    for k in tl.static_range(SPAN):
+        xs += (load_rows(x, k, channel, D),)
+        dts += (load_rows(dt, k, channel, D),)
+    return xs, dts
+
+
+@triton.jit
+def outputs(x, dt, A, B, C, skip, states, edges, resets, y, final, starts, D: tl.constexpr):
+    """Compute y [rows, K], the final states [sequences, K, V], and the states before chunks [chunks, K, V]."""
+    SPAN: tl.constexpr = D.SPAN
+    program = tl.program_id(0)
+    sequence, block = program // D.NK, program % D.NK
+    channel, number, place, exists = places(block, D)
+    begin = tl.load(edges + sequence)
+    end = tl.load(edges + sequence + 1)
+    count = end - begin
+    first = begin if D.SIGN == 1 else end - 1
+    decay = tl.load(A + place, mask=exists, other=0.0) * LOG2E
+    h = tl.load(row_of(states, sequence, D.K * D.V) + place, mask=exists, other=0.0)
+    chunks = row_of(starts, begin // D.C + sequence, D.K * D.V) + place
+    factor = tl.load(skip + channel, mask=channel < D.K, other=0.0) if D.SKIP else 0.0
+    spans = count // SPAN
+    if spans > 0:
+        xs, dts = load_span(row_of(x, first, D.K), row_of(dt, first, D.K), channel, D)
+        for i in range(spans):
+            step = i * SPAN
+            if D.GRADIENT and step % D.C == 0:
+                tl.store(row_of(chunks, step // D.C, D.K * D.V), h, mask=exists)
+            following = first + D.SIGN * tl.minimum(step + SPAN, (spans - 1) * SPAN)
+            next_xs, next_dts = load_span(row_of(x, following, D.K), row_of(dt, following, D.K), channel, D)
+            row = first + D.SIGN * step
+            yt, Bt, Ct = row_of(y, row, D.K), row_of(B, row, D.BV), row_of(C, row, D.BV)
+            for k in tl.static_range(SPAN):
+                h = tl.exp2(decay * dts[k]) * unless_reset(h, resets + row, k, D)
+                h += load_numbers(Bt, k, number, D) * (dts[k] * xs[k])
+                out = over_numbers(h * load_numbers(Ct, k, number, D))
+                store_rows(yt, k, channel, out + factor * xs[k], D)
+            xs, dts = next_xs, next_dts
+    if D.GRADIENT and (spans * SPAN % D.C == 0) & (spans * SPAN < count):
+        tl.store(row_of(chunks, spans * SPAN // D.C, D.K * D.V), h, mask=exists)
+    for step in range(spans * SPAN, count):
+        row = first + D.SIGN * step
+        tx = load_rows(row_of(x, row, D.K), 0, channel, D)
+        h = advanced(h, x, dt, B, resets, row, 0, decay, channel, number, D)
+        out = over_numbers(h * load_numbers(row_of(C, row, D.BV), 0, number, D))
+        store_rows(row_of(y, row, D.K), 0, channel, out + factor * tx, D)
+    tl.store(row_of(final, sequence, D.K * D.V) + place, h, mask=exists)
+
+
+@triton.jit
+def advanced(h, x, dt, B, resets, row, k, decay, channel, number, D: tl.constexpr):
+    """Return the state behind the token k rows on from `row`."""
+    td = load_rows(row_of(dt, row, D.K), k, channel, D)
+    u = td * load_rows(row_of(x, row, D.K), k, channel, D)
+    through = tl.exp2(decay * td)
+    return through * unless_reset(h, resets + row, k, D) + load_numbers(row_of(B, row, D.BV), k, number, D) * u
+
+
+@triton.jit
+def against_time(
+    carried, h, x, dt, B, C, resets, dy, dx, ddt, dB, dC, row, decay, factor, channel, number, D: tl.constexpr, SPAN: tl.constexpr
+):  # fmt: skip
+    """Take SPAN tokens from the last to the first. h: the state before them, whose first token has `row`.
+
+    carried: (dh, dA, dD) of what comes behind them. Returns these with the tokens.
+    """
+    dh, dA, d_skip = carried
+    before = ()
+    for k in tl.static_range(SPAN):
+        before += (h,)
+        h = advanced(h, x, dt, B, resets, row, k, decay, channel, number, D)
+    x, dt, dy = row_of(x, row, D.K), row_of(dt, row, D.K), row_of(dy, row, D.K)
+    dx, ddt = row_of(dx, row, D.K), row_of(ddt, row, D.K)
+    B, C, dB, dC = row_of(B, row, D.BV), row_of(C, row, D.BV), row_of(dB, row, D.BV), row_of(dC, row, D.BV)
+    for back in tl.static_range(SPAN):
+        tx = load_rows(x, SPAN - 1 - back, channel, D)
+        td = load_rows(dt, SPAN - 1 - back, channel, D)
+        t_dy = load_rows(dy, SPAN - 1 - back, channel, D)
+        store_numbers(dC, SPAN - 1 - back, number, over_channels(h * t_dy), D)
+        dh += load_numbers(C, SPAN - 1 - back, number, D) * t_dy
+        store_numbers(dB, SPAN - 1 - back, number, over_channels(dh * (td * tx)), D)
+        q = over_numbers(dh * load_numbers(B, SPAN - 1 - back, number, D))
+        through = tl.exp2(decay * td)
+        h = before[SPAN - 1 - back]
+        g = dh * (through * unless_reset(h, resets + row, SPAN - 1 - back, D))
+        store_rows(ddt, SPAN - 1 - back, channel, tx * q + LN2 * over_numbers(decay * g), D)
+        store_rows(dx, SPAN - 1 - back, channel, td * q + factor * t_dy, D)
+        dA += td * g
+        d_skip += tx * t_dy
+        dh = unless_reset(through * dh, resets + row, SPAN - 1 - back, D)
+    return dh, dA, d_skip
+
+
+@triton.jit
+def gradient(
+    x, dt, A, B, C, skip, edges, resets, starts, dy, d_final, size,
+    dx, ddt, dA, dB, dC, d_skip, d_states, scratch, D: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients. dA [sequences, K, V] and d_skip [sequences, K] are those of a sequence, and dB and dC
+    [blocks, rows, BV] those of a block of channels. size: the number of rows."""
+    SPAN: tl.constexpr = D.SPAN
+    program = tl.program_id(0)
+    sequence, block = program // D.NK, program % D.NK
+    channel, number, place, exists = places(block, D)
+    begin = tl.load(edges + sequence)
+    end = tl.load(edges + sequence + 1)
+    count = end - begin
+    first = begin if D.SIGN == 1 else end - 1
+    decay = tl.load(A + place, mask=exists, other=0.0) * LOG2E
+    factor = tl.load(skip + channel, mask=channel < D.K, other=0.0) if D.SKIP else 0.0
+    chunks = row_of(starts, begin // D.C + sequence, D.K * D.V) + place
+    spans = row_of(scratch, program, D.C // SPAN * D.BK * D.BV) + ((channel - block * D.BK) * D.BV + number)
+    of_block = block.to(tl.int64) * tl.load(size) * D.BV
+    dB += of_block
+    dC += of_block
+    dh = tl.load(row_of(d_final, sequence, D.K * D.V) + place, mask=exists, other=0.0)
+    carried = (dh, tl.zeros(place.shape, tl.float32), tl.zeros(channel.shape, tl.float32))
+    for back in range(0, tl.cdiv(count, D.C)):
+        c = tl.cdiv(count, D.C) - 1 - back
+        step = c * D.C
+        tokens = tl.minimum(count - step, D.C)
+        h = tl.load(row_of(chunks, c, D.K * D.V), mask=exists, other=0.0)
+        tl.store(spans, h)
+        for s in range(1, tl.cdiv(tokens, SPAN)):
+            row = first + D.SIGN * (step + (s - 1) * SPAN)
+            for k in tl.static_range(SPAN):
+                h = advanced(h, x, dt, B, resets, row, k, decay, channel, number, D)
+            tl.store(spans + s * (D.BK * D.BV), h)
+        tl.debug_barrier()
+        whole = tokens // SPAN
+        for k in range(0, tokens % SPAN):
+            t = tokens - 1 - k
+            h = tl.load(spans + whole * (D.BK * D.BV))
+            for s in range(whole * SPAN, t):
+                h = advanced(h, x, dt, B, resets, first + D.SIGN * (step + s), 0, decay, channel, number, D)
+            row = first + D.SIGN * (step + t)
+            carried = against_time(
+                carried, h, x, dt, B, C, resets, dy, dx, ddt, dB, dC, row, decay, factor, channel, number, D, 1
+            )
+        for k in range(0, whole):
+            s = whole - 1 - k
+            h = tl.load(spans + s * (D.BK * D.BV))
+            row = first + D.SIGN * (step + s * SPAN)
+            carried = against_time(
+                carried, h, x, dt, B, C, resets, dy, dx, ddt, dB, dC, row, decay, factor, channel, number, D, SPAN
+            )
+        tl.debug_barrier()
+    dh, total, of_skip = carried
+    tl.store(row_of(d_states, sequence, D.K * D.V) + place, dh, mask=exists)
+    tl.store(row_of(dA, sequence, D.K * D.V) + place, total, mask=exists)
+    if D.SKIP:
+        store_rows(row_of(d_skip, sequence, D.K), 0, channel, of_skip, D)
+
+
+# ---- launches ----------------------------------------------------------------------------------------------------------
+
+
+def padded(B: Float[Array, "G T N"]) -> Float[Array, "G T _"]:
+    """Return B in float32, with zeros up to a power of two numbers, so that loads of a state's numbers are aligned."""
+    return jnp.pad(B.astype(jnp.float32), ((0, 0), (0, 0), (0, bucket(B.shape[2]) - B.shape[2])))
+
+
+def edges_of(p: SelectiveOperands) -> Int[Array, "edges"]:
+    """Return the first row of every sequence, and one behind the last row of the last."""
+    if p.packing.cuts is not None:
+        return p.packing.cuts.astype(jnp.int32)
+    G, T = p.x.shape[:2]
+    return jnp.arange(G + 1, dtype=jnp.int32) * T
+
+
+def prepared(p: SelectiveOperands, skip: Float[Array, "D"] | None, config: SelectiveConfig, reverse: bool):
+    """Return what the kernels read besides x and dt, and the constants of a launch."""
+    resets = p.packing.resets
+    D, N = p.A.shape
+    constants = dict(
+        H=1, K=D, V=N, C=CHUNK, BK=config.channels, BV=bucket(N), LANES=config.lanes, OWN=config.own, SPAN=config.span,
+        SIGN=-1 if reverse else 1, RESETS=resets is not None, SKIP=skip is not None, warps=1, stages=1,
+    )  # fmt: skip
+    marks = jnp.zeros(1, jnp.int32) if resets is None else resets.astype(jnp.int32)
+    factor = jnp.zeros(1, jnp.float32) if skip is None else skip.astype(jnp.float32)
+    return (p.A, padded(p.B), padded(p.C), factor), (edges_of(p), marks), constants
+
+
+def readable(x: Array) -> Array:
+    return x if str(x.dtype) in DTYPES else x.astype(jnp.float32)
+
+
+def forward(
+    p: SelectiveOperands,
+    skip: Float[Array, "D"] | None,
+    config: SelectiveConfig,
+    *,
+    reverse: bool,
+    saves_residuals: bool,
+) -> tuple[Array, Array, Array]:
+    """Return y [G, T, D] in the dtype of x, with D x if `skip` is D; the final states [sequences, D, N]; and the states before
+    chunks, of which there are none without residuals. y of rows of no sequence is undefined."""
+    operands, (edges, marks), constants = prepared(p, skip, config, reverse)
+    sequences, (G, T, D) = p.states.shape[0], p.x.shape
+    chunks = G * T // CHUNK + sequences if saves_residuals else 1
+    results = [(p.x.shape, p.x.dtype), (p.states.shape, jnp.float32), ((chunks, *p.A.shape), jnp.float32)]
+    y, final, starts = launch(
+        outputs, sequences * -(-D // config.channels), (p.x, readable(p.dt), *operands, p.states, edges, marks), results,
+        GRADIENT=saves_residuals, **constants,
+    )  # fmt: skip
+    return y, final, starts
+
+
+def gradients(
+    p: SelectiveOperands,
+    skip: Float[Array, "D"] | None,
+    starts: Float[Array, "chunks D N"],
+    d_y: Float[Array, "G T D"],
+    d_final: Float[Array, "sequences D N"],
+    config: SelectiveConfig,
+    *,
+    reverse: bool,
+) -> tuple[tuple[Array, ...], Array | None]:
+    """Return the gradients of x, dt, A, B, C and the states, in their dtypes, and the one of `skip`, None if there is none.
+    Those of rows of no sequence are undefined."""
+    operands, tables, constants = prepared(p, skip, config, reverse)
+    sequences, (G, T, D), BV = p.states.shape[0], p.x.shape, constants["BV"]
+    blocks = -(-D // config.channels)
+    programs, partial = sequences * blocks, ((blocks, G, T, BV), jnp.float32)
+    of_states = (p.states.shape, jnp.float32)
+    dt = readable(p.dt)
+    results = [
+        (p.x.shape, p.x.dtype), (dt.shape, dt.dtype), of_states, partial, partial,
+        ((sequences, D) if skip is not None else (1,), jnp.float32), of_states,
+        ((programs, CHUNK // config.span, config.channels, BV), jnp.float32),
+    ]  # fmt: skip
+    size = jnp.full(1, G * T, jnp.int32)
+    dx, ddt, dA, dB, dC, d_skip, d_states, _ = launch(
+        gradient, programs, (p.x, dt, *operands, *tables, starts, d_y, d_final, size), results, **constants,
+    )  # fmt: skip
+    dB, dC = (each.sum(0)[..., : p.A.shape[1]] for each in (dB, dC))
+    found = tuple(d.astype(x.dtype) for d, x in zip((dx, ddt, dA.sum(0), dB, dC, d_states), p[:-1], strict=True))
+    return found, None if skip is None else d_skip.sum(0).astype(skip.dtype)

@@ -1,0 +1,67 @@
+"""Define how the kernels of the selective scan divide channels and states, and state which calls they refuse.
+
+Importing this module imports neither Triton nor jax-triton.
+"""
+
+import dataclasses
+
+from glax._src.core.known_miscompiles import known_miscompile
+from glax._src.core.recurrence import bucket, is_symbol
+from glax._src.core.registry import Config
+from glax._src.kernels.common.selective import SelectiveOperands
+from glax._src.kernels.triton.softmax_config import DTYPES
+from glax._src.kernels.triton.support import installation
+
+CHUNK = 64  # tokens between two states that the forward saves
+WIDEST = 128  # numbers of a state
+MOST_NUMBERS = 2**31  # of all states of a sequence, and rows: offsets within them are int32
+WARP = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectiveConfig(Config):
+    """Configure a Triton kernel of the selective scan. Its programs have one warp.
+
+    lanes: the lanes that share a channel, up to 32. own: the neighbouring channels that a lane holds, up to 16. span: the tokens
+    that are unrolled, up to 64; x and dt are read so far ahead. All are powers of two. Raises ValueError, which names the field,
+    for any other value.
+    """
+
+    lanes: int = 2
+    own: int = 1
+    span: int = 8
+
+    def __post_init__(self):
+        for name, most in (("lanes", WARP), ("own", 16), ("span", CHUNK)):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= most or value & (value - 1):
+                raise ValueError(f"{name} must be a power of two from 1 to {most}, got {value!r:.80}")
+
+    @property
+    def channels(self) -> int:
+        """Return the number of channels of a program."""
+        return WARP // self.lanes * self.own
+
+
+def forward_config(operands: SelectiveOperands) -> SelectiveConfig:
+    """Return a config with up to 8 numbers in a lane."""
+    return SelectiveConfig(max(1, bucket(operands.A.shape[1]) // 8), 1, 8)
+
+
+def gradient_config(operands: SelectiveOperands) -> SelectiveConfig:
+    """Return a config with up to 8 numbers in a lane, of two channels: sums over channels cost more than those over numbers."""
+    return SelectiveConfig(max(1, bucket(operands.A.shape[1]) // 4), 2, 8)
+
+
+def refusal(operands: SelectiveOperands) -> str | None:
+    """Return why the Triton kernels do not run a scan, or None."""
+    x, N = operands.x, operands.A.shape[1]
+    if any(is_symbol(n) for n in (*x.shape, N, *operands.states.shape)):
+        return "takes shapes that are known while tracing, not symbols"
+    if str(x.dtype) not in DTYPES or operands.A.dtype != "float32":
+        return f"takes {', '.join(DTYPES)} with states in float32, x is {x.dtype} and states {operands.A.dtype}"
+    if N > WIDEST:
+        return f"takes states of up to {WIDEST} numbers, got N={N}"
+    if operands.A.size >= MOST_NUMBERS or x.shape[0] * x.shape[1] >= MOST_NUMBERS:
+        return f"takes fewer than 2^31 numbers of a sequence's states, and rows, got {list(operands.A.shape)} and {list(x.shape)}"
+    return known_miscompile("selective_scan/triton/gpu") or installation()
