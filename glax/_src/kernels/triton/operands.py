@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from glax._src.core.recurrence import Recurrence
-from glax._src.kernels.triton.config import width
+from glax._src.kernels.triton.config import precision, width
 from glax._src.kernels.triton.launch import ALIASES_ARE_PASSED, launch, tl, triton
 from glax._src.kernels.triton.segments import Segments
 from glax._src.kernels.triton.tiles import (
