@@ -12,9 +12,10 @@ from glax._src.kernels.pallas_gpu.rows import Form, Reading, fits_one_row, takes
 class Route:
     """Hold what is decided of a call before its kernels are launched. As text it is what `glax.explain` prints.
 
-    rows: how sequences are read. scan, gradient: the names of the kernels in profiles. config: the config that runs, which has
-    one segment where `rows` allows no more. reasons: the faster form that the call does not get, and why. widths, square: the
-    blocks of states, and of a gradient that needs them square.
+    rows: how sequences are read. scan, gradient: the functions that launch the kernels. Profiles show the same names, but for
+    `delta_scan` and `delta_key_scan`, which are launched under what they write, such as `delta_outputs`. config: the config that
+    runs, which has one segment where `rows` allows no more. reasons: the faster form that the call does not get, and why. widths,
+    square: the blocks of states, and of a gradient that needs them square.
     """
 
     rows: Reading
