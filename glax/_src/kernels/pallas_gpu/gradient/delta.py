@@ -35,8 +35,8 @@ columns of V is loaded again as soon as its products are done, while products of
 whom in `delta_gradient`:
 
     waits          for            until
-    queries, keys  load           keys loaded: k, q, gates, beta
-    load           queries, keys  keys read
+    queries, keys  load           tokens loaded: k, q, gates, beta
+    load           queries, keys  tokens read
     keys           queries        scores stored
     queries, keys  queries, keys  met
     queries, keys  load           states loaded: states, d_states, d_output
@@ -45,7 +45,7 @@ whom in `delta_gradient`:
 And in `delta_gradient_wide`:
 
     waits          for            until
-    queries, keys  load           keys loaded: k, q, gates, beta
+    queries, keys  load           tokens loaded: k, q, gates, beta
     keys           queries        scores stored
     queries, keys  queries, keys  met
     queries, keys  load           columns full: d_output, S, U, dS, dX
@@ -208,28 +208,28 @@ class Columns(NamedTuple):
 class DeltaPipeline(Pipeline):
     """Hold who waits for whom.
 
-    keys: q, k, gates and beta; they count as read once dq and dk have left their tiles. scores: A, which has been read once both
-    have met. met: both that compute, once they have read all tiles. states: of a chunk, or columns: of a step.
+    tokens: q, k, gates and beta; they count as read once dq and dk have left their tiles. scores: A, which has been read once
+    both have met. met: both that compute, once they have read all tiles. states: of a chunk, or columns: of a step.
     """
 
-    keys: Handoff
+    tokens: Handoff
     scores: Handoff
     met: Meeting
     states: Handoff | None
     columns: Ring | None
 
     ORDER = (
-        "keys.full", "scores.full", "met.all_there", "states.full", "states.free",
-        "keys.free", "columns.full", "columns.free",
+        "tokens.full", "scores.full", "met.all_there", "states.full", "states.free",
+        "tokens.free", "columns.full", "columns.free",
     )  # fmt: skip
 
     @classmethod
     def planned(cls, is_wide: bool, has_erase: bool = False) -> "DeltaPipeline":
-        """Return the pipeline of either kernel. A program of the wide one has a single item, so it loads no other keys."""
+        """Return the pipeline of either kernel. A program of the wide one has a single item, so it loads no other tokens."""
         load, queries, keys = ("load",), ("queries",), ("keys",)
         loaded, first = ("k", "q", "gates", "beta", *("e",) * has_erase), ("first",) * has_erase
         return cls(
-            keys=Handoff(load, queries + keys, loaded, returned=not is_wide),
+            tokens=Handoff(load, queries + keys, loaded, returned=not is_wide),
             scores=Handoff(queries, keys, returned=False),
             met=Meeting(queries + keys),
             states=None if is_wide else Handoff(load, queries + keys, ("states", "d_states", "d_output", *first)),
@@ -455,20 +455,20 @@ def load(p: Program):
     load_tokens(p.edges, "d_output", x.d_output, at, own.d_output, states.full)
     if own.first is not None:
         load_tokens(None, "", x.dX, at, own.first, states.full)
-    pl.when(p.turn > 0)(p.pipeline.keys.acquire)
+    pl.when(p.turn > 0)(p.pipeline.tokens.acquire)
     load_keys(p)
 
 
 def load_keys(p: Program):
     """Load q, k, e if it is given, gates and beta, or H."""
-    x, t, keys = p.operands, p.tiles, p.pipeline.keys
+    x, t, tokens = p.operands, p.tiles, p.pipeline.tokens
     (b, c, h), H = p.place(), p.H
     for name, source, tile in (("k", x.k, t.k), ("q", x.q, t.q), ("e", x.e, t.e)):
         if source is not None:
             at = b, c, quotient(h, H // source.shape[2]), p.channels()
-            load_tokens(p.edges, name, source, at, tile, keys.full)
+            load_tokens(p.edges, name, source, at, tile, tokens.full)
     for row, number in ((GATES, OF_GATES), (READING if p.has_erase else BETA, OF_ERASURE)):
-        keys.copy(x.factors.at[b, c, h, row], t.numbers.at[number])
+        tokens.copy(x.factors.at[b, c, h, row], t.numbers.at[number])
 
 
 def load_wide(p: Program):
@@ -503,13 +503,13 @@ def compute_queries(p: Program):
     own = p.own
     V, K = own.states.shape[0], own.K
     p.pipeline.states.wait()
-    p.pipeline.keys.wait()
+    p.pipeline.tokens.wait()
     store_scores(p, tiles.product(PAIRS, (own.d_output, own.beside(own.states))))
     of_state = tiles.product((C, K), (own.d_output, own.state(own.states)))
     p.tiles.numbers[OF_STATE] = sum((read(a) * read(b)).sum(1) for a, b in parts(own.states, own.d_states, V, K))
     p.pipeline.states.release()
     store_queries(p, gradient_of_queries(p, of_state))
-    p.pipeline.keys.release()
+    p.pipeline.tokens.release()
 
 
 def compute_keys(p: Program):
@@ -519,14 +519,14 @@ def compute_keys(p: Program):
     # [V, C], and terms of [C, V]
     U, dX = own.beside(own.states), [transposed(own.beside(own.d_states)), *[own.first] * p.has_erase]
     p.pipeline.states.wait()
-    p.pipeline.keys.wait()
+    p.pipeline.tokens.wait()
     B = erased_scores(p, tiles.product(PAIRS, *((term, U) for term in dX)))
     of_state = tiles.product(shape, *((term, own.state(own.states)) for term in dX))
     dk, erased = erased_gradient(p, of_state, B)
     behind = tiles.product(shape, (transposed(U), own.state(own.d_states)))
     p.pipeline.states.release()
     store_keys(p, dk, erased, behind)
-    p.pipeline.keys.release()
+    p.pipeline.tokens.release()
 
 
 def compute_queries_wide(p: Program):
@@ -534,7 +534,7 @@ def compute_queries_wide(p: Program):
     plgpu.set_max_registers(REGISTERS[1], action="increase")
     nothing = zeros(PAIRS), zeros((C, p.tiles.q.shape[1])), zeros((COLUMNS,), BY_ROW)
     pairs, of_state, edge = lax.fori_loop(0, p.steps, functools.partial(add_queries, p), nothing)
-    p.pipeline.keys.wait()
+    p.pipeline.tokens.wait()
     store_scores(p, pairs)
     dq = gradient_of_queries(p, of_state)
     p.tiles.numbers[OF_STATE] = edge
@@ -559,7 +559,7 @@ def compute_keys_wide(p: Program):
     shape = (C, p.tiles.q.shape[1])
     nothing = zeros(PAIRS), zeros(shape), zeros(shape)
     pairs, of_state, behind = lax.fori_loop(0, p.steps, functools.partial(add_keys, p), nothing)
-    p.pipeline.keys.wait()
+    p.pipeline.tokens.wait()
     B = erased_scores(p, pairs)
     dk, erased = erased_gradient(p, of_state, B)
     store_keys(p, dk, erased, behind)

@@ -30,8 +30,8 @@ Memory. The tiles of a unit lie in two stages. P lies in two terms in the tiles 
 dA. The tile of the other chunk's q or k holds dq at last, and the tiles of scores hold dk. Who waits for whom:
 
     waits          for            until
-    queries, keys  load           keys loaded: q, k, other
-    load           queries, keys  keys read
+    queries, keys  load           tokens loaded: q, k, other
+    load           queries, keys  tokens read
     queries, keys  load           units full: gates, v, do, S, dS, other_gates, other_values
     load           queries, keys  units free
     queries, keys  queries, keys  met
@@ -207,14 +207,14 @@ class Tiles(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupsPipeline(Pipeline):
-    """Hold who waits for whom. keys: q and k of an item, and in runs q or k of the other chunk; they count as read once dq and
+    """Hold who waits for whom. tokens: q and k of an item, and in runs q or k of the other chunk; they count as read once dq and
     dk have left shared memory. units: what a unit has of its own, and in runs of the other chunk. met: both that compute."""
 
-    keys: Handoff
+    tokens: Handoff
     units: Ring
     met: Meeting
 
-    ORDER = ("keys.full", "units.full", "units.free", "met.all_there", "keys.free")
+    ORDER = ("tokens.full", "units.full", "units.free", "met.all_there", "tokens.free")
 
     @classmethod
     def planned(cls, n: HeadGroups) -> "GroupsPipeline":
@@ -222,7 +222,7 @@ class GroupsPipeline(Pipeline):
         load, compute, in_runs = ("load",), ("queries", "keys"), n.run > 1
         others = ("other_gates", "other_values") * in_runs
         return cls(
-            keys=Handoff(load, compute, ("q", "k", *("other",) * (n.halves * in_runs))),
+            tokens=Handoff(load, compute, ("q", "k", *("other",) * (n.halves * in_runs))),
             units=Ring(STAGES, load, compute, ("gates", "v", "do", "S", "dS", *others)),
             met=Meeting(compute),
         )
@@ -329,7 +329,7 @@ def load(p: Program):
 
         @pl.when(unit == 0)
         def _():
-            pl.when(i > 0)(pipeline.keys.acquire)
+            pl.when(i > 0)(pipeline.tokens.acquire)
             load_shared(p, place)
 
         return ()
@@ -363,7 +363,7 @@ def load_unit(p: Program, place, unit, slot):
 
 def load_shared(p: Program, place):
     """Load q and k of an item, and with runs of two chunks q or k of the other chunk."""
-    n, x, t, copy = p.plan, p.operands, p.tiles, p.pipeline.keys.copy
+    n, x, t, copy = p.plan, p.operands, p.tiles, p.pipeline.tokens.copy
     b, part, chunk = place
     query_head, key_head = (quotient(part * n.members, n.H // heads) for heads in n.heads[:2])
     of_query, of_key = ((head, n.block[0]) for head in (query_head, key_head))
@@ -403,7 +403,7 @@ def items(p: Program, item):
     """Run item(i) for every item of the program, once its q and k are loaded."""
 
     def step(i, _):
-        p.pipeline.keys.wait()
+        p.pipeline.tokens.wait()
         item(i)
         return ()
 
@@ -438,7 +438,7 @@ def store(p: Program, i, *stored):
     for tile, result in stored:
         plgpu.copy_smem_to_gmem(tile, result.at[b, rows_of(chunk), part])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    p.pipeline.keys.release()
+    p.pipeline.tokens.release()
 
 
 def note(p: Program, i, unit, row: int, x):

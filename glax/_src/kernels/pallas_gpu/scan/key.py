@@ -47,6 +47,9 @@ with outputs, K = 128 and 128 columns:
     scale          scale          prepared
     output         carry          state stored
     carry          output         state read
+
+Other plans add: with `Scan.narrow`, *scale* waits for *output* until `lost free`, and *output* for *scale* until `prepared`; with
+`Scan.narrower`, *carry* waits for itself until `token full`.
 """
 
 import dataclasses
