@@ -58,7 +58,7 @@ OUTER = (
 )
 
 
-def opened(config: ModelConfig, modes: Sequence[str] = MODES) -> tuple[Options, int, Callable]:
+def options_of(config: ModelConfig, modes: Sequence[str] = MODES) -> tuple[Options, int, Callable]:
     """Return a config's options, its hidden_size, and the initialisation of projections. modes: the values of attn_mode, or none
     for a type without this option."""
     options = Options(config.values)
@@ -195,7 +195,7 @@ def assemble(
 
 def gla(config: ModelConfig, precision: Precision) -> CausalLM:
     """Build a GLA model. Yang et al. 2024, https://arxiv.org/abs/2312.06635."""
-    options, width, init = opened(config)
+    options, width, init = options_of(config)
     shared = linear_options(options, width, 4, (0.5, 1.0), FLA)
     more = convolutions(options, init) | dict(clamp_min=options.number("clamp_min", None, optional=True))
     gates = shared["num_kv_heads"]
@@ -207,7 +207,7 @@ def gla(config: ModelConfig, precision: Precision) -> CausalLM:
 def retnet(config: ModelConfig, precision: Precision) -> CausalLM:
     """Build a RetNet model. It has no convolutions, whatever use_short_conv says. Sun et al. 2023,
     https://arxiv.org/abs/2307.08621."""
-    options, width, init = opened(config)
+    options, width, init = options_of(config)
     shared = linear_options(options, width, 8, (1.0, 2.0), TRANSFORMERS)
     names = OUTPUT_GATE | norm_name(config, shared["use_output_gate"])
     mixer = functools.partial(MultiScaleRetention, width, kernel_init=init, **shared)
@@ -220,7 +220,7 @@ SLOT_FEATURES = {"swish": "swish", "relu": "relu", "t2r": "relu"}
 def gsa(config: ModelConfig, precision: Precision) -> CausalLM:
     """Build a gated slot attention model. The norm of the mixer's output has an epsilon of 1e-5, and there is no output gate,
     whatever the config says, as in fla. Zhang et al. 2024, https://arxiv.org/abs/2409.07146."""
-    options, width, init = opened(config, ())
+    options, width, init = options_of(config, ())
     # fla's config takes the first spelling, and keeps the second.
     expand = options.number("exapnd_k", 1.0), options.number("exapnd_v", 1.0)
     sizes, has_scale = widths_of_heads(options, width, 4, expand), affine(options)
@@ -251,7 +251,7 @@ def gsa(config: ModelConfig, precision: Precision) -> CausalLM:
 
 def hgrn(config: ModelConfig, precision: Precision) -> CausalLM:
     """Build an HGRN model. Qin et al. 2023, https://arxiv.org/abs/2311.04823."""
-    options, width, init = opened(config, MODES_OF_DELTA)
+    options, width, init = options_of(config, MODES_OF_DELTA)
     inside = rounded_width("expand_ratio", width, options.number("expand_ratio", 1.0, above=0))
     if inside == 0:
         raise options.unsupported("expand_ratio", f"it must make hidden_size={width} at least 1")
@@ -275,7 +275,7 @@ def hgrn2(config: ModelConfig, precision: Precision) -> CausalLM:
 
     Raises ValueError for sizes that do not fit each other.
     """
-    options, width, init = opened(config)
+    options, width, init = options_of(config)
     ratio, heads = options.take("expand_ratio", 128), options.integer("num_heads", None, optional=True)
     if ratio is None and heads is None:
         raise ValueError("config.json must have expand_ratio or num_heads")
@@ -479,7 +479,7 @@ def grouped_heads(options: Options, *, heads: int, head_width: int, expand: floa
 def delta_net(config: ModelConfig, precision: Precision) -> CausalLM:
     """Build a DeltaNet model. Its output is normalised whatever use_output_norm says, and norm_first of older configs has no
     effect, as in fla. Yang et al. 2024, https://arxiv.org/abs/2406.06484."""
-    options, width, init = opened(config, MODES_OF_DELTA)
+    options, width, init = options_of(config, MODES_OF_DELTA)
     options.ignore("use_output_norm")
     more = dict(
         **widths_of_heads(options, width, 16, (1.0, 1.0)),
@@ -496,7 +496,7 @@ def delta_net(config: ModelConfig, precision: Precision) -> CausalLM:
 
 def gated_deltanet(config: ModelConfig, precision: Precision) -> CausalLM:
     """Build a Gated DeltaNet model. Yang et al. 2024, https://arxiv.org/abs/2412.06464."""
-    options, width, init = opened(config, MODES_OF_DELTA)
+    options, width, init = options_of(config, MODES_OF_DELTA)
     more = dict(
         **grouped_heads(options, heads=6, head_width=256, expand=2.0),
         **delta_options(options, init),
@@ -508,7 +508,7 @@ def gated_deltanet(config: ModelConfig, precision: Precision) -> CausalLM:
 
 def gated_deltaproduct(config: ModelConfig, precision: Precision) -> CausalLM:
     """Build a Gated DeltaProduct model. Siems et al. 2025, https://arxiv.org/abs/2502.10297."""
-    options, width, init = opened(config, MODES_OF_DELTA)
+    options, width, init = options_of(config, MODES_OF_DELTA)
     keys = options.integer("head_dim", 256)
     more = dict(
         num_heads=options.integer("num_heads", 6),
@@ -525,7 +525,7 @@ def gated_deltaproduct(config: ModelConfig, precision: Precision) -> CausalLM:
 def comba(config: ModelConfig, precision: Precision) -> CausalLM:
     """Build a Comba model. Its layers correct the output and weaken the key that reads, whatever use_output_correction,
     correction_factor and use_inner_decay say, as in fla. Hu et al. 2025, https://arxiv.org/abs/2506.02475."""
-    options, width, init = opened(config, MODES_OF_DELTA)
+    options, width, init = options_of(config, MODES_OF_DELTA)
     more = dict(
         **grouped_heads(options, heads=6, head_width=256, expand=2.0),
         **convolutions(options, init, used=True),
@@ -553,7 +553,7 @@ def gated_delta_model(
 def kda(config: ModelConfig, precision: Precision) -> CausalLM:
     """Build a Kimi Delta Attention model. Log gates are bounded if lower_bound is set. Kimi Team 2025,
     https://arxiv.org/abs/2510.26692."""
-    options, width, init = opened(config, MODES_OF_DELTA)
+    options, width, init = options_of(config, MODES_OF_DELTA)
     bound, is_safe = options.number("lower_bound", None, optional=True), options.flag("safe_gate", False)
     if is_safe and bound is None:
         raise options.unsupported("safe_gate", "it must come with a lower_bound")

@@ -233,7 +233,7 @@ def opened_model(
         check_mesh(mesh)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder: {no_folder(folder)}")
-    config, weights = opened(folder)
+    config, weights = read_folder(folder)
     layers, stored = config.text_values.get("num_hidden_layers"), len(weights.names())
     if isinstance(layers, int) and layers > stored:
         raise ValueError(f"num_hidden_layers={layers} in config.json is more than the {stored} tensors in {folder}")
@@ -262,7 +262,7 @@ def pattern_of(only: str | re.Pattern | None) -> re.Pattern | None:
         raise ValueError(f"only must be a regular expression of names, got {only!r}: {error}") from None
 
 
-def opened(folder: Path) -> tuple[ModelConfig, Weights]:
+def read_folder(folder: Path) -> tuple[ModelConfig, Weights]:
     """Return the config of a folder, without its quantization, and its weights, with the usual names."""
     config, block = without_quantization(ModelConfig.read(folder))
     builder(config)  # raises for a type that is not supported, before the weights are looked for
@@ -274,7 +274,7 @@ def unread_tensors(model: CausalLM) -> dict[str, np.ndarray]:
     folder = None if model.folder is None else Path(model.folder)
     if not model.names.others or folder is None or not folder.is_dir() or not has_weights(folder):
         return {}
-    weights = opened(folder)[1]
+    weights = read_folder(folder)[1]
     return {name: weights.read(name) for name in sorted(weights.names()) if model.names.other(name)}
 
 
