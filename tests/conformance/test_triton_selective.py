@@ -52,11 +52,11 @@ def on_gpu(monkeypatch):
 @pytest.mark.parametrize("name", [name for name in CASES if name not in LEFT_OUT] + list(WIDTHS))
 def test_it_equals_the_loop_over_tokens(name):
     case, draws = (CASES | WIDTHS)[name]
-    at_each(draws, functools.partial(checked, case, "triton"))
+    at_each(draws if name == "steps" else FEW[: len(draws)], functools.partial(checked, case, "triton"))
 
 
 @pytest.mark.parametrize("forward", [SelectiveConfig(1, 1, 4), SelectiveConfig(8, 2, 16)])
-@pytest.mark.parametrize("gradient", [SelectiveConfig(2, 4, 8), SelectiveConfig(4, 1, 16)])
+@pytest.mark.parametrize("gradient", [SelectiveConfig(2, 4, 8), SelectiveConfig(8, 1, 16)])
 def test_all_configs_compute_the_same(monkeypatch, forward, gradient):
     (first, *others), (first_gradient, *other_gradients) = solver.SCAN, solver.GRADIENT
     first = dataclasses.replace(first, heuristic=lambda operands: forward)

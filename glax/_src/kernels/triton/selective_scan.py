@@ -90,24 +90,9 @@ def load_numbers(B, k, number, D: tl.constexpr):
 
 
 @triton.jit
-def store_numbers(B, k, number, value, D: tl.constexpr):
-    """Store a value for each number of a state, which the lanes of all channels hold, by those of the first."""
-    across = tl.arange(0, D.BK // D.OWN)[None, None, None, None, :]
-    whole = number + across * 0
-    value = tl.broadcast_to(value, whole.shape)
-    tl.store((B + whole) + D.SIGN * k * D.BV, value, mask=tl.broadcast_to(across == 0, whole.shape))
-
-
-@triton.jit
 def over_numbers(x):
     """Return the sum over the numbers of a state, for each channel."""
     return tl.sum(tl.sum(tl.sum(x, 2, keep_dims=True), 1, keep_dims=True), 3, keep_dims=True)
-
-
-@triton.jit
-def over_channels(x):
-    """Return the sum over channels, for each number of a state."""
-    return tl.sum(tl.sum(x, 0, keep_dims=True), 4, keep_dims=True)
 
 
 @triton.jit
@@ -181,6 +166,44 @@ def advanced(h, x, dt, B, resets, row, k, decay, channel, number, D: tl.constexp
 
 
 @triton.jit
+def from_other(x, across, bit: tl.constexpr):
+    """Return x of the lane whose place among the channels differs in `bit`."""
+    return tl.gather(x, across ^ bit, 4)
+
+
+@triton.jit
+def store_sums(B, values, number, D: tl.constexpr):
+    """Store the sums over channels of `values`, tiles [1, groups, 4, LANES, channels], one for each token, the last one first.
+
+    Two lanes add two tokens' sums together: each sends what it has of one token, and gets what the other has of its own. So lanes
+    hold the sums of different tokens in the end, and fewer values move than if each held all.
+    """
+    TOKENS: tl.constexpr = len(values)
+    ACROSS: tl.constexpr = D.BK // D.OWN
+    across = tl.broadcast_to(tl.arange(0, ACROSS)[None, None, None, None, :], values[0].shape)
+    for i in tl.static_range(5):
+        if 1 << i < ACROSS:
+            if len(values) > 1:
+                has = (across & (1 << i)) != 0
+                halves = ()
+                for pair in tl.static_range(len(values) // 2):
+                    sent = tl.where(has, values[2 * pair], values[2 * pair + 1])
+                    halves += (
+                        tl.where(has, values[2 * pair + 1], values[2 * pair]) + from_other(sent, across, 1 << i),
+                    )
+                values = halves
+            else:
+                values = (values[0] + from_other(values[0], across, 1 << i),)
+    whole = number - D.SIGN * D.BV * across
+    for i in tl.static_range(len(values)):
+        place = (B + whole) + D.SIGN * D.BV * (TOKENS - 1 - ACROSS * i)
+        if ACROSS > TOKENS:
+            tl.store(place, values[i], mask=across < TOKENS)
+        else:
+            tl.store(place, values[i])
+
+
+@triton.jit
 def against_time(
     carried, h, x, dt, B, C, resets, dy, dx, ddt, dB, dC, row, decay, factor, channel, number, D: tl.constexpr, SPAN: tl.constexpr
 ):  # fmt: skip
@@ -190,28 +213,39 @@ def against_time(
     """
     dh, dA, d_skip = carried
     before = ()
+    throughs = ()
+    xs = ()
+    dts = ()
+    of_B = ()
+    of_C = ()
     for k in tl.static_range(SPAN):
+        tx = load_rows(row_of(x, row, D.K), k, channel, D)
+        td = load_rows(row_of(dt, row, D.K), k, channel, D)
+        through = tl.exp2(decay * td)
         before += (h,)
-        h = advanced(h, x, dt, B, resets, row, k, decay, channel, number, D)
-    x, dt, dy = row_of(x, row, D.K), row_of(dt, row, D.K), row_of(dy, row, D.K)
-    dx, ddt = row_of(dx, row, D.K), row_of(ddt, row, D.K)
+        h = through * unless_reset(h, resets + row, k, D) + load_numbers(row_of(B, row, D.BV), k, number, D) * (td * tx)
+        throughs += (through,)
+        xs += (tx,)
+        dts += (td,)
+    dy, dx, ddt = row_of(dy, row, D.K), row_of(dx, row, D.K), row_of(ddt, row, D.K)
     B, C, dB, dC = row_of(B, row, D.BV), row_of(C, row, D.BV), row_of(dB, row, D.BV), row_of(dC, row, D.BV)
     for back in tl.static_range(SPAN):
-        tx = load_rows(x, SPAN - 1 - back, channel, D)
-        td = load_rows(dt, SPAN - 1 - back, channel, D)
+        tx, td = xs[SPAN - 1 - back], dts[SPAN - 1 - back]
         t_dy = load_rows(dy, SPAN - 1 - back, channel, D)
-        store_numbers(dC, SPAN - 1 - back, number, over_channels(h * t_dy), D)
+        of_C += (tl.sum(h * t_dy, 0, keep_dims=True),)
         dh += load_numbers(C, SPAN - 1 - back, number, D) * t_dy
-        store_numbers(dB, SPAN - 1 - back, number, over_channels(dh * (td * tx)), D)
+        of_B += (tl.sum(dh * (td * tx), 0, keep_dims=True),)
         q = over_numbers(dh * load_numbers(B, SPAN - 1 - back, number, D))
-        through = tl.exp2(decay * td)
+        dh *= throughs[SPAN - 1 - back]
         h = before[SPAN - 1 - back]
-        g = dh * (through * unless_reset(h, resets + row, SPAN - 1 - back, D))
+        g = dh * unless_reset(h, resets + row, SPAN - 1 - back, D)
         store_rows(ddt, SPAN - 1 - back, channel, tx * q + LN2 * over_numbers(decay * g), D)
         store_rows(dx, SPAN - 1 - back, channel, td * q + factor * t_dy, D)
         dA += td * g
         d_skip += tx * t_dy
-        dh = unless_reset(through * dh, resets + row, SPAN - 1 - back, D)
+        dh = unless_reset(dh, resets + row, SPAN - 1 - back, D)
+    store_sums(dB, of_B, number, D)
+    store_sums(dC, of_C, number, D)
     return dh, dA, d_skip
 
 

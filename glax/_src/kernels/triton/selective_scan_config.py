@@ -49,8 +49,9 @@ def forward_config(operands: SelectiveOperands) -> SelectiveConfig:
 
 
 def gradient_config(operands: SelectiveOperands) -> SelectiveConfig:
-    """Return a config with up to 8 numbers in a lane, of two channels: sums over channels cost more than those over numbers."""
-    return SelectiveConfig(max(1, bucket(operands.A.shape[1]) // 4), 2, 8)
+    """Return a config with up to 8 numbers in a lane, of two channels. More tokens together would hold more registers than leave
+    room for three warps on each quarter of a multiprocessor."""
+    return SelectiveConfig(max(1, bucket(operands.A.shape[1]) // 4), 2, 4)
 
 
 def refusal(operands: SelectiveOperands) -> str | None:
