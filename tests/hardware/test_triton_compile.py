@@ -126,6 +126,20 @@ GROUPED = {
     ("prefill/float32", "group_sums"): [(32_768, 219, 0), (49_152, 188, 0), (49_160, 128, 0)],
 }
 DECODED = {("decoding", "row_products"): [(30_720, 46, 0), (61_440, 48, 0), (61_440, 56, 0)]}
+# The selective scan, in the same form. No kernel spills. 168 registers leave room for three warps on each quarter of a
+# multiprocessor.
+SELECTIVE = {
+    ("N16", "outputs"): [(0, 91, 0), (0, 95, 0), (0, 92, 0)],
+    ("N16", "gradient"): [(0, 237, 0), (0, 168, 0), (0, 236, 0)],
+    ("packed", "outputs"): [(0, 93, 0), (0, 94, 0), (0, 93, 0)],
+    ("packed", "gradient"): [(0, 244, 0), (0, 168, 0), (0, 174, 0)],
+    ("N16/float32", "outputs"): [(0, 84, 0), (0, 94, 0), (0, 88, 0)],
+    ("N16/float32", "gradient"): [(0, 236, 0), (0, 176, 0), (0, 236, 0)],
+    ("N128", "outputs"): [(0, 91, 0), (0, 95, 0), (0, 92, 0)],
+    ("N128", "gradient"): [(0, 182, 0), (0, 178, 0), (0, 172, 0)],
+}
+# Its instructions for every token, channel and number of a state, N = 16 in bfloat16. The exponential alone takes 8 cycles.
+SELECTIVE_INSTRUCTIONS = {"outputs": 8.0, "gradient": 24.0}
 # The delta rule in float32 at widths of 128, in the same form. Its tiles are of 16 rows, and so none is a product of a warpgroup.
 # The kernels of key gates out of range spill. The gradient spills less in 8 warps with all rows of a state, but is slower.
 FLOAT32 = {
@@ -247,12 +261,22 @@ def test_budgets_of_grouped_rows(capability):
 
 
 @pytest.mark.parametrize("capability", LIMITS)
+def test_budgets_of_the_selective_scan(capability):
+    calls = "N16 bfloat16 16", "packed bfloat16 16", "N16/float32 float32 16", "N128 bfloat16 128"
+    found = usages(capability, *calls, module="tests.triton_selective_compile")
+    check_budgets(capability, found, SELECTIVE, products=None)
+    for kernel, most in SELECTIVE_INSTRUCTIONS.items():
+        assert found[kernel, calls[0]]["per_entry"] <= most
+
+
+@pytest.mark.parametrize("capability", LIMITS)
 def test_budgets_of_the_delta_rule_in_float32(capability):
     gates = ("delta", "kda", "delta-erase", "kda-erase")
     check_budgets(capability, usages(capability, *(f"{gate} float32 128" for gate in gates)), FLOAT32, "mma.sync")
 
 
-def check_budgets(capability: int, found: dict, budgets: dict, products: str = ""):
+def check_budgets(capability: int, found: dict, budgets: dict, products: str | None = ""):
+    """Check what was found. products: those that the kernels of MULTIPLYING consist of; None for no products at all."""
     place = list(LIMITS).index(capability)
     assert {(runs.split()[0], kernel) for kernel, runs in found} == set(budgets)
     for (kernel, runs), row in found.items():
@@ -260,7 +284,7 @@ def check_budgets(capability: int, found: dict, budgets: dict, products: str = "
         used = row["shared"], row["registers"], row["stack"]
         assert row["shared"] <= LIMITS[capability], f"more shared memory than sm_{capability} has: {kernel}, {used}"
         assert all(x <= most for x, most in zip(used, budget, strict=True)), (kernel, runs, used, budget)
-        if kernel in MULTIPLYING and " float32 " not in runs:
+        if kernel in MULTIPLYING and products is not None and " float32 " not in runs:
             assert (products or PRODUCTS[capability]) in row["matrix"], (kernel, runs, row["matrix"])
 
 

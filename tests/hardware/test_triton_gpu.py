@@ -1,4 +1,5 @@
-"""The Triton kernels on a GPU: arrays and states beyond 2^31 elements, repeats that agree in every bit, and grouped rows."""
+"""The Triton kernels on a GPU: arrays and states beyond 2^31 elements, repeats that agree in every bit, grouped rows, selective
+scans."""
 
 import functools
 
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import glax
 from glax import serving
 from glax._src.core.bind import bind
 from glax._src.core.registry import kernel_registry
@@ -14,7 +16,10 @@ from glax._src.kernels import load_kernels
 from glax._src.solve.grouped import grouped_product
 from tests import strengths
 from tests.cases import Case, cotangents, recurrence
+from tests.conformance import test_selective_scan as selective
+from tests.suite import at_each
 
+SELECTIVE_CASES = {name: each for name, each in selective.CASES.items() if name != "float64"}  # which is refused
 GPU = jax.default_backend() == "gpu"
 ROOM = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0) if GPU else 0
 pytestmark = pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
@@ -182,3 +187,32 @@ def test_grouped_rows_beyond_2_31_elements():
     alone = jax.jit(values_and_gradients)(x[-own:], w[1:], d_y[-own:], jnp.array([own], jnp.int32))
     for got, want in zip((found[0][-own:], found[1][-own:], found[2][1:]), alone, strict=True):
         assert_same(got, want)
+
+
+@pytest.mark.parametrize("name", list(SELECTIVE_CASES))
+def test_selective_scan(name):
+    """Values, states and gradients beside the loop over tokens in float64."""
+    case, draws = SELECTIVE_CASES[name]
+    at_each(draws, functools.partial(selective.checked, case, "triton"))
+
+
+@pytest.mark.parametrize("options", [{}, dict(reverse=True), dict(cu_seqlens=jnp.array([0, 700, 701, 701, 2000]))])
+def test_selective_scans_of_many_programs_equal_those_of_xla(options):
+    """Values and gradients beside XLA's in float32, with repeats that agree in every bit."""
+    B, T, D, N = (1 if "cu_seqlens" in options else 3), 2048, 1544, 16
+    keys = jax.random.split(jax.random.key(0), 7)
+    shapes = dict(x=(B, T, D), dt=(B, T, D), A=(D, N), B=(B, T, N), C=(B, T, N), D=(D,))
+    arrays = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=False)}
+    arrays |= dict(dt=jax.nn.softplus(arrays["dt"] - 3), A=-jnp.exp(arrays["A"]))
+    d_y = jax.random.normal(keys[6], (B, T, D))
+
+    def value(arrays, platform):
+        y, final = glax.selective_scan(**arrays, platform=platform, **options)
+        return (y * d_y).sum() + (final**2).sum(), y
+
+    run = jax.jit(jax.value_and_grad(value, has_aux=True), static_argnums=1)
+    found, again, wanted = run(arrays, "triton"), run(arrays, "triton"), run(arrays, "xla")
+    for got, same, want in zip(*map(jax.tree.leaves, (found[1:], again[1:], wanted[1:])), strict=True):
+        assert np.asarray(got).tobytes() == np.asarray(same).tobytes()
+        assert np.linalg.norm(np.asarray(got - want)) <= 5e-5 * np.linalg.norm(np.asarray(want))
+    assert jnp.linalg.norm(found[0][1] - wanted[0][1]) <= 1e-5 * jnp.linalg.norm(wanted[0][1])
