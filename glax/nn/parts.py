@@ -60,15 +60,18 @@ def linear(
 def products(x: Float[Array, "*rows inputs"], *layers: nnx.Linear) -> list[Float[Array, "*rows outputs"]]:
     """Return the outputs of several layers of equal size that read x.
 
-    They are computed by one product, unless x has few rows, or a layer has a bias or is no plain `nnx.Linear`. The kernels are
-    stacked on an axis of their own, so that a mesh may divide their outputs. With few rows, as in decoding, stacking them would
-    cost more than it saves.
+    They are computed by one product where the kernels are cast for it anyway, as in training from float32, unless x has few rows,
+    or a layer has a bias or is no plain `nnx.Linear`. The kernels are stacked on an axis of their own, so that a mesh may divide
+    their outputs. With few rows, as in decoding, stacking them would cost more than it saves. Kernels that need no cast would be
+    copied for all layers of a model before the first begins, which takes their memory once more.
     """
     rows, inputs = math.prod(x.shape[:-1]), x.shape[-1]
     if rows <= inputs or any(type(layer) is not nnx.Linear or layer.bias is not None for layer in layers):
         return [layer(x) for layer in layers]
     kernels = [layer.kernel[...] for layer in layers]
     dtype = layers[0].dtype or jnp.result_type(x, *kernels)
+    if all(kernel.dtype == dtype for kernel in kernels):
+        return [layer(x) for layer in layers]
     kernel = jnp.stack([kernel.astype(dtype) for kernel in kernels], 1)
     y = jnp.einsum("...d,dnf->...nf", x.astype(dtype), kernel)
     return [y[..., i, :] for i in range(len(layers))]
