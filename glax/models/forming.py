@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]  (JAX 0.12)
 from jax.sharding import NamedSharding
@@ -85,8 +86,8 @@ def constants(program: Jaxpr) -> Iterable:
 
 def content(x) -> bytes:
     """Return a checksum of an array."""
-    x = np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
-    return hashlib.sha256(x.tobytes()).digest()
+    values = np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+    return hashlib.sha256(values.tobytes()).digest()
 
 
 def variables(atoms: Iterable) -> list:

@@ -690,7 +690,7 @@ def form_scores(p: Program):
     p.take_registers("score")
     load = loader(p) if w.loader == "score" else None
     if load is not None:
-        pl.when(p.count() > 0)(lambda: load(jnp.int32(0)))
+        pl.when(p.count() > 0)(functools.partial(load, jnp.int32(0)))
     shape = C, w.scored
     i, j = iota(shape, 0), iota(shape, 1)
 
@@ -706,7 +706,7 @@ def form_scores(p: Program):
     def _(step):
         slot = p.slot(step)
         if load is not None:
-            pl.when(step + 1 < p.count())(lambda: load(step + 1))
+            pl.when(step + 1 < p.count())(functools.partial(load, step + 1))
         p.pipeline.chunks.wait(slot)
         scores, at = [part(slot, 0)], slot
         for first in range(w.scored, C, w.scored):
