@@ -18,6 +18,7 @@ triton_interpreter.install()
 import glax  # noqa: E402
 from glax._src.core.backend import Backend  # noqa: E402
 from glax._src.kernels.common.selective import Packing, SelectiveOperands  # noqa: E402
+from glax._src.kernels.triton import selective_scan_config  # noqa: E402
 from glax._src.kernels.triton.selective_scan_config import SelectiveConfig, refusal  # noqa: E402
 from glax._src.solve import selective_scan as solver  # noqa: E402
 from tests.close import assert_close  # noqa: E402
@@ -55,8 +56,8 @@ def test_it_equals_the_loop_over_tokens(name):
     at_each(draws if name == "steps" else FEW[: len(draws)], functools.partial(checked, case, "triton"))
 
 
-@pytest.mark.parametrize("forward", [SelectiveConfig(1, 1, 4), SelectiveConfig(8, 2, 16)])
-@pytest.mark.parametrize("gradient", [SelectiveConfig(2, 4, 8), SelectiveConfig(8, 1, 16)])
+@pytest.mark.parametrize("forward", [SelectiveConfig(2, 1, 8), SelectiveConfig(8, 2, 16)])
+@pytest.mark.parametrize("gradient", [SelectiveConfig(4, 2, 4), SelectiveConfig(2, 4, 8), SelectiveConfig(8, 1, 16)])
 def test_all_configs_compute_the_same(monkeypatch, forward, gradient):
     (first, *others), (first_gradient, *other_gradients) = solver.SCAN, solver.GRADIENT
     first = dataclasses.replace(first, heuristic=lambda operands: forward)
@@ -118,6 +119,18 @@ def test_refusals_state_the_reason(changes, why):
     operands = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
     found = refusal(SelectiveOperands(**operands, packing=Packing(None, None)))
     assert found is not None and found.startswith(why)
+
+
+@pytest.mark.parametrize("D, lanes", [(5120, (2, 4)), (1536, (8, 8)), (32, (8, 8))])
+def test_few_channels_have_more_lanes(monkeypatch, D, lanes):
+    monkeypatch.setattr(selective_scan_config, "multiprocessors", lambda: 132)
+    rows, numbers = jax.ShapeDtypeStruct((1, 64, D), "bfloat16"), jax.ShapeDtypeStruct((1, 64, 16), "bfloat16")
+    state = jax.ShapeDtypeStruct((1, D, 16), "float32")
+    p = SelectiveOperands(
+        rows, rows, jax.ShapeDtypeStruct((D, 16), "float32"), numbers, numbers, state, Packing(None, None)
+    )
+    found = selective_scan_config.forward_config(p), selective_scan_config.gradient_config(p)
+    assert tuple(config.lanes for config in found) == lanes
 
 
 @pytest.mark.parametrize("value", [0, 3, 64, 2.0, True])

@@ -8,6 +8,7 @@ import dataclasses
 from glax._src.core.known_miscompiles import known_miscompile
 from glax._src.core.recurrence import bucket, is_symbol
 from glax._src.core.registry import Config
+from glax._src.kernels.common.gpu import multiprocessors
 from glax._src.kernels.common.selective import SelectiveOperands
 from glax._src.kernels.triton.softmax_config import DTYPES
 from glax._src.kernels.triton.support import installation
@@ -16,6 +17,7 @@ CHUNK = 64  # tokens between two states that the forward saves
 WIDEST = 128  # numbers of a state
 MOST_NUMBERS = 2**31  # of all states of a sequence, and rows: offsets within them are int32
 WARP = 32
+QUARTERS = 4  # of a multiprocessor; each begins one instruction in a cycle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +47,26 @@ class SelectiveConfig(Config):
 
 def forward_config(operands: SelectiveOperands) -> SelectiveConfig:
     """Return a config with up to 8 numbers in a lane."""
-    return SelectiveConfig(max(1, bucket(operands.A.shape[1]) // 8), 1, 8)
+    return spread(SelectiveConfig(max(1, bucket(operands.A.shape[1]) // 8), 1, 8), operands)
 
 
 def gradient_config(operands: SelectiveOperands) -> SelectiveConfig:
     """Return a config with up to 8 numbers in a lane, of two channels. More tokens together would hold more registers than leave
     room for three warps on each quarter of a multiprocessor."""
-    return SelectiveConfig(max(1, bucket(operands.A.shape[1]) // 4), 2, 4)
+    return spread(SelectiveConfig(max(1, bucket(operands.A.shape[1]) // 4), 2, 4), operands)
+
+
+def spread(config: SelectiveConfig, operands: SelectiveOperands) -> SelectiveConfig:
+    """Return the config with more lanes to a channel, where quarters of multiprocessors would have no warp.
+
+    A lane has two numbers or more: with fewer, sums over numbers take the time.
+    """
+    D, N = operands.A.shape
+    wider = dataclasses.replace(config, lanes=min(2 * config.lanes, WARP))
+    warps = operands.states.shape[0] * -(-D // wider.channels)
+    if 2 * wider.lanes > bucket(N) or wider == config or warps > QUARTERS * multiprocessors():
+        return config
+    return spread(wider, operands)
 
 
 def refusal(operands: SelectiveOperands) -> str | None:
