@@ -16,7 +16,7 @@ import jax
 import triton
 
 from glax._src.kernels.common.selective import Packing, SelectiveOperands
-from glax._src.kernels.triton import config, selective_scan
+from glax._src.kernels.triton import selective_scan, selective_scan_config
 from glax._src.kernels.triton.selective_scan_config import CHUNK, forward_config, gradient_config
 from tests.triton_compile import TOOLS, Launch, compiled, launches
 
@@ -57,7 +57,7 @@ def longest_loop(cubin: bytes) -> int:
 
 
 if __name__ == "__main__":
-    config.capability = lambda: divmod(int(sys.argv[1]), 10)  # what the heuristics ask about the GPU
+    selective_scan_config.capability = lambda: divmod(int(sys.argv[1]), 10)  # what the heuristics ask about the GPU
     compile_one, binaries = triton.compile, []
     triton.compile = lambda *args, **options: binaries.append(compile_one(*args, **options)) or binaries[-1]
     for what in sys.argv[2:]:

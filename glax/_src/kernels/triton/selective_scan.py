@@ -102,9 +102,8 @@ def unless_reset(h, resets, k, D: tl.constexpr):
 
 
 @triton.jit
-def load_span(x, dt, channel, D: tl.constexpr):
+def load_span(x, dt, channel, D: tl.constexpr, SPAN: tl.constexpr):
     """Load x and dt of SPAN tokens in order."""
-    SPAN: tl.constexpr = D.SPAN
     xs = ()
     dts = ()
     for k in tl.static_range(SPAN):
@@ -130,13 +129,13 @@ def outputs(x, dt, A, B, C, skip, states, edges, resets, y, final, starts, D: tl
     factor = tl.load(skip + channel, mask=channel < D.K, other=0.0) if D.SKIP else 0.0
     spans = count // SPAN
     if spans > 0:
-        xs, dts = load_span(row_of(x, first, D.K), row_of(dt, first, D.K), channel, D)
+        xs, dts = load_span(row_of(x, first, D.K), row_of(dt, first, D.K), channel, D, SPAN)
         for i in range(spans):
             step = i * SPAN
             if D.GRADIENT and step % D.C == 0:
                 tl.store(row_of(chunks, step // D.C, D.K * D.V), h, mask=exists)
             following = first + D.SIGN * tl.minimum(step + SPAN, (spans - 1) * SPAN)
-            next_xs, next_dts = load_span(row_of(x, following, D.K), row_of(dt, following, D.K), channel, D)
+            next_xs, next_dts = load_span(row_of(x, following, D.K), row_of(dt, following, D.K), channel, D, SPAN)
             row = first + D.SIGN * step
             yt, Bt, Ct = row_of(y, row, D.K), row_of(B, row, D.BV), row_of(C, row, D.BV)
             for k in tl.static_range(SPAN):
@@ -183,17 +182,15 @@ def store_sums(B, values, number, D: tl.constexpr):
     across = tl.broadcast_to(tl.arange(0, ACROSS)[None, None, None, None, :], values[0].shape)
     for i in tl.static_range(5):
         if 1 << i < ACROSS:
-            if len(values) > 1:
-                has = (across & (1 << i)) != 0
-                halves = ()
-                for pair in tl.static_range(len(values) // 2):
-                    sent = tl.where(has, values[2 * pair], values[2 * pair + 1])
-                    halves += (
-                        tl.where(has, values[2 * pair + 1], values[2 * pair]) + from_other(sent, across, 1 << i),
-                    )
-                values = halves
-            else:
-                values = (values[0] + from_other(values[0], across, 1 << i),)
+            has = (across & (1 << i)) != 0
+            sums = ()
+            for pair in tl.static_range(len(values) // 2):
+                own = tl.where(has, values[2 * pair + 1], values[2 * pair])
+                sent = tl.where(has, values[2 * pair], values[2 * pair + 1])
+                sums += (own + from_other(sent, across, 1 << i),)
+            for one in tl.static_range(len(values) % 2):  # the only one
+                sums += (values[one] + from_other(values[one], across, 1 << i),)
+            values = sums
     whole = number - D.SIGN * D.BV * across
     for i in tl.static_range(len(values)):
         place = (B + whole) + D.SIGN * D.BV * (TOKENS - 1 - ACROSS * i)
@@ -214,19 +211,16 @@ def against_time(
     dh, dA, d_skip = carried
     before = ()
     throughs = ()
-    xs = ()
-    dts = ()
     of_B = ()
     of_C = ()
+    xs, dts = load_span(row_of(x, row, D.K), row_of(dt, row, D.K), channel, D, SPAN)
     for k in tl.static_range(SPAN):
-        tx = load_rows(row_of(x, row, D.K), k, channel, D)
-        td = load_rows(row_of(dt, row, D.K), k, channel, D)
-        through = tl.exp2(decay * td)
+        through = tl.exp2(decay * dts[k])
         before += (h,)
-        h = through * unless_reset(h, resets + row, k, D) + load_numbers(row_of(B, row, D.BV), k, number, D) * (td * tx)
+        h = through * unless_reset(h, resets + row, k, D) + load_numbers(row_of(B, row, D.BV), k, number, D) * (
+            dts[k] * xs[k]
+        )
         throughs += (through,)
-        xs += (tx,)
-        dts += (td,)
     dy, dx, ddt = row_of(dy, row, D.K), row_of(dx, row, D.K), row_of(ddt, row, D.K)
     B, C, dB, dC = row_of(B, row, D.BV), row_of(C, row, D.BV), row_of(dB, row, D.BV), row_of(dC, row, D.BV)
     for back in tl.static_range(SPAN):

@@ -8,7 +8,7 @@ import dataclasses
 from glax._src.core.known_miscompiles import known_miscompile
 from glax._src.core.recurrence import bucket, is_symbol
 from glax._src.core.registry import Config
-from glax._src.kernels.common.gpu import multiprocessors
+from glax._src.kernels.common.gpu import capability, multiprocessors
 from glax._src.kernels.common.selective import SelectiveOperands
 from glax._src.kernels.triton.softmax_config import DTYPES
 from glax._src.kernels.triton.support import installation
@@ -51,9 +51,10 @@ def forward_config(operands: SelectiveOperands) -> SelectiveConfig:
 
 
 def gradient_config(operands: SelectiveOperands) -> SelectiveConfig:
-    """Return a config with up to 8 numbers in a lane, of two channels. More tokens together would hold more registers than leave
-    room for three warps on each quarter of a multiprocessor."""
-    return spread(SelectiveConfig(max(1, bucket(operands.A.shape[1]) // 4), 2, 4), operands)
+    """Return a config with up to 8 numbers in a lane, of two channels. With more tokens together registers have no room for three
+    warps on each quarter of a multiprocessor."""
+    span = 4 if capability()[0] == 9 else 2
+    return spread(SelectiveConfig(max(1, bucket(operands.A.shape[1]) // 4), 2, span), operands)
 
 
 def spread(config: SelectiveConfig, operands: SelectiveOperands) -> SelectiveConfig:
