@@ -11,8 +11,8 @@ between programs, and no program waits for another.
 `gradient`, which takes chunks from the last to the first:
 
 1. It reads a chunk from its state, and stores the state before every SPAN tokens in `scratch`, which is the program's own.
-2. It reads SPAN tokens again, from the last such span to the first, and keeps their states in registers. Then it goes against
-   time with dh, the gradient of the state behind a token, without what later tokens leave of it:
+2. It reads SPAN tokens again, from the last such span to the first, and keeps their states and decays in registers. Then it goes
+   against time. dh begins as the gradient that later tokens pass to the state behind a token:
 
     dh += C dy        dC = sum over d of h dy        dB = sum over d of dh dt x        q = sum over n of dh B
     g = dh exp(dt A) h_before        dA += dt g        ddt = x q + sum over n of A g        dx = dt q + D dy
