@@ -23,6 +23,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,6 +41,12 @@ from glax.testing.tolerances import Comparison, compare_gradients, compare_outpu
 from tests.delta_cases import DeltaCase
 from tests.suite import draws, is_extreme, problem
 
+# Else the warpgroups of an interpreted kernel find no thread, and wait for ever: tests/conftest.py does the same.
+if jax.__version_info__ >= (0, 12):
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+DEVICES = "--xla_force_host_platform_device_count"
+if DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8"
 CHUNK = 64
 KERNELS = {
     "xla": "chunked/xla/any",
@@ -65,8 +72,11 @@ def has(backend: str) -> bool:
 
 
 @contextlib.contextmanager
-def machine(platform: str) -> Iterator[Machine]:
-    """The device that the platform needs, or else its interpreter. Raises SystemExit where there is neither."""
+def machine(platform: str, programs: int) -> Iterator[Machine]:
+    """The device that the platform needs, or else its interpreter. Raises SystemExit where there is neither.
+
+    programs: how many each kernel has in the interpreter of Pallas Mosaic GPU.
+    """
     needed = dict(triton="gpu", pallas="gpu", cuda="gpu", tpu="tpu").get(platform)
     if needed is None or has(needed):
         yield Machine(str(jax.devices()[0]), lambda f, *operands: jax.jit(f)(*operands))
@@ -83,7 +93,7 @@ def machine(platform: str) -> Iterator[Machine]:
 
         with pytest.MonkeyPatch.context() as patch:
             interpreter = Interpreter(patch)
-            interpreter.programs(3)
+            interpreter.programs(programs)
             yield Machine("the interpreter of Pallas Mosaic GPU, with races as errors", interpreter)
     else:
         remedy = "its interpreter needs JAX 0.12" if platform == "pallas" else "it has no interpreter"
@@ -130,29 +140,30 @@ def with_fields(case, fields: list[str]):
 class Problem:
     """A recurrence and the cotangents of its results.
 
-    extreme: whether its bars are the wider ones. config: of the kernel; its heuristic's if None. has_d_final: whether the kernel
-    receives a cotangent of the final states; without one a packed call can run as one row. saves: whether the gradient receives
-    what a forward saved, as in training.
+    extreme: whether its bars are the wider ones. config: of the kernel; its heuristic's if None. finals: for each gradient
+    whether the kernel receives a cotangent of the final states; without one a packed call can run as one row. saves: whether the
+    gradient receives what a forward saved, as in training. begun: whether kernels that have two phases run in these. programs:
+    see `machine`.
     """
 
     r: Recurrence
     cotangents: tuple[jax.Array, jax.Array]
     extreme: bool
     config: glax.Config | None = None
-    has_d_final: bool = True
+    finals: tuple[bool, ...] = (True,)
     saves: bool = False
+    begun: bool = False
+    programs: int = 3
 
     @classmethod
     def of(cls, case, strength: str | None) -> "Problem":
         if not isinstance(case, Case | DeltaCase):
             call = case if strength is None else dataclasses.replace(case, given=with_strength(case.case, strength))
             r, *cotangents = call.problem()
-            has_d_final = True in (call.finals or (True,))
-            if not has_d_final:
-                cotangents[1] = jnp.zeros_like(cotangents[1])
             return cls(
-                r, tuple(cotangents), extreme=False, config=call.config, has_d_final=has_d_final, saves=call.save
-            )
+                r, tuple(cotangents), extreme=False, config=call.config, finals=call.finals or (True,), saves=call.save,
+                begun=call.begun, programs=call.programs,
+            )  # fmt: skip
         draw = draws(case)[0] if strength is None else with_strength(case, strength)
         return cls(*problem(case, draw), is_extreme(draw))
 
@@ -264,15 +275,17 @@ def scores(p: Problem, run, _) -> Iterator[Dump]:
 
 def gradients(p: Problem, _, pull) -> Iterator[Dump]:
     d_output, d_final = p.cotangents
-    got = pull(p.r, d_output, d_final if p.has_d_final else None)
-    want = reference_gradient(p.r, *p.cotangents)
-    arrays, wanted = named(got), named(want)
-    for comparison in compare_gradients(p.r, got, want, p.extreme):
-        name = comparison.name.removeprefix("d ")
-        x = arrays[name]
-        axes = BY_TOKEN if x.ndim > 2 else ()
-        axes = BY_SEQUENCE if name == "initial_state" else axes
-        yield Dump(f"d {GATES.get(name, name)}", float64(x), float64(wanted[name]), comparison, axes)
+    for has_d_final in p.finals:
+        got = pull(p.r, d_output, d_final if has_d_final else None)
+        want = reference_gradient(p.r, d_output, d_final if has_d_final else jnp.zeros_like(d_final))
+        arrays, wanted = named(got), named(want)
+        of = "" if has_d_final else " of outputs"
+        for comparison in compare_gradients(p.r, got, want, p.extreme):
+            name = comparison.name.removeprefix("d ")
+            x = arrays[name]
+            axes = BY_TOKEN if x.ndim > 2 else ()
+            axes = BY_SEQUENCE if name == "initial_state" else axes
+            yield Dump(f"d {GATES.get(name, name)}{of}", float64(x), float64(wanted[name]), comparison, axes)
 
 
 DUMPS = dict(output=outputs, state=states, scores=scores, gradient=gradients)
@@ -287,19 +300,30 @@ def run_case(p: Problem, platform: str, dumps: tuple[str, ...], say=print) -> in
     if "gradient" in dumps and backward is None:
         raise SystemExit(f"{forward.name} has no gradient of its own: leave gradient out of --dump")
     missed = 0
-    with machine(platform) as here:
+    with machine(platform, p.programs) as here:
         shapes = ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in named(p.r).items())
         say(f"{forward.name} on {here.said}: {shapes}")
 
-        saving = forward.forward_with_residuals
-        saving = saving and functools.partial(saving, config=config_of(forward, p, p.r))
+        def run(r, saves=False):
+            config = config_of(forward, p, r)
+            phases = forward.two_phase(r, config) if p.begun else None
+            if phases is None or (saves and phases.finish_with_residuals is None):
+                f = forward.forward_with_residuals if saves else forward.run
+                return here.call(functools.partial(f, config=config), r)
+            begun, *_ = here.call(jax.jit(functools.partial(phases.local_states, config=config)), r)
+            f = phases.finish_with_residuals if saves else phases.finish
+            return here.call(functools.partial(f, config=config), begun, r)
 
-        def run(r):
-            return here.call(functools.partial(forward.run, config=config_of(forward, p, r)), r)
-
-        def pull(r, *given):
-            residuals = here.call(saving, r)[1] if p.saves and saving is not None else None
-            return here.call(functools.partial(backward.run, config=config_of(backward, p, r)), r, *given, residuals)
+        def pull(r, d_output, d_final):
+            saves = p.saves and forward.forward_with_residuals is not None
+            residuals = run(r, saves=True)[1] if saves else None
+            config, given = config_of(backward, p, r), (r, d_output, d_final)
+            phases = backward.two_phase(r, config) if p.begun and d_final is not None else None
+            if phases is None:
+                return here.call(functools.partial(backward.run, config=config), *given, residuals)
+            begin = jax.jit(functools.partial(phases.local_states, config=config))
+            begun, *_ = here.call(begin, r, d_output, 0 * d_final)
+            return here.call(functools.partial(phases.finish, config=config), begun, *given, residuals)
 
         for dump in dumps:
             for found in DUMPS[dump](p, run, pull):

@@ -14,6 +14,11 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import glax
+
+# `Interpreter.programs` finds these, which are loaded by the first call.
+import glax._src.kernels.pallas_gpu.delta
+import glax._src.kernels.pallas_gpu.isolation
+import glax._src.kernels.pallas_gpu.plain
 from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.solve.dispatch import by_folding
 from glax.testing.cases import Case

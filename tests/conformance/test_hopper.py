@@ -22,6 +22,7 @@ import glax
 from glax._src.core.bind import bind
 from glax._src.core.recurrence import StoredStates
 from glax._src.core.registry import Platform
+from glax._src.kernels import pallas_gpu
 from glax._src.kernels.pallas_gpu.chunks import pairs
 from glax._src.kernels.pallas_gpu.route import Route
 from glax._src.kernels.pallas_gpu.rows import Form
@@ -217,6 +218,16 @@ def test_a_case_is_reproduced_in_the_interpreter(capsys):
     said = capsys.readouterr().out
     assert case.main([name, "--platform", "xla", "--dump", "output"]) == 0
     assert "the interpreter of Pallas Mosaic GPU" in said and "scores of chunk 0" in said
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("name", ["delta, two stripes together, one row", "head, wide, split, shared heads"])
+def test_a_case_runs_as_its_call_does(name):
+    """With its programs in every kernel, in its phases, and with a gradient for each of `finals`."""
+    call, problem = CALLS[name], case.Problem.of(CALLS[name], None)
+    assert (problem.programs, problem.begun, problem.finals) == (call.programs, call.begun, call.finals)
+    with case.machine("pallas", problem.programs):
+        assert [module.multiprocessors() for module in (pallas_gpu.plain, pallas_gpu.delta)] == 2 * [call.programs]
 
 
 @pytest.mark.few
