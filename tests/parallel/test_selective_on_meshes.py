@@ -21,7 +21,7 @@ WHOLE, PART = (B, T, D), (B // 2, T, D // 2)
 
 @pytest.fixture
 def shapes(monkeypatch):
-    """Return the shapes of x of all calls of the stand-ins."""
+    """Yield the shapes of x of all calls of the stand-ins."""
     found = []
 
     def forward(p, skip, cfg, *, reverse, saves_residuals):
@@ -40,7 +40,9 @@ def shapes(monkeypatch):
     monkeypatch.setattr(sys.modules["glax._src.kernels.triton"], "selective_scan", module, raising=False)
     monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.GPU))
     monkeypatch.setattr(selective_scan_config, "installation", lambda: None)
-    return found
+    jax.clear_caches()  # of calls that were traced for this machine
+    yield found
+    jax.clear_caches()
 
 
 def with_gradient(*operands, platform=None):
@@ -65,6 +67,7 @@ def test_a_device_runs_the_kernel_on_its_part_inside_shard_map(shapes, monkeypat
     found = gradient(spread)
     assert set(shapes) == {PART}
     monkeypatch.undo()
+    jax.clear_caches()
     tree_close(found, gradient(run))
 
 
@@ -78,6 +81,7 @@ def test_xla_runs_where_the_compiler_divides_a_program(shapes, monkeypatch, capl
     assert "all-gather" not in program.as_text()
     found = program(*placed)
     monkeypatch.undo()
+    jax.clear_caches()
     tree_close(found, with_gradient(*arrays()))
 
 
@@ -87,4 +91,5 @@ def test_a_kernel_by_name_runs_on_gathered_arrays(shapes, monkeypatch):
     found = jax.jit(lambda *operands: with_gradient(*operands, platform="triton"))(*placed)
     assert set(shapes) == {WHOLE}
     monkeypatch.undo()
+    jax.clear_caches()
     tree_close(found, with_gradient(*arrays()))
