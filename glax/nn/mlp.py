@@ -254,7 +254,7 @@ class Experts(nnx.Module):
         y = y * weights.reshape(-1)[order][:, None].astype(y.dtype)
         # The inverse of a permutation, so that each token sums its experts in one order.
         back = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype))
-        return y[back].reshape(*experts.shape, -1).sum(1)
+        return y[back].reshape(*experts.shape, self.width).sum(1)
 
     def through(
         self, kernels: Mapping[str, Array], x: Float[Array, "Mk D"], sizes: Int[Array, "E"]

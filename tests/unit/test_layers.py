@@ -414,6 +414,14 @@ def test_attention_over_rows_without_a_token():
         assert out.shape == (1, 0, WIDTH)
 
 
+@pytest.mark.parametrize("rows, top_k", [(0, 2), (3, 0)])
+def test_experts_of_no_rows_or_no_choice(rows, top_k):
+    experts, x = nn.Experts(6, 5, 2, rngs=nnx.Rngs(0)), jnp.ones((rows, 6))
+    chosen = jnp.ones((rows, top_k)), jnp.zeros((rows, top_k), jnp.int32)
+    for found in (experts(x, chosen), jax.grad(lambda x: experts(x, chosen).sum())(x)):
+        np.testing.assert_array_equal(found, jnp.zeros((rows, 6)))
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_experts_multiply_in_their_dtype(dtype):
