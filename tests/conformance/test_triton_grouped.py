@@ -146,6 +146,12 @@ def test_second_derivatives_and_vmap(on_gpu):
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-5 * float(abs(want).max()))
 
 
+def test_forward_mode_raises_an_error_that_names_the_remedy(on_gpu):
+    x, w, _, sizes = CASES["one"].arrays()
+    with pytest.raises(TypeError, match="glax has no forward mode"):
+        jax.jvp(lambda x: solve.grouped_product(x, w, sizes), (x,), (x,))
+
+
 @pytest.mark.parametrize("form", ["split", "plain"])
 def test_experts_run_the_kernels_on_a_gpu(on_gpu, caplog, monkeypatch, form):
     experts = nn.Experts(24, 16, 4, form=form, rngs=nnx.Rngs(0))

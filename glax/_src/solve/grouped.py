@@ -36,7 +36,9 @@ def grouped_product(x: Float[Array, "M K"], w: Float[Array, "E K N"], sizes: Int
     operands = GroupedOperands(x, w, sizes)
     if (why := refusal(operands)) is not None:
         return executor(XLA, operands, transposed=False, refused={TRITON.op_id: why})
-    return products(False, *aligned(operands))
+    from glax._src.solve.reverse_mode import reverse_mode  # loads modules of JAX that are not a part of `import jax`
+
+    return products(False, *reverse_mode(aligned(operands)))
 
 
 def refusal(operands: GroupedOperands) -> str | None:
