@@ -9,6 +9,7 @@ tokens. The loading warpgroup stores them to global memory while the next chunk 
 states, for which the computing warpgroups wait.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -58,12 +59,12 @@ class Items:
     # Marked tokens reset the state (`newest_resets`). A chunk may hold several sequences, so d_scale is by token.
     resets: bool = False
 
-    @property
+    @functools.cached_property
     def D(self) -> int:
         """Return the width of a block of keys, and of values."""
         return 64 if max(self.in_memory) <= 64 else 128
 
-    @property
+    @functools.cached_property
     def narrower(self) -> bool:
         """Return whether a block has fewer columns in memory than D."""
         return self.in_memory != (self.D, self.D)
