@@ -14,6 +14,7 @@ from glax import nn
 from glax._src.core.backend import Backend
 from glax._src.kernels.triton import grouped_config
 from glax._src.solve import grouped as solve
+from glax._src.solve.partitioning import DIVIDED
 from tests.parallel.meshes import mesh_of, tree_close
 
 M, D, INSIDE, E, TOP = 24, 8, 6, 4, 2
@@ -73,7 +74,7 @@ def test_ragged_dot_runs_where_the_compiler_divides_a_program(shapes, monkeypatc
     placed = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P())), arguments)
     with jax.set_mesh(mesh), caplog.at_level(logging.DEBUG, "glax"):
         found = jax.jit(run)(*placed)
-    kernels = [record.message.split(":")[0] for record in caplog.records if solve.DIVIDED in record.message]
+    kernels = [record.message.split(":")[0] for record in caplog.records if DIVIDED in record.message]
     assert (kernels.count("grouped/xla/any"), kernels.count("grouped.sums/xla/any")) == (6, 3)
     monkeypatch.undo()
     tree_close(found, program(mesh, None)[0](*arguments))
@@ -84,6 +85,6 @@ def test_ragged_dot_runs_on_arrays_that_explicit_axes_divide(shapes, monkeypatch
     x, w, sizes = jnp.ones((M, D)), jnp.ones((E, D, INSIDE)), jnp.full(E, M // E)
     with jax.set_mesh(mesh):
         divided = jax.device_put(x, NamedSharding(mesh, P("data")))
-        assert solve.refusal(solve.GroupedOperands(divided, w, sizes)) == solve.DIVIDED
+        assert solve.refusal(solve.GroupedOperands(divided, w, sizes)) == DIVIDED
         assert solve.refusal(solve.GroupedOperands(x, w, sizes)) is None
     assert not shapes

@@ -10,16 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from glax._src.core.backend import Backend, computes_on
+from glax._src.core.backend import Backend
 from glax._src.core.recurrence import aligned
 from glax._src.core.registry import Platform
 from glax._src.kernels.common.grouped import GroupedOperands
 from glax._src.kernels.triton import grouped_config
 from glax._src.solve.dispatch import executor
-from glax._src.solve.partitioning import is_on_one_device, is_spread_by_type
+from glax._src.solve.partitioning import is_on_one_device, is_spread_by_type, why_not_on_gpu
 from glax._src.tuning.op import FunctionKernel
-
-DIVIDED = "runs on the arrays of one device, and the compiler divides these: call inside jax.shard_map over all axes"
 
 
 class GroupedKernel(FunctionKernel):
@@ -43,10 +41,8 @@ def grouped_product(x: Float[Array, "M K"], w: Float[Array, "E K N"], sizes: Int
 
 def refusal(operands: GroupedOperands) -> str | None:
     """Return why Triton's kernels do not run a call here, or None."""
-    if Backend.here() is not Backend.GPU:
-        return f"needs a gpu, {computes_on()}"
-    if is_spread_by_type(operands):
-        return DIVIDED
+    if Backend.here() is not Backend.GPU or is_spread_by_type(operands):
+        return why_not_on_gpu()
     return grouped_config.refusal(operands)
 
 
@@ -92,11 +88,9 @@ def placed(ours: GroupedKernel, by_xla: GroupedKernel, x: Array, other: Array, s
         return executor(ours, GroupedOperands(*operands), **options)
 
     def again(platform: Platform | None, results, *operands):
-        is_here = Backend.here() is Backend.GPU
-        if is_here and platform is not Platform.XLA:
+        if Backend.here() is Backend.GPU and platform is not Platform.XLA:
             return run(*operands)
-        why = DIVIDED if is_here else f"needs a gpu, {computes_on()}"
-        return executor(by_xla, GroupedOperands(*operands), **options, refused={ours.op_id: why})
+        return executor(by_xla, GroupedOperands(*operands), **options, refused={ours.op_id: why_not_on_gpu()})
 
     kernel = Inserted(run, again, opaque=True, is_divisible=False)
     call = jax.custom_batching.custom_vmap(lambda *operands: kernel.bind(not is_on_one_device(), *operands))

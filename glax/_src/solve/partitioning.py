@@ -25,13 +25,21 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from glax._src.core.backend import jax_option, lowering_platform
+from glax._src.core.backend import Backend, computes_on, jax_option, lowering_platform
 from glax._src.core.decay import PARTS
 from glax._src.core.erasure import Erasure
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, StoredStates, aligned, varying_axes
 from glax._src.kernels.common.softmax import SoftmaxOperands
 
 Axis = str | tuple[str, ...] | None  # one or more axes of a mesh, the first of them outermost
+
+
+DIVIDED = "runs on the arrays of one device, and the compiler divides these: call inside jax.shard_map over all axes"
+
+
+def why_not_on_gpu() -> str:
+    """Return why a kernel for one GPU does not run: another backend computes, or else the compiler divides its arrays."""
+    return DIVIDED if Backend.here() is Backend.GPU else f"needs a gpu, {computes_on()}"
 
 
 def is_spread_by_type(operands) -> bool:

@@ -24,11 +24,9 @@ from glax._src.kernels.triton.selective_scan_config import forward_config, gradi
 from glax._src.kernels.triton.selective_scan_config import refusal as triton_takes
 from glax._src.kernels.xla import selective_scan as xla
 from glax._src.solve.dispatch import executor
-from glax._src.solve.partitioning import is_on_one_device, is_spread_by_type
+from glax._src.solve.partitioning import DIVIDED, is_on_one_device, is_spread_by_type, why_not_on_gpu
 from glax._src.tuning.executor import is_recorded
 from glax._src.tuning.op import Kernel, example_leaf
-
-DIVIDED = "runs on the arrays of one device, and the compiler divides these: call inside jax.shard_map over all axes"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +38,8 @@ class SelectiveKernel(Kernel):
     backend: Backend
     function: Callable[..., Any]
     supports: Callable[[Any], str | None] = lambda operands: None
-    heuristic: Callable[[Any], Config] | None = (
-        None  # operands -> the config that `function` takes as cfg; None if it takes none
-    )
+    # operands -> the config that `function` takes as cfg; None if it takes none
+    heuristic: Callable[[Any], Config] | None = None
 
     op_ids: ClassVar = ("selective_scan/triton/gpu", "selective_scan.vjp/triton/gpu")  # those with configs
 
@@ -367,14 +364,9 @@ def triton_gradient_bwd(place: tuple, residuals, cotangents):
 triton_gradient.defvjp(triton_gradient_fwd, triton_gradient_bwd)
 
 
-def why_by_xla() -> dict[str, str]:
-    """Return why XLA runs a call for which Triton was chosen, as the program is lowered."""
-    return {SCAN[0].op_id: DIVIDED if Backend.here() is Backend.GPU else f"needs a gpu, {computes_on()}"}
-
-
 def whole_by_xla(reverse: bool, operands: SelectiveOperands, skip: Array | None) -> tuple[Array, Array]:
     options: dict[str, Any] = dict(reverse=reverse, saves_residuals=False)
-    y, final, _ = executor(SCAN[-1], operands, **options, refused=why_by_xla())
+    y, final, _ = executor(SCAN[-1], operands, **options, refused={SCAN[0].op_id: why_not_on_gpu()})
     return with_skip(y, operands.x, skip).astype(operands.x.dtype), final
 
 

@@ -59,6 +59,20 @@ def places(block, D: tl.constexpr):
 
 
 @triton.jit
+def own_part(A, skip, edges, D: tl.constexpr):
+    """Return a program's sequence, what `places` returns of its block of channels, the sequence's first row in memory, its first
+    row in the order of the scan, its number of rows, and of the channels A to base 2 and D, 0 without `skip`."""
+    sequence = tl.program_id(0) // D.NK
+    channel, number, place, exists = places(tl.program_id(0) % D.NK, D)
+    begin = tl.load(edges + sequence)
+    end = tl.load(edges + sequence + 1)
+    first = begin if D.SIGN == 1 else end - 1
+    decay = tl.load(A + place, mask=exists, other=0.0) * LOG2E
+    factor = tl.load(skip + channel, mask=channel < D.K, other=0.0) if D.SKIP else 0.0
+    return sequence, channel, number, place, exists, begin, first, end - begin, decay, factor
+
+
+@triton.jit
 def row_of(x, row, WIDTH: tl.constexpr):
     """Return the address of a row of x [rows, WIDTH]."""
     return x + row.to(tl.int64) * WIDTH
@@ -116,17 +130,9 @@ def load_span(x, dt, channel, D: tl.constexpr, SPAN: tl.constexpr):
 def outputs(x, dt, A, B, C, skip, states, edges, resets, y, final, starts, D: tl.constexpr):
     """Compute y [rows, K], the final states [sequences, K, V], and the states before chunks [chunks, K, V]."""
     SPAN: tl.constexpr = D.SPAN
-    program = tl.program_id(0)
-    sequence, block = program // D.NK, program % D.NK
-    channel, number, place, exists = places(block, D)
-    begin = tl.load(edges + sequence)
-    end = tl.load(edges + sequence + 1)
-    count = end - begin
-    first = begin if D.SIGN == 1 else end - 1
-    decay = tl.load(A + place, mask=exists, other=0.0) * LOG2E
+    sequence, channel, number, place, exists, begin, first, count, decay, factor = own_part(A, skip, edges, D)
     h = tl.load(row_of(states, sequence, D.K * D.V) + place, mask=exists, other=0.0)
     chunks = row_of(starts, begin // D.C + sequence, D.K * D.V) + place
-    factor = tl.load(skip + channel, mask=channel < D.K, other=0.0) if D.SKIP else 0.0
     spans = count // SPAN
     if spans > 0:
         xs, dts = load_span(row_of(x, first, D.K), row_of(dt, first, D.K), channel, D, SPAN)
@@ -251,17 +257,10 @@ def gradient(
     """Compute the gradients. dA [sequences, K, V] and d_skip [sequences, K] are those of a sequence, and dB and dC
     [blocks, rows, BV] those of a block of channels. size: the number of rows."""
     SPAN: tl.constexpr = D.SPAN
-    program = tl.program_id(0)
-    sequence, block = program // D.NK, program % D.NK
-    channel, number, place, exists = places(block, D)
-    begin = tl.load(edges + sequence)
-    end = tl.load(edges + sequence + 1)
-    count = end - begin
-    first = begin if D.SIGN == 1 else end - 1
-    decay = tl.load(A + place, mask=exists, other=0.0) * LOG2E
-    factor = tl.load(skip + channel, mask=channel < D.K, other=0.0) if D.SKIP else 0.0
+    sequence, channel, number, place, exists, begin, first, count, decay, factor = own_part(A, skip, edges, D)
     chunks = row_of(starts, begin // D.C + sequence, D.K * D.V) + place
-    spans = row_of(scratch, program, D.C // SPAN * D.BK * D.BV) + ((channel - block * D.BK) * D.BV + number)
+    block = tl.program_id(0) % D.NK
+    spans = row_of(scratch, tl.program_id(0), D.C // SPAN * D.BK * D.BV) + ((channel - block * D.BK) * D.BV + number)
     of_block = block.to(tl.int64) * tl.load(size) * D.BV
     dB += of_block
     dC += of_block
