@@ -193,10 +193,14 @@ MULTIPLYING = (
 PRODUCTS = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
 
 
+def compiling() -> dict[str, str]:
+    """Return the environment of a process that compiles, also where tests of the interpreter run in this one."""
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+
 def usages(capability: int, *names: str, module: str = "tests.triton_compile") -> dict:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-m", module, str(capability), *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=compiling(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     worst: dict = {}  # a kernel may be launched more than once, as in both directions
     for row in map(json.loads, done.stdout.splitlines()):
@@ -310,4 +314,4 @@ assert "triton_kernel_call" in text, text[:2000]
 
 def test_a_jitted_call_lowers():
     """JAX asks jax-triton which operands are live. jax-triton 0.4.1 alone does not answer JAX 0.12."""
-    subprocess.run([sys.executable, "-c", JITTED], check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    subprocess.run([sys.executable, "-c", JITTED], check=True, env=compiling() | {"JAX_PLATFORMS": "cpu"})

@@ -7,7 +7,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from glax._src.core.backend import Backend
@@ -15,6 +14,7 @@ from glax._src.core.recurrence import aligned
 from glax._src.core.registry import Platform
 from glax._src.kernels.common.grouped import GroupedOperands
 from glax._src.kernels.triton import grouped_config
+from glax._src.solve.autodiff import float0_zeros
 from glax._src.solve.dispatch import executor
 from glax._src.solve.partitioning import is_on_one_device, is_spread_by_type, why_not_on_gpu
 from glax._src.tuning.op import FunctionKernel
@@ -109,10 +109,6 @@ def placed(ours: GroupedKernel, by_xla: GroupedKernel, x: Array, other: Array, s
 # ---- derivatives: each is a product of the same two kinds, so they exist in every order --------------------------------
 
 
-def no_cotangent(sizes: Array):
-    return np.zeros(sizes.shape, jax.dtypes.float0)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def products(transposed: bool, x: Array, w: Array, sizes: Array) -> Array:
     """Return x_m w_e(m), or x_m w_e(m)^T if transposed."""
@@ -126,7 +122,7 @@ def products_fwd(transposed: bool, x: Array, w: Array, sizes: Array):
 def products_bwd(transposed: bool, residuals, d_y: Array):
     x, w, sizes = residuals
     d_w = sums(d_y, x, sizes) if transposed else sums(x, d_y, sizes)
-    return products(not transposed, d_y, w, sizes), d_w, no_cotangent(sizes)
+    return products(not transposed, d_y, w, sizes), d_w, float0_zeros(sizes)
 
 
 products.defvjp(products_fwd, products_bwd)
@@ -144,7 +140,7 @@ def sums_fwd(x: Array, y: Array, sizes: Array):
 
 def sums_bwd(residuals, d_w: Array):
     x, y, sizes = residuals
-    return products(True, y, d_w, sizes), products(False, x, d_w, sizes), no_cotangent(sizes)
+    return products(True, y, d_w, sizes), products(False, x, d_w, sizes), float0_zeros(sizes)
 
 
 sums.defvjp(sums_fwd, sums_bwd)

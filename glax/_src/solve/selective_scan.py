@@ -12,7 +12,6 @@ from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from glax._src.core.backend import Backend, computes_on
@@ -23,6 +22,7 @@ from glax._src.kernels.cpu import selective_scan as native
 from glax._src.kernels.triton.selective_scan_config import forward_config, gradient_config
 from glax._src.kernels.triton.selective_scan_config import refusal as triton_takes
 from glax._src.kernels.xla import selective_scan as xla
+from glax._src.solve.autodiff import float0_zeros
 from glax._src.solve.dispatch import executor
 from glax._src.solve.partitioning import DIVIDED, is_on_one_device, is_spread_by_type, why_not_on_gpu
 from glax._src.tuning.executor import is_recorded
@@ -142,7 +142,7 @@ def scan(
     chosen = choose(SCAN, platform, operands)
     operands, skip = differentiable((operands, skip))
     if chosen.platform is Platform.TRITON:
-        return solve_whole(chosen, reverse, operands, skip)
+        return solve_with_skip(chosen, reverse, operands, skip)
     y, final = cast(tuple, solve(chosen, reverse, operands))
     return with_skip(y, operands.x, skip).astype(operands.x.dtype), final
 
@@ -178,7 +178,7 @@ solve.defvjp(_fwd, _bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def solve_whole(chosen: Chosen, reverse: bool, operands: SelectiveOperands, skip: Array | None):
+def solve_with_skip(chosen: Chosen, reverse: bool, operands: SelectiveOperands, skip: Array | None):
     options = dict(reverse=reverse, saves_residuals=False, spreads=spreads(chosen))
     return run_chosen(SCAN, chosen, operands, skip, **options)[:2]
 
@@ -195,7 +195,7 @@ def _whole_bwd(chosen: Chosen, reverse: bool, residuals, cotangents):
     return cotangents_of(residuals[0], found), d_skip
 
 
-solve_whole.defvjp(_whole_fwd, _whole_bwd)
+solve_with_skip.defvjp(_whole_fwd, _whole_bwd)
 
 
 def spreads(chosen: Chosen) -> bool:
@@ -207,7 +207,7 @@ def spreads(chosen: Chosen) -> bool:
 def cotangents_of(operands, floats: Sequence[Array]):
     """Return the cotangents of the operands: `floats` of all but the last, which holds integers and booleans."""
     *names, last = operands._fields
-    rest = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), getattr(operands, last))
+    rest = jax.tree.map(float0_zeros, getattr(operands, last))
     return operands._replace(**dict(zip(names, floats, strict=True)) | {last: rest})
 
 

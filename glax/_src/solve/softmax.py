@@ -11,7 +11,6 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from glax._src.core.backend import Backend, computes_on
@@ -20,6 +19,7 @@ from glax._src.core.registry import Platform
 from glax._src.kernels.common.softmax import Intervals, SoftmaxOperands
 from glax._src.kernels.triton import softmax_config
 from glax._src.kernels.xla.softmax import by_sequence, in_blocks, whole
+from glax._src.solve.autodiff import float0_zeros
 from glax._src.solve.dispatch import executor
 from glax._src.tuning.op import FunctionKernel
 
@@ -169,7 +169,7 @@ fused.defvjp(fused_fwd, fused_bwd)
 def cotangents(operands: SoftmaxOperands, floats) -> SoftmaxOperands:
     """Return dq, dk and dv as the cotangents of the operands."""
     q, k, v = floats
-    zeros = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), operands[3:])
+    zeros = jax.tree.map(float0_zeros, operands[3:])
     return SoftmaxOperands(q, k, v, *zeros)
 
 

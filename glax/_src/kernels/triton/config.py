@@ -13,6 +13,7 @@ from glax._src.core.stored_states import COMPACT
 from glax._src.kernels.common.gpu import capability, multiprocessors
 from glax._src.kernels.triton.segments import segment_count
 
+DTYPES = ("bfloat16", "float16", "float32")  # of what the kernels without a decay read, and of x of the selective scan
 WIDEST = 512
 WIDEST_ALONG = 64
 LONG_CHUNKS = ("constant", "none")  # forms of gates
@@ -35,6 +36,17 @@ def is_direct(r: Recurrence) -> bool:
     """Return whether the kernels of `delta_along` run r: `along`, per-key gates, heads up to WIDEST_ALONG, for wider ones would
     spill registers."""
     return r.erasing.along is not None and r.decay.form == "key" and max(r.state_shape[2:]) <= WIDEST_ALONG
+
+
+def check_block(config, *names: str):
+    """Check the fields that are rows, keys, warps or stages of a block."""
+    for name in names:
+        if name.endswith("warps"):
+            check_field(name, getattr(config, name), 1, 32, power_of_two=True)
+        elif name.endswith("stages"):
+            check_field(name, getattr(config, name), 1, 16)
+        else:
+            check_field(name, getattr(config, name), 16, 256, power_of_two=True)
 
 
 def check_fields(config: "TritonChunkedConfig | GradientConfig", *tiles: str):

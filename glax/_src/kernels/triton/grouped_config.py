@@ -9,8 +9,7 @@ from glax._src.core.known_miscompiles import known_miscompile
 from glax._src.core.recurrence import is_symbol
 from glax._src.core.registry import Config
 from glax._src.kernels.common.grouped import GroupedOperands
-from glax._src.kernels.triton.config import has_large_tiles
-from glax._src.kernels.triton.softmax_config import DTYPES, check_block
+from glax._src.kernels.triton.config import DTYPES, check_block, has_large_tiles
 from glax._src.kernels.triton.support import installation
 
 MOST_NUMBERS = 2**31  # of the matrix of one group, and of all rows of a block: offsets within them are int32
@@ -83,4 +82,4 @@ def refusal(operands: GroupedOperands) -> str | None:
         return f"takes rows and matrices of one dtype, {' or '.join(DTYPES)}, got {x.dtype} and {w.dtype}"
     if w.shape[1] * w.shape[2] >= MOST_NUMBERS or 256 * max(w.shape[1:]) > MOST_NUMBERS:
         return f"takes matrices of fewer than 2^31 numbers, and up to 2^23 rows and columns, got {list(w.shape[1:])}"
-    return known_miscompile("grouped/triton/gpu") or installation()
+    return known_miscompile("grouped/triton/gpu") or known_miscompile("grouped.sums/triton/gpu") or installation()

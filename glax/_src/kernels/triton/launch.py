@@ -54,7 +54,8 @@ class Dimensions:
     (chunk, head) pairs that a program of an exact kernel tests. PLACES: of a replay ring; REPLAY: the tokens from one write of a
     state to the next; ALONG: whether what is erased is taken along another key; SCALED: the rows of a state in 8 bits that share
     a scale. TRANSPOSED: whether the second factor of a product is. Of the selective scan: LANES share a channel, and each has
-    as many channels as OWN says; SPAN: the tokens that are unrolled; whether there are RESETS and a SKIP.
+    as many channels as OWN says; SPAN: the tokens that are unrolled; whether there are RESETS and a SKIP. Of grouped rows: H
+    groups; ROWS: the rows of a block, and GROUP the blocks of rows that run beside each other.
     """
 
     H: int

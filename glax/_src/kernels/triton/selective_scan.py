@@ -3,9 +3,9 @@
     h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t        y_t = sum over n of C_t[n] h_t[n] + D x_t        for every channel d
 
 A program is one warp with a block of channels of one sequence, whose states stay in registers. Its tiles are
-[own, groups, 4, LANES, channels]: LANES lanes share a channel. A lane holds `own` neighbouring channels, and of their states
-`groups` times four neighbouring numbers, so that its loads are wide and most sums over n are its own. Nothing is shared
-between programs, and no program waits for another.
+[own, groups, 4, LANES, across]: LANES lanes share a channel. A lane holds `own` neighbouring channels, and of their states
+`groups` times four neighbouring numbers, or fewer where a state has fewer, so that its loads are wide and most sums over n are
+its own. Nothing is shared between programs, and no program waits for another.
 
 `outputs` reads x and dt of the next SPAN tokens while it computes these. It stores the state before every CHUNK tokens for
 `gradient`, which takes chunks from the last to the first:
@@ -30,9 +30,9 @@ from jaxtyping import Array, Float, Int
 
 from glax._src.core.recurrence import bucket
 from glax._src.kernels.common.selective import SelectiveOperands
+from glax._src.kernels.triton.config import DTYPES
 from glax._src.kernels.triton.launch import launch, tl, triton
 from glax._src.kernels.triton.selective_scan_config import CHUNK, SelectiveConfig
-from glax._src.kernels.triton.softmax_config import DTYPES
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
@@ -40,8 +40,8 @@ LN2 = tl.constexpr(math.log(2))
 
 @triton.jit
 def places(block, D: tl.constexpr):
-    """Return the channels [own, 1, 1, LANES, channels] of a program's tiles, their numbers [1, groups, 4, LANES, 1], and the
-    offsets of a state [own, groups, 4, LANES, channels] with what of it exists."""
+    """Return the channels [own, 1, 1, LANES, across] of a program's tiles, their numbers [1, groups, 4, LANES, 1], and the
+    offsets of a state [own, groups, 4, LANES, across] with what of it exists."""
     OWN: tl.constexpr = D.OWN
     LANES: tl.constexpr = D.LANES
     ACROSS: tl.constexpr = D.BK // OWN
@@ -178,7 +178,7 @@ def from_other(x, across, bit: tl.constexpr):
 
 @triton.jit
 def store_sums(B, values, number, D: tl.constexpr):
-    """Store the sums over channels of `values`, tiles [1, groups, 4, LANES, channels], one for each token, the last one first.
+    """Store the sums over channels of `values`, tiles [1, groups, 4, LANES, across], one for each token, the last one first.
 
     Two lanes add two tokens' sums together: each sends what it has of one token, and gets what the other has of its own. So lanes
     hold the sums of different tokens in the end, and fewer values move than if each held all.

@@ -7,10 +7,10 @@ import dataclasses
 
 from glax._src.core.known_miscompiles import known_miscompile
 from glax._src.core.recurrence import bucket, is_symbol
-from glax._src.core.registry import Config
+from glax._src.core.registry import Config, check_field
 from glax._src.kernels.common.gpu import capability, multiprocessors
 from glax._src.kernels.common.selective import SelectiveOperands
-from glax._src.kernels.triton.softmax_config import DTYPES
+from glax._src.kernels.triton.config import DTYPES
 from glax._src.kernels.triton.support import installation
 
 CHUNK = 64  # tokens between two states that the forward saves
@@ -35,9 +35,7 @@ class SelectiveConfig(Config):
 
     def __post_init__(self):
         for name, most in (("lanes", WARP), ("own", 16), ("span", CHUNK)):
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= most or value & (value - 1):
-                raise ValueError(f"{name} must be a power of two from 1 to {most}, got {value!r:.80}")
+            check_field(name, getattr(self, name), 1, most, power_of_two=True)
 
     @property
     def channels(self) -> int:
@@ -47,17 +45,17 @@ class SelectiveConfig(Config):
 
 def forward_config(operands: SelectiveOperands) -> SelectiveConfig:
     """Return a config with up to 8 numbers in a lane."""
-    return spread(SelectiveConfig(max(1, bucket(operands.A.shape[1]) // 8), 1, 8), operands)
+    return with_more_lanes(SelectiveConfig(max(1, bucket(operands.A.shape[1]) // 8), 1, 8), operands)
 
 
 def gradient_config(operands: SelectiveOperands) -> SelectiveConfig:
     """Return a config with up to 8 numbers in a lane, of two channels. With more tokens together registers have no room for three
     warps on each quarter of a multiprocessor."""
     span = 4 if capability()[0] == 9 else 2
-    return spread(SelectiveConfig(max(1, bucket(operands.A.shape[1]) // 4), 2, span), operands)
+    return with_more_lanes(SelectiveConfig(max(1, bucket(operands.A.shape[1]) // 4), 2, span), operands)
 
 
-def spread(config: SelectiveConfig, operands: SelectiveOperands) -> SelectiveConfig:
+def with_more_lanes(config: SelectiveConfig, operands: SelectiveOperands) -> SelectiveConfig:
     """Return the config with more lanes to a channel, where quarters of multiprocessors would have no warp.
 
     A lane has two numbers or more: with fewer, sums over numbers take the time.
@@ -67,7 +65,7 @@ def spread(config: SelectiveConfig, operands: SelectiveOperands) -> SelectiveCon
     warps = operands.states.shape[0] * -(-D // wider.channels)
     if 2 * wider.lanes > bucket(N) or wider == config or warps > QUARTERS * multiprocessors():
         return config
-    return spread(wider, operands)
+    return with_more_lanes(wider, operands)
 
 
 def refusal(operands: SelectiveOperands) -> str | None:
@@ -81,4 +79,5 @@ def refusal(operands: SelectiveOperands) -> str | None:
         return f"takes states of up to {WIDEST} numbers, got N={N}"
     if operands.A.size >= MOST_NUMBERS or x.shape[0] * x.shape[1] >= MOST_NUMBERS:
         return f"takes fewer than 2^31 numbers of a sequence's states, and rows, got {list(operands.A.shape)} and {list(x.shape)}"
-    return known_miscompile("selective_scan/triton/gpu") or installation()
+    denied = known_miscompile("selective_scan/triton/gpu") or known_miscompile("selective_scan.vjp/triton/gpu")
+    return denied or installation()

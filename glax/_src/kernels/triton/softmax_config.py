@@ -7,25 +7,13 @@ import dataclasses
 
 from glax._src.core.known_miscompiles import known_miscompile
 from glax._src.core.recurrence import is_symbol
-from glax._src.core.registry import Config, check_field
+from glax._src.core.registry import Config
 from glax._src.kernels.common.softmax import SoftmaxOperands
-from glax._src.kernels.triton.config import has_large_tiles
+from glax._src.kernels.triton.config import DTYPES, check_block, has_large_tiles
 from glax._src.kernels.triton.support import installation
 
 WIDEST, WIDEST_FLOAT32 = 256, 128  # wider ones would spill the registers of whole tiles
-DTYPES = ("bfloat16", "float16", "float32")
 FEW_ROWS, FEW_SCORES = 16, 2**15  # with fewer rows and up to so many scores one product is faster
-
-
-def check_block(config, *names: str):
-    """Check the fields that are rows, keys, warps or stages of a block."""
-    for name in names:
-        if name.endswith("warps"):
-            check_field(name, getattr(config, name), 1, 32, power_of_two=True)
-        elif name.endswith("stages"):
-            check_field(name, getattr(config, name), 1, 16)
-        else:
-            check_field(name, getattr(config, name), 16, 256, power_of_two=True)
 
 
 @dataclasses.dataclass(frozen=True)
