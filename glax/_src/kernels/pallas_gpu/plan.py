@@ -347,8 +347,8 @@ class DeltaScan:
     """
 
     STAGES: ClassVar[int] = 3  # chunks in shared memory: as many as 227 KB hold at widths of 128
-    WIDE_STAGES: ClassVar[int] = 2  # at K = 256, and with two stripes
-    TOGETHER: ClassVar[float] = 1.8  # the time of a chunk for two stripes in one program, of that for one
+    FEWER_STAGES: ClassVar[int] = 2  # at K = 256, with two stripes, and with w
+    TIME_OF_TWO: ClassVar[float] = 1.8  # the time of a chunk for two stripes in one program, of that for one
 
     kind: Literal["outputs", "states", "residuals", "adjoint", "ends", "transitions", "adjoint ends"]
     H: int
@@ -431,8 +431,8 @@ class DeltaScan:
     def stages(self) -> int:
         """Return the number of chunks in shared memory."""
         if self.wide:
-            return 1 if self.has_erase else self.WIDE_STAGES
-        return self.WIDE_STAGES if (self.has_write or self.together) and self.K > 64 else self.STAGES
+            return 1 if self.has_erase else self.FEWER_STAGES
+        return self.FEWER_STAGES if (self.has_write or self.together) and self.K > 64 else self.STAGES
 
     @property
     def erase_stages(self) -> int:
@@ -453,9 +453,9 @@ class DeltaScan:
             or self.V % (2 * STRIPE)
         ):
             return False
-        alone = self.V // STRIPE * self.H * segments
-        rounds = (-(-programs // multiprocessors) for programs in (alone, alone // 2))
-        return next(rounds) > self.TOGETHER * next(rounds)
+        programs = self.V // STRIPE * self.H * segments
+        alone, in_pairs = (-(-count // multiprocessors) for count in (programs, programs // 2))
+        return alone > self.TIME_OF_TWO * in_pairs
 
     @property
     def scored(self) -> int:
@@ -463,18 +463,18 @@ class DeltaScan:
         return C // 4 if self.together else C
 
     @property
-    def held(self) -> tuple[int, ...]:
+    def by_stripe(self) -> tuple[int, ...]:
         """Return the leading axis of the tiles that each stripe of `together` has for itself."""
-        return (self.stripes,) * self.together
+        return (2,) if self.together else ()
 
     @property
     def roles(self) -> dict[str, int]:
         """Return the roles of warpgroups. There is a *carry* for each stripe."""
-        roles = dict(carry=self.stripes, output=self.has_results, score=self.reads_queries, load=self.loader == "load")
+        roles = dict(carry=self.stripes, output=self.has_results, score=self.reads_queries, load=self.loading == "load")
         return {role: int(count) for role, count in roles.items() if count}
 
     @property
-    def loader(self) -> str:
+    def loading(self) -> str:
         """Return the role that loads: *score*, where a fifth warpgroup would leave *carry* too few registers."""
         return "score" if self.together and self.reads_queries else "load"
 

@@ -192,7 +192,7 @@ class Tiles(NamedTuple):
     def types(cls, w: DeltaScan) -> "Tiles":
         n, K = w.stages, w.K
         single, tiled = 1 if w.tight else n, functools.partial(tiles.tiled, columns=w.tile)
-        state = tiled(*w.held, STRIPE, K) if w.has_results else tiled(8, 64)
+        state = tiled(*w.by_stripe, STRIPE, K) if w.has_results else tiled(8, 64)
         return cls(
             q=tiled(n, C, K) if w.reads_queries else tiled(1, 8, 64),
             k=tiled(n, C, K),
@@ -201,10 +201,10 @@ class Tiles(NamedTuple):
             inverse=tiled(single, C, C),
             factors=plgpu.SMEM((n, FACTORS, C), jnp.float32),
             state=tiled(w.stripes, K, STRIPE) if w.wide else state,
-            tokens=tiled(*w.held, STRIPE, C) if w.has_results else tiled(8, 64),
+            tokens=tiled(*w.by_stripe, STRIPE, C) if w.has_results else tiled(8, 64),
             lost=tiled(STRIPE, C) if w.kind == "adjoint" else tiled(8, 64),
             scores=tiled(C, C) if w.reads_queries else tiled(8, 64),
-            output=tiled(*w.held, C, STRIPE) if w.has_output_tile else tiled(8, 64),
+            output=tiled(*w.by_stripe, C, STRIPE) if w.has_output_tile else tiled(8, 64),
             e=tiled(w.erase_stages, C, K) if w.has_erase else None,
             w=tiled(n, w.stripes, C, STRIPE) if w.has_write and w.reads_values else None,
         )
@@ -233,7 +233,7 @@ class DeltaPipeline(Pipeline):
         copies += *("inverse",) * (not w.tight), *("q",) * w.reads_queries
         copies += ("w",) * (w.stripes * w.reads_values * w.has_write)
         # What stores "states" alone reads no tile that is loaded.
-        chunks = Ring(w.stages, (w.loader,), ("carry", "score", *("output",) * w.writes_tokens), copies)
+        chunks = Ring(w.stages, (w.loading,), ("carry", "score", *("output",) * w.writes_tokens), copies)
         handed = Handoff(("carry",), ("output",))
         scores = Handoff(("score",), ("carry",) if w.is_adjoint else ("output",))
         erasing = Ring(w.erase_stages, ("load",), ("carry",), ("e",)) if w.has_erase else None
@@ -296,7 +296,7 @@ class Program:
         """Return batch row, chunk and head of what is read of x [B, T, heads, width]."""
         return self.field(0), self.chunk(step), quotient(self.head, self.plan.H // x.shape[2])
 
-    def held(self, tile, me):
+    def own(self, tile, me):
         """Return the tile of a stripe, where each has one for itself."""
         if not self.plan.together:
             return tile
@@ -345,7 +345,7 @@ class Program:
     def state(self, me=0):
         """Return the tile of the state that *output* reads."""
         if not self.plan.wide:
-            return self.held(self.tiles.state, me)
+            return self.own(self.tiles.state, me)
         # Behind a barrier of the compiler, which would otherwise hold the addresses of all its parts throughout a loop.
         return self.tiles.state.at[lax.optimization_barrier(jnp.int32(0))]
 
@@ -578,7 +578,7 @@ def store_state(p: Program, me, step, S):
     if not p.plan.has_results:
         return
     with p.pipeline.state.storing(step):
-        p.held(p.tiles.state, me)[...] = S
+        p.own(p.tiles.state, me)[...] = S
         plgpu.commit_smem()
 
 
@@ -588,7 +588,7 @@ def store_tokens(p: Program, me, step, x):
         return
     with p.pipeline.written.storing(step):
         high = rounded_part(x) if p.plan.is_adjoint else x
-        p.held(p.tiles.tokens, me)[...] = high.astype(BF16)
+        p.own(p.tiles.tokens, me)[...] = high.astype(BF16)
         if p.plan.is_adjoint:
             p.tiles.lost[...] = (x - high).astype(BF16)
         plgpu.commit_smem()
@@ -688,7 +688,7 @@ def form_scores(p: Program):
     """Form P of all chunks, in columns of `DeltaScan.scored`. No exponent is above 0 for gates <= 0."""
     w, t = p.plan, p.tiles
     p.take_registers("score")
-    load = loader(p) if w.loader == "score" else None
+    load = loader(p) if w.loading == "score" else None
     if load is not None:
         pl.when(p.count() > 0)(functools.partial(load, jnp.int32(0)))
     shape = C, w.scored
@@ -743,10 +743,10 @@ def write_results(p: Program):
         p.pipeline.state.release()
         p.pipeline.written.wait()
         for me in stripes if w.stores_states else ():
-            plgpu.copy_smem_to_gmem(t.lost if gives_dX else p.held(t.tokens, me), p.stored(step, w.K, C, me))
+            plgpu.copy_smem_to_gmem(t.lost if gives_dX else p.own(t.tokens, me), p.stored(step, w.K, C, me))
         if o:
             with p.pipeline.scores.reading():
-                o = [tiles.added(x, (t.scores, p.by_rows(p.held(t.tokens, me)))) for me, x in enumerate(o)]
+                o = [tiles.added(x, (t.scores, p.by_rows(p.own(t.tokens, me)))) for me, x in enumerate(o)]
         elif gives_dX:
             o = [read(p.by_rows(t.tokens))]
             plgpu.commit_smem()  # all warps have read the tile, in which o will lie by rows
@@ -755,10 +755,10 @@ def write_results(p: Program):
         if o:
             p.pipeline.chunks.release(slot)
             for me, x in enumerate(o):
-                p.held(tile, me)[...] = x.astype(BF16)
+                p.own(tile, me)[...] = x.astype(BF16)
             plgpu.commit_smem()
             for me in stripes:
-                plgpu.copy_smem_to_gmem(p.held(tile, me), p.rows(step, p.results.output, me))
+                plgpu.copy_smem_to_gmem(p.own(tile, me), p.rows(step, p.results.output, me))
 
     plgpu.wait_smem_to_gmem(0)
 
