@@ -5,7 +5,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -35,6 +34,7 @@ def generated(args, began: float) -> int:
     """Load the model, and print what it writes. began: the time at which the command began."""
     import jax.numpy as jnp
 
+    from glax._src.core.compiling import beside
     from glax.models import load_adapter, merge_lora
     from glax.models.generation import generation_defaults, prepare
     from glax.models.load import opened_model
@@ -62,10 +62,7 @@ def generated(args, began: float) -> int:
         finder = tokenizer if stops else None
         call = prepare(model, [prompt], count, None, "right", options, stops, finder)
         if args.adapter is None:
-            with ThreadPoolExecutor(1) as thread:  # compiles while the parameters are read
-                compiling = thread.submit(call.compile)
-                read()
-                compiling.result()
+            beside(call.begin_compiling, read)
             call.set_parameters(model)
         pieces = call.one_by_one()
     except (ValueError, OSError) as error:

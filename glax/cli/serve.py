@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from glax._src.core.files import read_regular
@@ -72,6 +71,7 @@ def loaded(args):
     """
     import jax.numpy as jnp
 
+    from glax._src.core.compiling import beside
     from glax.models.generation import generation_defaults
     from glax.models.load import opened_model
     from glax.models.tokens import find_tokenizer
@@ -89,10 +89,7 @@ def loaded(args):
         print(f"glax serve: not supported, and not done: {rest} in generation_config.json", file=sys.stderr)
     if args.tensor == 1:
         slots = Slots(model, args.capacity, args.max_length, args.state_bytes)
-        with ThreadPoolExecutor(1) as thread:  # compiles while the parameters are read
-            compiling = thread.submit(slots.compile, args.rows)
-            read()
-            compiling.result()
+        beside(functools.partial(slots.compile, args.rows), read)
     else:
         read()
     return model, Served(

@@ -22,26 +22,27 @@ SMALL = 64
 def formed(make: Callable[[], Any], shardings: Any) -> Any:
     """Return make(), each array with its sharding. shardings: a tree of NamedSharding with the structure of make()'s result.
 
-    make reads no array from outside, and its values are those of make() outside of jit to a rounding. No array of more than 64
-    elements is ever whole on a device, unless its sharding says so.
+    The values are those of make() outside of jit to a rounding. No array that make() computes, of more than 64 elements, is ever
+    whole on a device, unless its sharding says so; arrays from outside stay where they are. What several results need is computed
+    for each.
     """
     traced, shapes = jax.make_jaxpr(make, return_shape=True)()
-    values, rest = known(traced)
+    values, rest = small_values(traced)
     programs: dict[tuple, Callable] = {}
 
     def array(outcome, sharding: NamedSharding) -> jax.Array:
         program, inputs = program_of(traced.jaxpr, rest, outcome)
-        name = str(program), tuple(map(content, constants(program))), sharding
-        if name not in programs:
-            programs[name] = jax.jit(jaxpr_as_fun(ClosedJaxpr(program, ())), out_shardings=[sharding])
-        return programs[name](*(values[x] for x in inputs))[0]
+        key = str(program), tuple(map(content, constants(program))), sharding
+        if key not in programs:
+            programs[key] = jax.jit(jaxpr_as_fun(ClosedJaxpr(program, ())), out_shardings=[sharding])
+        return programs[key](*(values[x] for x in inputs))[0]
 
     placed = jax.tree.leaves(shardings, is_leaf=lambda x: isinstance(x, NamedSharding))
     leaves = [array(*each) for each in zip(traced.jaxpr.outvars, placed, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
-def known(traced: ClosedJaxpr) -> tuple[dict[Any, Any], list]:
+def small_values(traced: ClosedJaxpr) -> tuple[dict[Any, Any], list]:
     """Return the constants and small values of a program by variable, and its other equations."""
     values, rest = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True)), []
     for equation in traced.jaxpr.eqns:
@@ -80,8 +81,9 @@ def constants(program: Jaxpr) -> Iterable:
         ):
             if isinstance(inner, ClosedJaxpr):
                 yield from inner.consts
-            if isinstance(inner, ClosedJaxpr | Jaxpr):
-                yield from constants(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+                inner = inner.jaxpr
+            if isinstance(inner, Jaxpr):
+                yield from constants(inner)
 
 
 def content(x) -> bytes:

@@ -292,7 +292,7 @@ class Call:
 
     count: the tokens to write, max_new_tokens. longest: the tokens of the longest prompt. most: the largest `sizes.room` that the
     call may need. progress: shapes before the first token. pools: None before it. compiling: the compilations of `read_prompts`
-    and `write_tokens` that `compile` has begun, and that their first calls wait for.
+    and `write_tokens` that `begin_compiling` has begun, and that their first calls wait for.
     """
 
     model: CausalLM
@@ -337,15 +337,21 @@ class Call:
         """Return the operands of `write_tokens`."""
         return self.structure, self.sampling, self.parameters, self.arrays, np.int32(until), progress, pools
 
-    def compile(self):
-        """Trace the programs of the call, and compile them side by side in threads. The parameters may be shapes.
+    def begin_compiling(self):
+        """Trace the programs of the call, and begin to compile them side by side in threads. The parameters may be shapes.
 
-        Nothing is done for a call of known sizes. Arrays on devices that were chosen for them have shardings that are not known
-        before the first program has run; JAX compiles such a call as it comes.
+        Nothing is done a second time, for this call or one of equal sizes. Arrays on devices that were chosen for them have
+        shardings that are not known before the first program has run; JAX compiles such a call as it comes.
         """
         leaves = jax.tree.leaves(self.reading[3:])
         sizes = (self.structure, self.sampling, self.sizes, self.count > 1, *((x.shape, x.dtype) for x in leaves))
-        if self.is_empty or self.is_traced or sizes in compiled or any(is_committed(x) for x in leaves):
+        if (
+            self.compiling
+            or self.is_empty
+            or self.is_traced
+            or sizes in compiled
+            or any(is_committed(x) for x in leaves)
+        ):
             return
         traced = read_prompts.trace(*self.reading)
         programs = [traced]
@@ -359,13 +365,13 @@ class Call:
         if self.is_empty:
             return
         if self.pools is None:
-            self.compile()
-            for reading in self.compiling[:1]:
-                reading.result()
+            self.begin_compiling()
+            for compiling in self.compiling[:1]:
+                compiling.result()
             self.progress, self.pools = read_prompts(*self.reading)
         while until > 1:
-            for program in self.compiling:
-                program.result()
+            for compiling in self.compiling:
+                compiling.result()
             reached = min(until, self.sizes.room - self.longest + 1)  # the last token is not read
             self.progress, self.pools = write_tokens(*self.writing(reached, self.progress, self.pools))
             if reached == until or np.asarray(self.progress.done).all():

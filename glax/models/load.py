@@ -226,7 +226,8 @@ def opened_model(
 ) -> tuple[CausalLM, Callable[[], None]]:
     """Return the model of `from_pretrained` with shapes in place of its parameters, and a function that reads these.
 
-    The names of all tensors are checked; their values are not read. Programs can be compiled while the parameters are read.
+    The names of all tensors are checked, and no value is read. The function sets the parameters of this same model, once, and
+    raises ValueError for a tensor of another shape. Programs can be compiled meanwhile.
     """
     folder, cast, pattern = Path(folder), floating("dtype", dtype), pattern_of(only)
     if mesh is not None:
@@ -241,7 +242,7 @@ def opened_model(
     model = abstract_model(config, wanted or jnp.float32)
     model.folder = str(folder.absolute())
     placement = None if mesh is None else Placement(model, mesh)
-    chosen = read_parameters(model, weights, cast, pattern)
+    chosen = parameters_to_read(model, weights, cast, pattern)
 
     def read():
         load_into(model, weights, chosen, placement)
@@ -295,7 +296,7 @@ def widen(model: CausalLM):
 Chosen = tuple[tuple, nnx.Param, str, Callable[[np.ndarray], np.ndarray]]
 
 
-def read_parameters(
+def parameters_to_read(
     model: CausalLM, weights: Weights, dtype: jnp.dtype | None, only: re.Pattern | None
 ) -> list[Chosen]:
     """Return the parameters that are to be read, and give the model, which is abstract, their dtypes.

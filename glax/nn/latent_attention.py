@@ -17,7 +17,7 @@ from glax.nn.parts import EMBED, HEADS, by_head, check_sizes, kernel_of, linear,
 from glax.nn.passes import Rows, State
 from glax.nn.rotary import Rotation, checked_rotation, rotate
 
-EXPANDED = 4  # the most rows of a cache for each token that keys and values are formed of: memory as of so many tokens
+EXPANDED = 4  # the most cached rows for each token for which they are expanded: more would take too much memory
 
 
 class MultiHeadLatentAttention(Layer):
@@ -123,12 +123,14 @@ class MultiHeadLatentAttention(Layer):
                 q_shared, k_shared = halves_of_pairs(q_shared), halves_of_pairs(k_shared)
             q_shared, k_shared = (rotate(y, place, self.rotation, rows.last_positions) for y in (q_shared, k_shared))
         stored = jnp.concatenate([c[..., None, :], k_shared], -1)
-        if "key" in state and self.should_absorb(rows.mean_length, state["key"].shape[1]):
+        if "key" not in state:
+            k, v = self.expanded(stored)
+            o, cache = rows.attend(jnp.concatenate([q, q_shared], -1), k, v, {}, None, self.scale, stored)
+        elif self.should_absorb(rows.mean_length, state["key"].shape[1]):  # one token always does
             o, cache = self.absorbed(q, q_shared, stored, state, rows)
         else:
-            k, v = (stored, c[..., None, :]) if "key" in state else self.expanded(stored)
             q = jnp.concatenate([q, q_shared], -1)
-            o, cache = rows.attend(q, k, v, state if "key" in state else {}, None, self.scale, stored, self.expanded)
+            o, cache = rows.attend(q, stored, stored, state, None, self.scale, expanded=self.expanded)
         if self.gate is not None:
             o = o * jax.nn.sigmoid(self.gate(x).astype(jnp.float32)).astype(o.dtype)[..., None]
         return self.output(merged(o)), cache

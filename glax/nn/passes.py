@@ -79,7 +79,8 @@ class Rows(Protocol):
         the new cache.
 
         stored: what a new cache holds in place of k and v, [*rows, H, E]. A cache without values stands for one whose values are
-        the first channels of its keys, as many as v has. expanded: (its rows) -> (k, v), for a cache whose rows are neither.
+        the first channels of its keys, as many as v has. expanded: (its rows) -> (k, v), for a cache whose rows are neither. k
+        and v are then the new rows. `Step` reads the cache as it is.
         """
         ...
 

@@ -70,16 +70,22 @@ def test_a_new_length_in_a_bucket_compiles_nothing(hybrid):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("is_known", [False, True])
-def test_a_stream_compiles_two_programs_and_none_behind_its_second_token(is_known):
+def test_a_stream_compiles_two_programs_and_none_behind_its_second_token(is_known, monkeypatch):
     """is_known: whether the sizes of the call are known, so that no thread compiles; JAX compiles then at the first calls."""
     jax.clear_caches()
     if not is_known:
         generation.compiled.clear()
-    loaded = model()
+    loaded, begun, start = model(), [], generation.start_compiling
+
+    def started(programs):
+        begun.extend(start(programs))
+        return begun
+
+    monkeypatch.setattr(generation, "start_compiling", started)
     with Compiled() as compiled:
         pieces = glax.models.stream(loaded, np.ones((1, 3), int), 6)
         next(pieces), next(pieces)
-    assert compiled.count == 2
+    assert (compiled.count, len(begun)) == (2, 0 if is_known else 2)
     with Compiled() as compiled:
         assert len(list(pieces)) == 4
     assert compiled.count == 0

@@ -1,5 +1,6 @@
 """The scheduler of `glax.server`: every answer is as its request would have it alone, whatever comes and goes beside it."""
 
+import argparse
 import concurrent.futures
 import dataclasses
 import functools
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import glax.models
+from glax.cli import serve
 from glax.server.request import Finished, QueueFull, Request, Stopped, Token
 from glax.server.scheduler import Scheduler
 from glax.server.slots import Slots, nbytes, read, write
@@ -527,6 +529,24 @@ def test_programs_are_compiled_ahead():
         found = scheduler.answers([request])[0].tolist()
     assert compiled.count == 0
     assert found == alone(loaded, request)
+
+
+def test_what_serve_compiles_while_it_reads_is_what_its_scheduler_calls(tmp_path):
+    jax.clear_caches()
+    sizes = dict(
+        model_type="gla", vocab_size=256, hidden_size=16, num_hidden_layers=1, num_heads=2, intermediate_size=16
+    )
+    model = glax.models.from_config(sizes, rngs=nnx.Rngs(0))
+    glax.models.save_pretrained(model, tmp_path)
+    own = dict(capacity=3, max_length=64, state_bytes=None, rows=24, queue=4)
+    rest = dict(folder=tmp_path, dtype=None, tensor=1, tokenizer=None, timeout=1.0)
+    loaded, _ = serve.loaded(argparse.Namespace(**own, **rest))
+    with Compiled() as compiled:
+        scheduler = Scheduler(loaded, **own)
+        scheduler.warm_up()
+    assert compiled.count == 1  # what makes the arrays; those that admit, read and write are there
+    request = Request([1, 2, 3] * 10, 8)
+    assert scheduler.answers([request])[0].tolist() == alone(model, request)
 
 
 @pytest.mark.parametrize("later", ["failure", "deadline"])

@@ -1,6 +1,6 @@
 """Compile programs side by side. XLA does not hold Python's lock, so threads that compile run at the same time."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
@@ -12,7 +12,16 @@ def start_compiling(programs: Iterable[jax.stages.Lowered]) -> list[Future]:
     JAX stores what is compiled, and a call of the same function and shapes finds it. A call before that compiles anew. programs:
     each is taken when those before it are being compiled. So it may be traced and lowered then.
     """
+    # Not the threads of `kernels.common.gpu`: these programs may wait for kernels that those compile.
     threads = ThreadPoolExecutor(thread_name_prefix="glax_compiles")
     compiling = [threads.submit(program.compile) for program in programs]
     threads.shutdown(wait=False)
     return compiling
+
+
+def beside(compiles: Callable[[], None], reads: Callable[[], None]):
+    """Call both, the first in a thread, and return when both have ended. Raises an error of `reads`, or else of `compiles`."""
+    with ThreadPoolExecutor(1) as thread:
+        compiling = thread.submit(compiles)
+        reads()
+        compiling.result()
