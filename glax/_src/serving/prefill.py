@@ -59,9 +59,9 @@ def prefill_into(
         output, final = recurrent(query, key, value, ..., initial_state=pool[slots]),     pool[slots] = final
 
     Sequence n continues from row slots[n]. Where fresh[n], it starts from zeros instead, as for a new request in a slot that
-    was used before. Prompts are usually packed: query [T, Hq, K] and so on, with cu_seqlens. cu_seqlens may be traced, so that
-    one program serves any prompts of up to T tokens together. Reading a long prompt in several calls equals reading it in one
-    call.
+    was used before; if fresh is None, all continue. Prompts are usually packed: query [T, Hq, K] and so on, with cu_seqlens.
+    cu_seqlens may be traced, so that one program serves any prompts of up to T tokens together. Reading a long prompt in
+    several calls equals reading it in one call.
 
     write_slots: the slots of the new states; `slots` if None. A prefix in the pool can thus be read without being changed, by
     several sequences too: `slots` may then repeat. Sequence n stores no state if write_slots[n] is -1.
@@ -71,7 +71,8 @@ def prefill_into(
 
     states_every, state_slots: a number E, a multiple of 64, and [M] slots for the states behind every E tokens, in the order of
     `recurrent`'s `states`. The states of sequence i follow the states of the sequences before it: T // E of each, or if packed
-    as many as the sequence has whole pieces of E tokens. Slots without a state, and slots of absent sequences, do not change.
+    as many as the sequence has whole pieces of E tokens. M is at most N (T // E), or T // E if packed. Slots without a state,
+    and slots of absent sequences, do not change.
 
     Returns output [B, T, H, V], or [T, H, V] if query has no B, and the pool in its dtype: float32, or bfloat16 or float16 for
     storage. A pool that is donated to jit is updated in place. Slots outside the pool, repeated slots and rounding_key are as

@@ -192,7 +192,7 @@ class PrefixCache:
     # ---- the tree ----------------------------------------------------------------------------------------------------
 
     def check_reserved(self, slots: Sequence[int]):
-        """Raise ValueError unless the slots from 0 on are reserved, each once."""
+        """Raise ValueError unless the slots are reserved and none repeats. Slots of -1 pass."""
         taken = [slot for slot in slots if slot >= 0]
         if wrong := [slot for i, slot in enumerate(taken) if slot not in self.reserved or slot in taken[:i]]:
             raise ValueError(f"slots must be reserved and stand once, got {wrong[0]}: pass those that reserve returned")
@@ -214,18 +214,18 @@ class PrefixCache:
         return prefix.block
 
     def add_reference(self, block: Block):
-        """Count a prefix that ends with the block, and `touch` it."""
+        """Add 1 to the references of the last block of a prefix, and `touch` the block."""
         block.references += 1
         self.touch(block)
 
     def touch(self, block: Block | None):
-        """Set the last use of the block and of all blocks before it."""
+        """Set the last use of the block and of all blocks before it to now. None is no block."""
         while block is not None:
             block.last_use = next(self.clock)
             block = block.parent
 
     def remove_reference(self, block: Block):
-        """Count one prefix less that ends with the block."""
+        """Subtract 1 from the references of the last block of a prefix, and queue the block if it may be dropped."""
         block.references -= 1
         self.queue_if_droppable(block)
 
@@ -395,7 +395,11 @@ class PrefixStore:
         return [jnp.asarray(pool) for _, pool in leaves], batch, longest
 
     def check_ends(self, rows, slots, ends, longest: int | None):
-        """Raise ValueError for known ends that are no block's end, of requests with known rows and slots."""
+        """Raise ValueError unless the ends of `save` are multiples of `every`, from `every` to `longest`.
+
+        rows, slots, ends: [N] integers. Ends of requests with -1 in rows or slots pass, and so do all where one of the three is
+        traced. longest: the tokens that a row of the pools has room for; None without limit.
+        """
         rows, slots, ends = (known_values(x) for x in (rows, slots, ends))
         if rows is None or slots is None or ends is None:
             return
