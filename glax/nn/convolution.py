@@ -21,10 +21,11 @@ def uniform_filter(key, shape: tuple[int, int], dtype) -> Float[Array, "size wid
 
 
 class ShortConvolution(Layer):
-    """Compute a depthwise causal convolution:   y_t = act(sum over i of filter[i] * x_{t - size + 1 + i} + bias),   from zeros.
+    """Compute a depthwise causal convolution:   y_t = act(sum over i of filter[i] * x_{t - size + 1 + i} + bias).
 
-    The parameter filter is [size, width]; filter[size - 1] multiplies row t itself. Packed sequences do not read each other's
-    rows. Sums are float32. Over sequence shards of a mesh, jit exchanges size - 1 rows.
+    The parameter filter is [size, width]; filter[size - 1] multiplies row t itself. The rows before a sequence's first are its
+    state, or zeros without one. Packed sequences do not read each other's rows. Sums are float32. Over sequence shards of a mesh,
+    jit exchanges size - 1 rows.
 
     width:       the channels of x and y. size: how many rows a row reads, itself included.
     bias:        whether there is a bias [width], which starts as 0.
@@ -72,7 +73,10 @@ class ShortConvolution(Layer):
         return y, dict(recurrent=after)
 
     def extend(self, x: Float[Array, "*rows width"], before: Array | None, rows: Rows) -> tuple[Array, Array]:
-        """Return y and the new state, for a layer that keeps the state among its own. before: the state, or None for zeros."""
+        """Return y [*rows, width] in the dtype of x, and the new state. A layer calls it that holds a convolution.
+
+        before: the state of the convolution, [N, size - 1, width], or None for zeros. rows: as in `glax.nn.layer.Layer.mix`.
+        """
         views, after = rows.window(x, self.size, before)
         y = jnp.asarray(sum(view.astype(jnp.float32) * for_rows(x, self.filter[i]) for i, view in enumerate(views)))
         y = y if self.bias is None else y + for_rows(y, self.bias[...])

@@ -285,15 +285,15 @@ class SparseMLP(nnx.Module):
     routing: "softmax" or "sigmoid", the function of the logits x @ router; router [D, E] is a parameter.
     normalize: whether p_e is normalised over the top_k experts.
         With "softmax" p_e is the softmax over the top_k if True, and over all experts if False.
-        With "sigmoid" p_e is scaling sigmoid(logit_e) / (sum_floor + the sum of sigmoid(logit) over the top_k) if True, and
-        scaling sigmoid(logit_e) if False.
+        With "sigmoid" p_e is scaling * sigmoid(logit_e) / (sum_floor + the sum of sigmoid(logit) over the top_k) if True, and
+        scaling * sigmoid(logit_e) if False.
     corrected: whether the parameter `correction` [E], which starts as 0, is added to sigmoid(logits) where experts are chosen.
     groups, best_groups: into how many equal groups experts are divided, and in how many of these a token's top_k lie: those
         whose two greatest of sigmoid(logits) + correction have the greatest sum.
 
     sum_floor, scaling, corrected, groups and best_groups are for "sigmoid" alone. dtype, param_dtype and kernel_init are as in
-    `Experts`. mlp(x [..., D]) returns y [..., D]; the router reads x as it is. Raises TypeError or
-    ValueError, which names the argument. Liu et al. 2024, https://arxiv.org/abs/2412.19437.
+    `Experts`. mlp(x [..., D]) returns y [..., D]; the router reads x before it is converted to `dtype`. Raises
+    TypeError or ValueError, which names the argument. Liu et al. 2024, https://arxiv.org/abs/2412.19437.
 
     >>> mlp = nn.SparseMLP(64, 128, count=4, top_k=2, rngs=nnx.Rngs(0))
     >>> mlp(jnp.ones((16, 64))).shape

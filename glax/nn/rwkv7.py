@@ -52,12 +52,12 @@ class RWKV7Attention(Layer):
     In every layer but a model's first, a gate moves v_t towards the first layer's values: v_t = W_v x^v_t +
     sigmoid(V_2 V_1 x^v_t + f) * (first_t - W_v x^v_t). first, in the shape of x, holds v of layer 0, which is
     the second result of its `mix_values(x, state, rows)`. In later layers first is an argument of `mix` and `mix_values`, which
-    raise ValueError without it. So a call, `prefill_into` and `step` need layer_idx 0.
+    raise ValueError without it. A call, `prefill_into` and `step` pass no first: they raise it unless layer_idx is 0.
 
-    s, c and u are the parameters erase_scale, rate_scale and bonus; mu_r to mu_g are mix_receptance to mix_output_gate. The lower
-    letters d, e and f are biases.
+    s, c [width] and u [H, K] are the parameters erase_scale, rate_scale and bonus; mu_r to mu_g [width] are mix_receptance to
+    mix_output_gate. The lower letters d, e and f are biases [width]. GroupNorm has a group for each head, a scale and a bias.
 
-    width:       the width of x and y, and of r, k and v for all heads together. num_heads: H; divides width.
+    width:       the width of x and y, and of r, k and v for all heads together. num_heads: H; divides width. K is width / H.
     decay_rank, rate_rank, value_rank, gate_rank: the ranks of D_2 D_1, A_2 A_1, V_2 V_1 and G_2 G_1.
     layer_idx, num_layers: the layer's number in its model, from 0 on, and how many there are. What parameters start as depends
                  on both. Layer 0 has no V_2 V_1.
@@ -139,7 +139,7 @@ class RWKV7Attention(Layer):
 
     @property
     def state_passes(self) -> int:
-        """Return how often a token passes over its recurrent states: 3."""
+        """Return how often a token passes over all entries of its recurrent states: 3, twice to read them and once to write."""
         return 3  # the delta rule reads the state before it writes it
 
     def empty_state(self, batch: int, max_length: int | None = None) -> dict:
@@ -164,9 +164,10 @@ class RWKV7Attention(Layer):
         rows: Rows,
         first: Float[Array, "*rows width"] | None = None,
     ) -> tuple[Array, Array, State]:
-        """Return y, the values v [*rows, width] and the new state. first: the values of the model's first layer.
+        """Return y and the values v, [*rows, width] each, and the new state. v is behind the gate that reads `first`.
 
-        Raises ValueError if `first` is missing in a layer after the first.
+        x, state, rows: as in `glax.nn.layer.Layer.mix`. first: the v that the model's first layer returned here, None in that
+        layer. Raises ValueError if `first` is missing in a layer after the first.
         """
         d, shift = token_shift(x, state.get("shift"), rows)
 
