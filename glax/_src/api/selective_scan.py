@@ -79,14 +79,14 @@ def selective_scan(
 
     The batch axis may be absent: x and dt are then [T, D], and the arguments B and C are [T, N].
 
-    The gradient of every input is exact. It saves the states between chunks of tokens, and no array [B, T, D, N]. Options are
-    initial_state ([sequences, D, N], or [D, N] for all; zeros if None), reverse, cu_seqlens, segment_ids and pad_id, as in
-    `recurrent`, and platform. Raises TypeError and ValueError, as `recurrent` does.
+    The gradient of every input is exact. For it the scan saves the states between chunks of tokens, but no array [B, T, D, N].
+    Options are initial_state ([sequences, D, N], or [D, N] for all; zeros if None), reverse, cu_seqlens, segment_ids and pad_id,
+    as in `recurrent`, and platform. Raises TypeError and ValueError, as `recurrent` does.
 
     platform: "cpp", native code for CPUs; "triton", for GPUs of NVIDIA; "xla"; or None for the fastest one that is able. With
     several devices None is "xla", whose program XLA divides over the devices; inside a jax.shard_map over all axes of the mesh
-    it may be another. "cpp" and "triton" by name outside of jax.shard_map gather sharded arrays on each device. Raises
-    UnsupportedError, with the reason, if no kernel of that platform can run the call.
+    it may be another. Outside of jax.shard_map, a call that names "cpp" or "triton" gathers sharded arrays on each device.
+    Raises UnsupportedError, with the reason, if no kernel of that platform can run the call.
 
     Gu and Dao 2023, https://arxiv.org/abs/2312.00752.
 

@@ -101,7 +101,8 @@ recurrent = on_mesh(
     api.recurrent,
     """Compute `glax.recurrent` on a mesh:   S_out = D S_in + S   for every shard of T. The shards exchange only D and S.
 
-    With beta or erase, D is a dense [K, K] matrix.
+    S_in and S_out are the states that enter and leave a shard. S is its final state if none enters. D is the decay through all
+    of its tokens: with beta or erase a dense [K, K] matrix, and else factors of the state's rows and columns.
 
     The arrays have the shapes of the whole problem and any sharding. mesh: a jax.sharding.Mesh; None for the one that
     jax.set_mesh has set. batch_axis, head_axis, sequence_axis: the axes of the mesh that shard B, H and T; None shards nothing.

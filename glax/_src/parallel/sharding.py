@@ -25,9 +25,9 @@ class Spread:
     They raise ValueError if there is no mesh, for an axis that the mesh does not have or that is named twice, and for a size
     that does not divide B or H as below. To make a Spread raises nothing. An axis of None shards nothing.
 
-    batch_axis: an axis or a tuple of axes that shards B, which its size must divide. No communication. With cu_seqlens, where B
-        is 1, they shard T together with sequence_axis, which may be None: they then are a part of it in all that is said of
-        sequence_axis below, and their size need not divide T.
+    batch_axis: an axis or a tuple of axes that shards B, which its size must divide. No communication. With cu_seqlens B is 1,
+        and T is sharded over the axes of batch_axis, then over sequence_axis, which may be None. All that is said of
+        sequence_axis below then holds for these axes together. No size needs to divide T.
     head_axis: an axis or a tuple of axes that shards H, the largest of the head counts, which its size must divide. No
         communication. Queries, keys or values with fewer heads than shards are repeated.
     sequence_axis: the name of one axis that shards T; a tuple raises ValueError. Its n shards have T / n tokens each, after
@@ -101,9 +101,11 @@ class Spread:
         return recurrence_specs(r, self.batch_axis, self.head_axis, self.sequence_axis, shared_heads=self.head_axis)
 
     def reshard(self, arrays, specs, shape=None):
-        """Reshard a tree of arrays by specs, along explicit axes and in equal shards, which is all that array types express.
+        """Reshard a tree of arrays over the explicit axes of the mesh. specs: a tree of PartitionSpecs, one for each array.
 
-        A dimension is not sharded if its axes do not divide it, or its size in `shape`. shard_map handles automatic axes.
+        Array types have equal shards alone, so a dimension that its axes do not divide is not sharded. shape: the sizes that
+        decide this, for a caller that slices the array to them; those of each array if None. Automatic axes are left to
+        shard_map: without explicit axes the arrays are returned as they are.
         """
         mesh = self.mesh_in_use
         kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
