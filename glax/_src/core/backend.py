@@ -34,8 +34,12 @@ class Backend(enum.StrEnum):
 
     @classmethod
     def here(cls) -> "Backend":
-        """Return the backend that kernels are chosen for: of the platform that a program is lowered for, or while it is traced of
-        the mesh's devices, else of jax.default_device, else JAX's default backend."""
+        """Return the backend that kernels are chosen for at this place of a program.
+
+        While a program is lowered, this is the backend of the lowering's platform. While a program is traced, it is a
+        prediction: the backend of the devices of the current mesh; without a mesh, of jax.default_device; if that is not set,
+        of JAX's default backend.
+        """
         return cls.of(target_platform())
 
     @classmethod

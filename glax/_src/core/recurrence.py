@@ -17,24 +17,27 @@ from glax._src.core.segments import Segments, expanded
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Recurrence:
-    """S_t = decay_t * S_{t-1} + k_t v_t^T,   o_t = scale * S_t^T q_t,   in every sequence and head; already validated.
+    """Hold the operands of a call, already validated, as every kernel takes them. In every sequence and head:
+
+        S_t = decay_t * S_{t-1} + k_t v_t^T,     o_t = scale * S_t^T q_t
 
     H is the largest of the three head counts. The others divide H, and head h of H reads head h * heads // H. `scale` is one
     number per sequence, so that batches can be merged. With `erasure` this is the delta rule: S_t = decay_t * S_{t-1} + k_t
     (w_t * v_t - (decay_t * S_{t-1})^T e_t)^T. In packed arrays B is 1, and sequence n has the tokens from boundaries[n] up to,
-    and without, boundaries[n + 1]; those behind the last are padding. `boundaries` is the `cu_seqlens` of the public
-    functions. `reverse` scans every sequence from its last token to its first. `segments` divides unpacked rows further;
-    `folded` expresses this division by gates, which every kernel accepts.
+    and without, boundaries[n + 1]; those before the first boundary and behind the last are padding. `boundaries` is the
+    `cu_seqlens` of the public functions. `reverse` scans every sequence from its last token to its first. `segments` divides the
+    sequences of an unpacked batch further: it marks the tokens that start from a state of zeros, and padding. `folded` expresses
+    this division by gates, which every kernel accepts.
 
     The public functions make it of their arguments, with gates as logarithms. decay: the arrays `constant` [N, H], `head`
     [B, T, H], `key` [B, T, H, K] and `value` [B, T, H, V], whose sum is the log decay; None for 0. erasure: None without a delta
     rule, else an `Erasure`: `beta`, for which e = beta k and w = beta, or `erase` and `write`. With its `before_decay` e reads
     S_{t-1} in the place of decay_t * S_{t-1}, and with its `along` what e reads is taken from the state along another key than
-    k_t. initial_state: None for zeros. boundaries: None if no sequences are packed. segments: None if rows are whole.
+    k_t. initial_state: None for zeros. boundaries: None if no sequences are packed. segments: None if sequences are whole.
 
-    states_every: None, or a number n: kernels then also return the states behind every n tokens. The second result of a kernel
-    is then a `StoredStates`, of the final state and of these states, in place of the final state alone. The cotangent of that
-    result is a `StoredStates`, too. Kernels that store no states refuse such a recurrence.
+    states_every: None, or a number n: kernels then also return the states behind every n tokens. The `final_state` of their
+    `Outputs` is then a `StoredStates`, the tuple (final_state, states [N, J, H, K, V]), and so is its cotangent. Kernels that
+    store no states refuse such a recurrence.
 
     >>> from glax.testing.cases import CASES, recurrence
     >>> recurrence(CASES[0], "log-sigmoid").q.shape
@@ -92,7 +95,10 @@ class Recurrence:
 
     @property
     def transposed(self) -> "Recurrence":
-        """Return the recurrence with the decay and the initial state transposed. The caller then replaces q, k and v."""
+        """Return the recurrence of the transposed states [N, H, V, K]. The caller then replaces q, k and v.
+
+        The decays of keys and of values are exchanged, and the initial state is transposed. All else stays as it is.
+        """
         state = self.initial_state
         return self.replace(decay=self.decay.transposed, initial_state=None if state is None else state.mT)
 
@@ -116,7 +122,10 @@ class Recurrence:
 
     @property
     def without_padding(self) -> "Recurrence":
-        """Return the recurrence with zeros in the padding rows of `segments`, whose resets stay."""
+        """Return the recurrence with zeros at the padding of `segments`, in every array that has an axis of tokens.
+
+        The result's `segments` mark the same resets, but no padding.
+        """
         s = self.segments
         if s is None or s.is_token is None:
             return self
@@ -169,7 +178,10 @@ class Recurrence:
         return (rows >= self.boundaries[0]) & (rows < self.boundaries[-1])
 
     def ends(self, scan_end: bool) -> Bool[Array, "T"]:
-        """Return whether the scan of a sequence ends at each row, [T]; or begins there, if not `scan_end`."""
+        """Return which tokens are the last of their sequence in the order of the scan, or if not `scan_end` the first: bool [T].
+
+        Padding of packed sequences is neither. `segments` have no effect.
+        """
         rows, last = jnp.arange(self.q.shape[1]), scan_end != self.reverse
         if self.boundaries is None:
             return rows == (self.q.shape[1] - 1 if last else 0)

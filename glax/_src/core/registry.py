@@ -131,15 +131,15 @@ class KernelSpec:
     """Describe one implementation of one algorithm. `KernelRegistry.register` makes a KernelSpec from the function `run`.
 
     algorithm, platform, backend: the parts of its name, such as "chunked/xla/any". The algorithm's suffix states what it
-              computes: ".vjp" a gradient; ".step", ".verify" and ".replay" tokens of states in a pool; none the outputs and
-              final states
+              computes, and `role` names it: ".vjp" a gradient; ".step", ".verify" and ".replay" the outputs of tokens whose
+              sequences have their states in a pool; none the outputs and final states, with the role "forward"
     run:      (recurrence, config=) -> Outputs;
               for "<algorithm>.vjp" (recurrence, d_output, d_final[, residuals], config=) -> Recurrence. The residuals, by
               position, are what forward_with_residuals saved. They are left out if nothing was saved;
               for "<algorithm>.step" (recurrence of few tokens, pool, slots, config=) -> (output, pool), slot -1 for none;
               for "<algorithm>.verify" the same operands -> output;
-              for "<algorithm>.replay" (recurrence of one token, RingedStates, slots or None, config=)
-              -> (output, RingedStates)
+              for "<algorithm>.replay" (recurrence of one token, ringed, slots, config=) -> (output, ringed). ringed: the arrays
+              of a `glax.serving.StatePool`, states and replay rings. slots: None for all of them in order
     forward_with_residuals: (recurrence, config=) -> (Outputs, Residuals). The gradient kernel of the same algorithm and
               platform then reads the residuals instead of computing them again. None if it takes no residuals
     route:    (recurrence, *cotangents, config=) -> (line, missed), which `explain` shows. line: how the kernel runs this call,
@@ -150,23 +150,27 @@ class KernelSpec:
     forms:    the forms of decay that the kernel computes: of "none", "constant", "head", "key", "value" and "key+value". It
               refuses every other form
     erases:   whether the kernel runs recurrences with an `erasure`, which are of the delta rule
-    erases_before_decay: whether it also runs those whose erase vector reads the state before the token's decay
-    erases_along: whether it also runs those that take what is erased along another key than the value is written
+    erases_before_decay: whether it also runs those with erase_before_decay, as `recurrent` defines it
+    erases_along: whether it also runs those with erase_along, as `recurrent` defines it
     erasing_forms: the forms of decay that it computes with an erasure; None for `forms`
     supports: recurrence -> None, or why the kernel refuses it for another reason, whatever the machine and the config
     priority: recurrence -> number; of the able kernels, the one with the highest is chosen
     version:  a number, which the author increments when measured configs become invalid
     takes_segments: recurrence -> whether the kernel reads its segments; else the kernel receives `recurrence.folded`
-    mixes_segments: recurrence -> whether NaN or inf passes the gates of -inf between the segments of a recurrence that is folded.
-              Its results are then checked, and computed again token by token where they are not finite (solve/isolation.py)
-    isolate:  (run, recurrence, *cotangents) -> run(recurrence, *cotangents), or run again so that nothing that is not finite
-              passes from one sequence or segment to another; None for a kernel that lets nothing pass
-    two_phase: (recurrence, config) -> the kernel in two phases, or None where that would add work to `run`
+    mixes_segments: recurrence -> whether NaN or inf in one segment of `recurrence.folded` may spoil the results of others. The
+              results are then checked, and computed again token by token where they are not finite (solve/isolation.py)
+    isolate:  (run, recurrence, *others) -> the result of run(recurrence, *others), in which no NaN or inf has passed from one
+              sequence or segment to another. It calls `run`, and computes again what is not finite. others: the cotangents
+              and residuals of a gradient. None for a kernel that needs no more than `mixes_segments`
+    two_phase: (recurrence, config) -> the kernel in two phases, a `TwoPhase`, or None where these would add work to `run`. Where
+              devices share a sequence, the first computes the state of a device's tokens from zeros, and the second the
+              outputs, after the devices have exchanged states
     stores_states: recurrence -> None, or why the kernel does not store the states behind every r.states_every tokens
 
-    If left out, `supports` refuses nothing, `priority` is 0 (XLA's kernels have 0 to 2, those of a device more),
-    `saves_residuals` is True, and the flags of a recurrence are False; there is no form in two phases, and states behind n
-    tokens are not stored.
+    If left out, `config` is `Config`, `forms` has all six, `supports` refuses nothing, `priority` is 0 (XLA's kernels have 0 to
+    2, those of a device more), `version` is 0, and `saves_residuals` is True. `erases`, `erases_before_decay`, `erases_along`,
+    `omits_d_final`, `takes_segments` and `mixes_segments` are False. There is no route, `isolate` or form in two phases, and
+    neither residuals nor states behind n tokens are stored.
 
     >>> glax.kernel_registry.kernels["chunked/xla/any"].platform
     <Platform.XLA: 'xla'>
@@ -216,12 +220,13 @@ class KernelSpec:
 
     @property
     def is_step(self) -> bool:
-        """Return whether it computes tokens of states in a pool, and updates them there."""
+        """Return whether the kernel computes the outputs of tokens and replaces the states in a pool: the suffix ".step"."""
         return self.role is Role.STEP
 
     @property
     def is_pooled(self) -> bool:
-        """Return whether the kernel takes a pool of states, or RingedStates, and slots, which are None for a replay of all."""
+        """Return whether the kernel takes a pool of states and the slots of the sequences: the suffixes ".step", ".verify" and
+        ".replay"."""
         return self.role in (Role.STEP, Role.VERIFY, Role.REPLAY)
 
     def refusal(self, r: Recurrence, config: Config | None = None) -> str | None:
@@ -229,7 +234,11 @@ class KernelSpec:
         return self.refusal_by_traits(r, config, Facts.of(r)) or known_miscompile(self.name) or self.supports(r)
 
     def refusal_by_traits(self, r: Recurrence, config: Config | None, facts: "Facts") -> str | None:
-        """Return the refusal that follows from the fields of the kernel alone. facts: of r."""
+        """Return why the fields of this kernel refuse r here, before `supports` is asked. Return None if they do not.
+
+        These are its platform and backend, its forms, its class of configs, and whether it stores states. facts: `Facts.of(r)`,
+        which a caller forms once for all kernels.
+        """
         if self.backend not in (facts.here, Backend.ANY):
             return f"needs a {self.backend}, {facts.computes_on}"
         if self.backend is Backend.GPU and facts.gpu_is_unknown:
@@ -245,8 +254,10 @@ class KernelSpec:
         return None
 
     def other_form(self, r: Recurrence, form: str) -> str | None:
-        """Return why this kernel refuses the form of r: its decay, or that it erases. Return None if it does not. form:
-        `Decay.form`."""
+        """Return why this kernel refuses the decay or the erasure of r. Return None if it computes both.
+
+        form: `r.decay.form`, such as "key", which a caller forms once for all kernels.
+        """
         if r.erasure is not None and not self.erases:
             return "does not erase, as beta and erase require"
         if r.erasure is not None and r.erasure.before_decay and not self.erases_before_decay:
@@ -279,7 +290,10 @@ class KernelSpec:
         return self.config.heuristic(inv.args[0])
 
     def key(self, inv) -> str:
-        """Return the text under which measurements of an `Invocation` are stored; T and a packed N count as powers of two."""
+        """Return the text under which measurements of an `Invocation` are stored.
+
+        T and the number of packed sequences are rounded up to powers of two.
+        """
         return describe(inv.args[0])
 
     def candidate_cfgs(self, inv) -> Iterable[Config]:
@@ -396,8 +410,8 @@ class KernelRegistry:
         """Return (the able kernels of that role for r here, the chosen one first; the refusals of the others, by name).
 
         platform: the one whose kernels are asked, and listed; all if None. config: the config of the call; kernels with another
-        class of configs refuse. None: the call has none. role: what the kernels compute, `KernelSpec.role`; outputs and final
-        states if left out. Raises nothing if no kernel is able: the first list is then empty.
+        class of configs refuse. None: the call has none. role: the `KernelSpec.role` of the kernels that are asked; if left out,
+        those that compute outputs and final states. Raises nothing if no kernel is able: the first list is then empty.
         """
         facts = Facts.of(r)
         eligible = [s for s in self.kernels.values() if s.role is role and platform in (None, s.platform)]
