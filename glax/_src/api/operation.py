@@ -55,9 +55,11 @@ class RecurrentAttention(Kernel):
         return list(dict.fromkeys(config for spec in specs for config in spec.config.candidates(r)))
 
     def able(self, inv) -> tuple[list[KernelSpec], Recurrence]:
-        """Return (the registered kernels that can run the call, the best first; its Recurrence in shapes).
+        """Return (the registered kernels that can run the call, the best first; the `Recurrence` of the call, which has a
+        jax.ShapeDtypeStruct in place of each array).
 
-        Where no kernel stores the states behind every n tokens, these are the kernels that solve the call in pieces.
+        Where no kernel stores the states behind every n tokens, these are the kernels that solve n tokens at a time. Raises
+        UnsupportedError if no kernel can run the call.
         """
         load_kernels()
         arguments = self.named(inv.args, inv.kwargs)
@@ -76,7 +78,10 @@ class RecurrentAttention(Kernel):
         return kernel_registry.able(r, platform)[0], stored
 
     def as_bound(self, arguments: dict) -> dict:
-        """Return the arguments in the shapes that `bind` takes. Subclasses override it."""
+        """Return the arguments of the call, {name: value}, in the shapes that `glax.recurrent` takes.
+
+        Here they have these shapes already. A subclass whose arguments have others overrides it.
+        """
         return arguments
 
     def named(self, args: tuple, kwargs: dict) -> dict:

@@ -54,7 +54,9 @@ class Measurement:
 
 
 class ConfigCache:
-    """Hold the measured configs of this process, by kernel, its version and the key of the call. A new cache is empty.
+    """Hold the measured configs of this process. A new cache is empty.
+
+    A config is stored for a kernel, its version and the key of the call: the text that `Kernel.key` returns.
 
     >>> cache, q = glax.ConfigCache(), jnp.ones((1, 8, 2, 4))
     >>> call = glax.Invocation.of(glax.RecurrentAttention(), (q, q, q), {})
@@ -170,8 +172,11 @@ class PersistentCache:
             return self.read_again_alone(path, error)
 
     def read_again_alone(self, path: pathlib.Path, error: ContentError) -> dict:
-        """Read a file again under its lock, because another process may have repaired it. Otherwise set it aside and return
-        {}."""
+        """Read a file again under its lock, because another process may have repaired it since. Return its content.
+
+        If the content is still not of glax's format, set the file aside, with a warning, and return {}. error: what was wrong at
+        the first reading, for the warning where the file can neither be locked nor renamed.
+        """
         try:
             with locked(path):
                 return self.read_locked(path)
@@ -192,8 +197,12 @@ class PersistentCache:
             return {}
 
     def merge(self, path: pathlib.Path, about: dict, entries: dict):
-        """Add entries to a file, or make it. Raises OSError if the file cannot be written, or if its present content cannot be
-        read."""
+        """Add entries to a file, or make it. An entry replaces the one that the file has for the same key.
+
+        about: {"device": its name, "kernel": its name}, which the file states beside its entries. entries: {the key of a call: a
+        `Measurement` as a dict, and the name of its config's class as "type"}. Raises OSError if the file cannot be written, or
+        if its present content cannot be read.
+        """
         make_folders(path.parent, path.parents[2])
         with locked(path):
             old = self.read_locked(path).get("entries", {})

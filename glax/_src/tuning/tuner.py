@@ -61,7 +61,10 @@ class Tuner:
             return fresh.submit(self.measure, inv, validate_backward, x64_is_enabled()).result()
 
     def measure(self, inv: Invocation, validate_backward: bool, x64: bool) -> Measurement:
-        """Return what `tune` does, in this thread. x64: whether JAX has 64-bit dtypes meanwhile."""
+        """Measure as `tune` does, but in the calling thread, and return the `Measurement`.
+
+        x64: whether JAX has 64-bit dtypes enabled while the candidates are compiled and run.
+        """
 
         def compiled(config):
             with jax.enable_x64(x64), jax.default_device(jax.local_devices()[0]):

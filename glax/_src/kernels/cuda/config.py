@@ -62,10 +62,11 @@ class CudaConfig(Config):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> "CudaConfig":
-        """Return 256 threads and at most 128 columns.
+        """Return 256 threads and as many columns as V, rounded up to a power of two, but at most 128.
 
-        The columns are halved while a thread would hold more than HELD_BY_STEP or HELD_BY_TOKENS numbers of the state, and while
-        there are fewer than two blocks for each multiprocessor.
+        The columns are halved, to no fewer than 16, while a thread would hold more numbers of the state than HELD_BY_STEP in a
+        call of one token, or HELD_BY_TOKENS in a longer one. They are halved again, to no fewer than 32, while there are fewer
+        than two blocks for each multiprocessor.
         """
         K, V = r.q.shape[3], r.v.shape[3]
         columns = min(128, 1 << (V - 1).bit_length())
@@ -100,10 +101,11 @@ class ReplayConfig(CudaConfig):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> "ReplayConfig":
-        """Return 256 threads, each with at most HELD_BY_REPLAY numbers of the state where a block then has 16 columns or more.
+        """Return 256 threads and as many columns as V, rounded up to a power of two, but at most 256.
 
-        The columns are also halved while there are fewer than two blocks for each multiprocessor. Of a state in 8 bits a block
-        has all columns, as long as they are WIDEST_COMPACT at most.
+        The columns are halved, to no fewer than 16, while a thread would hold more than HELD_BY_REPLAY numbers of the state, and
+        while there are fewer than two blocks for each multiprocessor. Of a state in 8 bits a block has all columns, if these are
+        at most WIDEST_COMPACT and the state has at most MOST_COMPACT numbers; its threads grow with these numbers, from 128 on.
         """
         K, V = r.q.shape[3], r.v.shape[3]
         threads, columns = 256, 1 << (V - 1).bit_length()

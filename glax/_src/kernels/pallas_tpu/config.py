@@ -102,6 +102,7 @@ class TPUGradientConfig(TPUChunkedConfig):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> Self:
-        """Return fewer units where their blocks are larger: with per-key gates, in float32, and where the kernel erases."""
+        """Return chunks of 128 tokens and 8 units, or 4 units where their blocks are larger: in float32, with per-key gates, and
+        with beta or erase."""
         small = r.q.dtype == jnp.bfloat16 and r.decay.key is None and r.erasure is None
         return cls(units=8 if small else 4)

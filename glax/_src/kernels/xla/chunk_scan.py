@@ -52,10 +52,11 @@ class ChunkedConfig(Config):
 
     @classmethod
     def for_scan(cls, r: Recurrence) -> Self:
-        """Return the config of the scan: 64 tokens, but on CPUs 32 where reading a state costs less than longer pairs.
+        """Return the config of a scan over chunks: 64 tokens, but on CPUs 32 if K V is below 2^14 or gk and gv are both given.
 
-        The bound on the state was measured on a machine with two cores. With gates on both sides, the decays of 64 tokens would
-        often exceed the limit of the fast form.
+        Smaller states are cheap to read, and then longer chunks cost more for their pairs of tokens than they save in reads. The
+        bound was measured on a machine with two cores. With gk and gv, chunks of 64 tokens would often be out of range for the
+        fast form, which takes one product for all pairs.
         """
         large = r.q.shape[3] * r.v.shape[3] >= 2**14 and r.decay.form != "key+value"
         return cls(chunk=32 if Backend.here() is Backend.CPU and not large else 64)
