@@ -299,7 +299,7 @@ class PrefixStore:
         """Return the store with slot slots[n] written: the states in row rows[n] of the pools, which has read ends[n] tokens,
         and the keys and values of the last `every` of these tokens.
 
-        pools: as initial_states returns them. rows, slots, ends: [N] integers.
+        pools: a tree as the store's argument `initial_states` returns it. rows, slots, ends: [N] integers.
         -1 in rows or slots stores nothing. An end is a multiple of `every`, and at most the tokens that the pools have room for.
         Raises ValueError for other known ends, for known rows and slots out of range, and for known slots that repeat. Traced
         values that are out of range store nothing; traced slots that repeat are undefined.
@@ -328,9 +328,9 @@ class PrefixStore:
     def load(self, pools, rows: Int[Array, "N"], slots: Int[Array, "N J"]):
         """Return the pools with the prefixes of N requests in `rows`, as if the requests had read these tokens.
 
-        pools: as initial_states returns them. rows: [N] integers, the row of each request; -1 for none. slots: [N, J] integers,
-        the slots of each request's blocks in order, as in `Prefix`, followed by -1. A request without a slot, or with row -1,
-        changes nothing.
+        pools: a tree as the store's argument `initial_states` returns it. rows: [N] integers, the row of each request; -1 for
+        none. slots: [N, J] integers, the slots of each request's blocks in order, as in `Prefix`, followed by -1. A request
+        without a slot, or with row -1, changes nothing.
 
         Raises ValueError for known rows and slots out of range, for known rows that repeat, for a known -1 before a slot, and
         for pools without room for the tokens of the longest prefix, which is J blocks if slots are traced. A traced slot out of
@@ -411,7 +411,7 @@ class PrefixStore:
             raise ValueError(f"ends must be multiples of every={self.every}, from {self.every}{most}, got {wrong[0]}")
 
     def with_leaves(self, leaves) -> "PrefixStore":
-        """Return the store with other arrays."""
+        """Return the store with other arrays. leaves: as many as the store's `leaves`, in their order and shapes."""
         return self.tree_unflatten((self.every, self.paged, self.structure), leaves)
 
     def tree_flatten_with_keys(self):

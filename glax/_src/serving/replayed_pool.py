@@ -331,7 +331,12 @@ class StatePool:
         return f"StatePool({jnp.shape(self.states)[0]}, heads={(H, Hk, Hv)}, widths={(K, V)}, {own})"
 
     def checked(self, arrays: dict, options: TokenOptions, slots) -> tuple[dict, ScanOptions]:
-        """Return the arguments of `bind`, and its options. Raises the errors that do not need tracing."""
+        """Return the arrays of tokens by the names of `recurrent`'s arguments, and their flags, which are static under jit.
+
+        arrays: query, key, value and what else is checked with them. options: the other arguments of tokens. Raises TypeError or
+        ValueError for wrong names, types and flags, and for known slots that the pool does not have. Shapes are checked later,
+        while tracing.
+        """
         given: dict[str, Any] = dict(options)
         unknown = [name for name in given if name not in TokenOptions.__annotations__]
         if unknown:
@@ -344,7 +349,11 @@ class StatePool:
         return transferred(tokens), static.static
 
     def check_slots(self, slots, argument: str = "slots", letter: str = "B", may_repeat: bool = False):
-        """Raise TypeError or ValueError unless slots are None or [letter] integers, which are slots of the pool if known."""
+        """Raise TypeError or ValueError unless slots are None or a row of integers, which are slots of the pool if known.
+
+        argument, letter: the names of the argument and of its axis, for the errors. may_repeat: whether a slot may stand in it
+        more than once; -1 always may.
+        """
         if slots is None:
             return
         check_integers(argument, slots)
@@ -353,7 +362,10 @@ class StatePool:
         check_known_slots(slots, self.states, "the pool", argument, may_repeat=may_repeat)
 
     def check_accepted(self, accepted, slots):
-        """Raise ValueError for known numbers of accepted tokens that the known drafts do not have."""
+        """Raise ValueError if `accepted` has a number below 0, or above the number of drafts in its slot.
+
+        Nothing is checked where the values of one of these are known only to a running program.
+        """
         wanted = known_values(accepted)
         known = None if slots is None else known_values(slots)
         drafted = known_values(self.drafted)
@@ -380,7 +392,10 @@ class StatePool:
         return jnp.arange(P, dtype=jnp.int32), jnp.ones(P, bool)
 
     def gathered(self, tokens: dict, slots) -> tuple[dict, Any]:
-        """Return the tokens and the slots of all sequences on every device, where tokens are sharded along explicit axes."""
+        """Return the tokens and the slots, unchanged unless arrays are sharded along explicit axes of a mesh.
+
+        There each device then has the tokens and slots of all sequences, for the heads that it has.
+        """
         found = gathered(tokens | dict(pool=self.states, slots=slots))
         return {name: found[name] for name in tokens}, found["slots"]
 
@@ -418,7 +433,9 @@ class StatePool:
     ):
         """Return the pool's states, with those of the slots that are `full` advanced by their tokens in `ring`.
 
-        Where none is full, no state is computed or written. read: what was read of the states before, if anything.
+        full: [B], whether the state of each of the slots is written. Where none is, no state is computed. ring: the rings of the
+        slots, [B, C, ...] in the dtype of sums, with zeros behind their tokens. read: what was read of the states before; the
+        writes then depend on it, so that XLA need not copy the pool. None if nothing was read.
         """
         to_nearest = rounding_key is None or str(self.states.dtype) not in DROPPED
         in_pool = InPool.for_writes(self.states, slots, ring) if to_nearest else None
