@@ -392,10 +392,8 @@ class StatePool:
         return jnp.arange(P, dtype=jnp.int32), jnp.ones(P, bool)
 
     def gathered(self, tokens: dict, slots) -> tuple[dict, Any]:
-        """Return the tokens and the slots, unchanged unless arrays are sharded along explicit axes of a mesh.
-
-        There each device then has the tokens and slots of all sequences, for the heads that it has.
-        """
+        """Return the tokens and the slots. Where arrays are sharded along explicit axes of a mesh and slots are given, each device
+        then has those of all sequences, for its own heads. Otherwise they are unchanged."""
         found = gathered(tokens | dict(pool=self.states, slots=slots))
         return {name: found[name] for name in tokens}, found["slots"]
 
@@ -434,8 +432,8 @@ class StatePool:
         """Return the pool's states, with those of the slots that are `full` advanced by their tokens in `ring`.
 
         full: [B], whether the state of each of the slots is written. Where none is, no state is computed. ring: the rings of the
-        slots, [B, C, ...] in the dtype of sums, with zeros behind their tokens. read: what was read of the states before; the
-        writes then depend on it, so that XLA need not copy the pool. None if nothing was read.
+        slots, [B, C, ...] in the dtype of sums, with zeros behind their tokens. read: what was read of the states before,
+        on which the writes of a CPU depend, so that XLA need not copy the pool. None if nothing was read.
         """
         to_nearest = rounding_key is None or str(self.states.dtype) not in DROPPED
         in_pool = InPool.for_writes(self.states, slots, ring) if to_nearest else None

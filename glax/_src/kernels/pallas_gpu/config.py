@@ -107,13 +107,14 @@ def columns_in_memory(size: int, blocks: int, width: int) -> int:
 class HopperConfig(Config):
     """Configure the Hopper kernels.
 
-    parts: the segments of every sequence, 1 to 32; 1 for whole sequences. A call of packed sequences raises ValueError for more
-    where it has initial states, or per-key gates whose kernels do not read boundaries. Other packed sequences are scanned
-    whole, whatever parts is, in a gradient that receives the gradient of their final states.
+    parts: the segments that every sequence is divided into, 1 to 32; 1 for whole sequences. A call of packed sequences raises
+    ValueError for more than 1 if it has initial states, or per-key gates with K up to 64 or with beta or erase. Its gradient
+    scans whole sequences, whatever parts is, if their final states have a gradient.
 
-    columns: the columns of the state in a program, 64 or 128. A call with beta or erase raises ValueError for 128. Where heads
-    have 64 columns, 128 means two heads a program: this needs an even number of consecutive heads that share a query and a key,
-    no per-key gates and no states_every. Elsewhere 128 acts as 64 for such heads, and for K above 128 without per-key gates.
+    columns: the columns of the state in a program, 64 or 128. A call with beta or erase raises ValueError for 128. 128 acts as 64
+    where K is above 128 without per-key gates and, in a call that is not differentiated, where V takes an odd number of blocks of
+    64 columns. The exception is V up to 64 with K up to 128: if each head of query and of key serves an even number of heads, and
+    neither per-key gates nor states_every are given, 128 means two heads a program.
 
     Raises ValueError, which names the field, for any other value.
 
@@ -130,13 +131,13 @@ class HopperConfig(Config):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> "HopperConfig":
-        """Return the config that can run r with the lowest estimate of `Work.rounds`."""
+        """Return the config with the least estimated time, `Work.rounds`, of those that can run r."""
         work = Work.of(r)
         return cls(*min(work.shapes, key=work.rounds))
 
     @classmethod
     def candidates(cls, r: Recurrence) -> "list[HopperConfig]":
-        """Return the six configs with the lowest estimates, the heuristic first."""
+        """Return the six configs with the least estimated times, in their order. The first is the heuristic's."""
         work = Work.of(r)
         return [cls(*shape) for shape in sorted(work.shapes, key=work.rounds)[:6]]
 
