@@ -392,7 +392,7 @@ class StatePool:
         return jnp.arange(P, dtype=jnp.int32), jnp.ones(P, bool)
 
     def gathered(self, tokens: dict, slots) -> tuple[dict, Any]:
-        """Return the tokens and the slots. Where arrays are sharded along explicit axes of a mesh and slots are given, each device
+        """Return the tokens and the slots. If arrays are sharded along explicit axes of a mesh and slots are given, each device
         then has those of all sequences, for its own heads. Otherwise they are unchanged."""
         found = gathered(tokens | dict(pool=self.states, slots=slots))
         return {name: found[name] for name in tokens}, found["slots"]
