@@ -229,13 +229,20 @@ class TritonChunkedConfig(Config):
 class GradientConfig(Config):
     """Configure the chunked Triton kernels of the gradient.
 
-    chunk: the tokens of a chunk; the states at both its ends are stored. rows: the rows of the states that are processed
-    together. segment: the tokens that a program of the state kernels scans, as in `TritonChunkedConfig`. block: the rows and
-    columns of the state in such a program. warps, stages: the warps and the software pipeline's stages of the gradient kernel.
-    columns: 0 for one kernel, whose programs hold all columns of the states; or the columns of a block in two kernels. Programs
-    of the first kernel have `rows` rows and loop over blocks of `columns` columns. Those of the second have `columns` columns
-    and loop over the rows. With an erasure there is always one kernel, whose programs have `rows` rows. In float32 they loop over
-    blocks of `columns` columns, or hold all if it is 0; in other dtypes they hold all.
+    State kernels first scan the states and their gradients, and store both at the ends of all chunks. Gradient kernels then
+    compute the gradients of all chunks in parallel.
+
+    chunk: the tokens of a chunk.
+    segment, block: of the state kernels. segment: the tokens that a program scans, as in `TritonChunkedConfig`. block: the rows
+        and columns of a state in a program; with beta or erase the columns alone, of all rows.
+    warps, stages: of the gradient kernels, the warps of a program and the stages of its software pipeline.
+    rows, columns: of the gradient kernels, the rows and columns of a state that a program processes at a time:
+        columns=0: one kernel. A program goes through the rows, and takes all columns.
+        columns>0: two kernels. For dq, dk and the gates, a program has one block of rows and goes through the columns. For dv,
+            a program has one block of columns and goes through the rows.
+        With beta or erase there is always one kernel, whose programs go through the rows. In float32 they also go through blocks
+        of columns, or take all for columns=0. In other dtypes, and with erase_along, per-key gates and K and V up to 64, they
+        take all, whatever `columns` is.
 
     The fields are checked as those of `TritonChunkedConfig`.
 
@@ -318,10 +325,12 @@ class GradientConfig(Config):
 
     @classmethod
     def along(cls, plain: Self, r: Recurrence, block: int) -> Self:
-        """Return the config of the kernels of `delta_along`, in smaller chunks where `along_products` would spill registers.
+        """Return the config where `is_direct`: for erase_along with per-key gates and narrow heads.
 
-        A second stage loads the next rows of the states ahead. On sm_90 two programs share a multiprocessor all the same; on
-        sm_100 it would spill registers.
+        plain: the config of r without an erasure. block: the columns of a state in a program of the state kernels. Chunks have
+        the tokens of plain's in bfloat16 on sm_90 and sm_100, and half of these otherwise, where larger ones would spill
+        registers. In bfloat16 on sm_90 a second stage loads the next rows of the states ahead, and two programs share a
+        multiprocessor all the same; on sm_100 it would spill registers.
         """
         is_large = r.q.dtype == "bfloat16" and has_large_tiles()
         chunk = plain.chunk if is_large else plain.chunk // 2
