@@ -120,10 +120,11 @@ class TritonChunkedConfig(Config):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> Self:
-        """Return the best config found on an H200 in bfloat16 at widths of 128, `storing` where keys are wider, and else `scan`.
+        """Return `erasing` for the delta rule, and for other calls a config by dtype and K.
 
-        Chunks of narrow bfloat16 have 64 tokens, the smallest full tile of the tensor cores. A third pipeline stage is used
-        where a multiprocessor has a single program.
+        In bfloat16 with K up to 128 it is the best config found on an H200 at widths of 128. In bfloat16 with wider keys it is
+        `storing`, and in other dtypes `scan`. With K up to 128 chunks have 64 tokens, the smallest full tile of the tensor
+        cores, and a third pipeline stage is used where a multiprocessor has a single program.
         """
         if r.erasure is not None:
             return cls.erasing(r)
@@ -138,11 +139,12 @@ class TritonChunkedConfig(Config):
 
     @classmethod
     def storing(cls, r: Recurrence) -> Self:
-        """Return the config of wide heads in bfloat16, or the scan's config where the states would fill the memory.
+        """Return the config of two kernels, of which the first stores the states at all chunks, for bfloat16 with K above 128.
 
-        Chunks of 128 halve the bytes of the states. They are for constant gates and none: with key gates more scores would be
-        exact products, and with head gates this form was not timed. Small tiles would spill; there 8 warps share what 4 would
-        spill.
+        Where the states would take more than MOST_STATES bytes, it is `scan`. Chunks have 128 tokens with constant gates or none
+        if `has_large_tiles`, and 64 otherwise. Chunks of 128 halve the bytes of the states. With per-key gates they would have
+        more scores that are exact products, and with per-head gates they are not measured. Without large tiles, 4 warps would
+        spill registers where V is at least 128 and no gates are per key; there a program has 8.
         """
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
         large, form = has_large_tiles(), r.decay.form
@@ -155,7 +157,8 @@ class TritonChunkedConfig(Config):
 
     @classmethod
     def scan(cls, r: Recurrence) -> Self:
-        """Return the config of one scan of wide heads or wide dtypes. Smaller tiles avoid spills."""
+        """Return the config of one kernel, which computes outputs as it scans the state, for wide heads and for dtypes other than
+        bfloat16. Tiles are smaller where K or the dtype is wide, because larger ones would spill registers."""
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
         num_scans, wide = r.num_sequences * r.num_heads, r.q.dtype != "bfloat16"
         exact = r.q.dtype == "float32" and K == 128 and r.decay.form == "key"
@@ -166,10 +169,11 @@ class TritonChunkedConfig(Config):
 
     @classmethod
     def erasing(cls, r: Recurrence) -> Self:
-        """Return the config of the delta rule. A program holds the whole state of its columns, which are few where K is large.
+        """Return the config of the delta rule: `erasing_float32` in float32, unless `is_direct`, and else as follows.
 
-        Two generations of data centers' GPUs multiply tiles of 64 columns and have the shared memory of three stages, or
-        of two where e or key gates are one operand more. 32 columns are faster where 64 leave half of the multiprocessors idle.
+        A program holds all K rows of its columns of the state, which are few where K is large. GPUs that multiply 64 columns at a
+        time (`has_large_tiles`) have the shared memory of three stages, or of two where `erase` or per-key gates are one operand
+        more. They take 32 columns where programs of 64 would leave half of the multiprocessors idle.
         """
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
         if r.q.dtype == "float32" and not is_direct(r):
@@ -186,10 +190,11 @@ class TritonChunkedConfig(Config):
 
     @classmethod
     def erasing_float32(cls, r: Recurrence) -> Self:
-        """Return the config of the delta rule in float32, whose products have two terms of every operand in registers.
+        """Return the config of the delta rule in float32, with chunks of 64 tokens if `has_large_tiles` and no gates are per key,
+        and else of 32.
 
-        A chunk is loaded while the one before is processed. Chunks of 64 take 144 KB for that, and with key gates their
-        preparation would spill registers.
+        Products have two terms of every operand in registers. A chunk is loaded while the one before is processed: chunks of 64
+        take 144 KB of shared memory for that. With per-key gates the preparation of such chunks would spill registers.
         """
         if has_large_tiles() and r.decay.form != "key":
             return cls(64, 16, warps=8, stages=2)
@@ -215,7 +220,8 @@ class TritonChunkedConfig(Config):
         return list(dict.fromkeys(found))
 
     def other_forms(self, r: Recurrence) -> list[Self]:
-        """Return this config, others that store states, and the scan of wide heads."""
+        """Return what tuning measures where this config, which stores states, is the heuristic's: itself, some with other stages,
+        warps, blocks or columns, some with chunks of 128 tokens where `storing` may have them, and `scan`."""
         large, change = has_large_tiles(), functools.partial(dataclasses.replace, self)
         found = [self, change(stages=5 - self.stages), change(warps=12 - self.warps), change(block=128)]
         found += [change(columns=columns, warps=4) for columns in (32, 64) if columns < width(r.v.shape[3])]
@@ -408,10 +414,10 @@ class TritonReplayConfig(TokenConfig):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> Self:
-        """Return tiles of 32 columns and 4096 numbers, or more where K is larger, HELD_BY_REPLAY numbers a thread.
+        """Return the config whose programs hold 4096 numbers of the state, in at least 32 columns if V has as many.
 
-        The columns are halved to 16 where there are fewer than two programs for each multiprocessor. Of a state in 8 bits a
-        program has all columns, at most 16 warps.
+        Columns are halved, to no fewer than 16, while there are fewer than two programs for each multiprocessor. For a state in
+        8 bits they are all of V. A program has 4 to 16 warps: as many as give a thread HELD_BY_REPLAY numbers.
         """
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
         columns = min(V, max(32, 2**12 // K))
