@@ -96,17 +96,19 @@ def mamba3(
 
         S_t = alpha S_{t-1} + (1 - trap) DT alpha k_{t-1} v_{t-1}^T + trap DT k_t v_t^T,     o_t = S_t^T q_t + D v_t,
 
-    with alpha = exp(ADT_t) and trap = sigmoid(Trap_t). q and k are Q + Q_bias and K + K_bias after a rotation. Columns 2 i and
-    2 i + 1, as (a, b), become (a cos x - b sin x, a sin x + b cos x), with x = sum_{s <= t} pi tanh(Angles_s[i]) DT_s. The
-    columns behind 2 A are not rotated. softmax_scale, a factor of q, is 1 if None. With Z the output is o_t * silu(Z_t).
+    with alpha = exp(ADT_t), trap = sigmoid(Trap_t) and DT = DT_t, also in the term of the token before. q and k
+    are Q + Q_bias and K + K_bias after a rotation. Columns 2 i and 2 i + 1, as (a, b), become (a cos x - b sin x, a sin x +
+    b cos x), with x = sum_{s <= t} pi tanh(Angles_s[i]) DT_s. The columns behind 2 A are not rotated. softmax_scale, a factor of
+    q, is 1 if None. With Z the output is o_t * silu(Z_t).
 
     With a rank R, Q and K are [B, T, R, G, K]. A token writes the R products k_r v_r^T with v_r = MIMO_V_r * V to one state,
     and reads it R times: o_r = S_t^T q_r + D v_r. With Z, each o_r is multiplied by silu(MIMO_Z_r * Z). The output is the sum
     of MIMO_Out_r * o_r over r, or all o_r, [B, T, R, H, V], without MIMO_Out. The kernel mamba3_mimo rotates columns i and
     K / 2 + i together: move them to 2 i and 2 i + 1 first, as `glax.nn.Mamba3` does.
 
-    Q, K and V share one dtype of `recurrent`; the other arguments may have any float dtype. G divides H, K is even, and A is at
-    most K / 2. Without D there is no skip, and without Z no gate. A rank needs MIMO_V, and MIMO_Z where there is Z.
+    Q, K and V share one dtype of `recurrent`; the other arguments may have any float dtype. G divides H, and head h reads row
+    h // (H / G) of the G rows of Q and K. K is even, and A is at most K / 2. Without D there is no skip, and without Z no gate. A
+    rank needs MIMO_V, and MIMO_Z where there is Z.
 
     Returns `Outputs`: output [B, T, H, V], or as above with a rank, in Q's dtype, and final_state a `Mamba3State`, as
     initial_state is. Every input has a gradient. Raises TypeError or ValueError naming the argument. Other options as in

@@ -246,14 +246,14 @@ def gated_delta_product(
 
         S_t0 = exp(g_t) S_{t-1},   S_tj = S_t,j-1 + beta_tj k_tj (v_tj - S_t,j-1^T k_tj)^T,   o_t = softmax_scale * S_tn^T q_t
 
-    key, value, beta: T * num_updates rows, token by token: row t * num_updates + j is update j of token t. beta: any float dtype,
-    after its sigmoid. g: log decays, one a head or one a key channel; no decay if None. use_qk_l2norm: as in `delta_rule`.
-    cu_seqlens, segment_ids and states_every count tokens. `reverse` turns the tokens round, not the updates of one. Raises
-    ValueError if num_updates is below 1, or if key, value or beta have another number of rows. Other shapes and dtypes, options,
-    results and errors: as in `recurrent`. To go on from a state, as for the second part of a prompt, pass initial_state.
+    with n = num_updates and j = 1 ... n. key, value, beta: T * n rows, token by token: the first n rows are updates 1 to n of the
+    first token, and so on. beta: any float dtype, after its sigmoid. g: log decays, one a head or one a key channel; no decay if
+    None. use_qk_l2norm: as in `delta_rule`. cu_seqlens, segment_ids and states_every count tokens. `reverse` turns the tokens
+    round, not the updates of one. Raises ValueError if num_updates is below 1, or if key, value or beta have another number of
+    rows. Other shapes and dtypes, options, results and errors: as in `recurrent`. To go on from a state, as for the second part
+    of a prompt, pass initial_state.
 
-    It is the delta rule over T * num_updates rows: a row that is not a token's first has no decay, one that is not its last no
-    query.
+    It is the delta rule over T * n rows: a row that is not a token's first has no decay, one that is not its last no query.
 
     Siems et al. 2025, https://arxiv.org/abs/2502.10297.
 
