@@ -75,7 +75,9 @@ Mixing = Any  # a module with `mix` and `empty_state`; see CausalLM
 
 class CausalLM(nnx.Module):
     """Map tokens to logits of the next token by an embedding, blocks, a norm and a head. `from_config` and `from_pretrained` make
-    models; model(tokens [B, T]) returns logits [B, T, vocabulary].
+    models; model(tokens [B, T], segment_ids=None, pad_id=None) returns logits [B, T, vocabulary], as `__call__` says.
+
+    A function that makes models of a type passes these arguments: config, blocks, norm, names, and the others by keyword.
 
     config:    the `ModelConfig` of the checkpoint. names: the names of the parameters in the checkpoint.
     blocks:    modules with `mix(x, state, rows) -> (x, state)` and `empty_state(batch, max_length)`. x are the activations of
@@ -85,7 +87,7 @@ class CausalLM(nnx.Module):
     vocabulary, width: the number of tokens, and the number of channels of x.
     tied:      whether the head is the embedding's transpose; `head` is then None.
     precision: the dtypes of activations and parameters, and the rngs of their first values.
-    deviation: the deviation of the first values of embedding and head.
+    deviation: the standard deviation of the first values of embedding and head, which are normal.
     padding:   a token whose embedding gets no gradient as an input, as in the models' own code, or None.
     logit_cap: c of logits c tanh(z / c), or None.
 
@@ -240,7 +242,9 @@ class CausalLM(nnx.Module):
     # ---- their parts -------------------------------------------------------------------------------------------------
 
     def checked(self, tokens, form: str) -> Int[Array, "*rows"]:
-        """Return tokens as int32, after a check of their shape, their dtype, and where they are known their values."""
+        """Return tokens as int32. form: their axes, such as "[B, T]". Raises TypeError or ValueError for another number of axes,
+        for a dtype that is no integer, and for known tokens that the vocabulary does not have; ValueError if the embedding has
+        no values, as after `from_pretrained` with `only`."""
         if isinstance(self.embedding.embedding.get_value(), jax.ShapeDtypeStruct):
             require_whole(self)
         return checked_tokens("tokens", tokens, form, self.vocabulary)
@@ -249,7 +253,8 @@ class CausalLM(nnx.Module):
     def hidden(
         self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None, pad_id: int | None = None
     ) -> Array:
-        """Return the rows that the head reads, [B, T, width]."""
+        """Return the rows that the head reads, [B, T, width]: the activations behind the last norm, which `logits` takes.
+        Arguments and errors are as in a call of the model."""
         tokens = self.checked(tokens, "[B, T]")
         rows = parallel_rows(tokens.shape, None, segment_ids, pad_id)
         if self.remat is not None or self.patterns is not None:
@@ -284,8 +289,11 @@ class CausalLM(nnx.Module):
         return jnp.where((tokens == self.padding)[..., None], jax.lax.stop_gradient(x), x)
 
     def by_width(self, x: Float[Array, "B T width"]) -> Float[Array, "B T width"]:
-        """Return embedded rows as the table's shards give them, along the width. Exchanging these for whole rows of the batch is
-        one all-to-all; without this step the compiler may gather the rows of all devices."""
+        """Return embedded rows x. In training on a mesh, the axis "fsdp" shards their width here, and not the batch.
+
+        It also shards the width of the table, so that each device looks up some columns of the rows. The blocks read whole rows:
+        one all-to-all exchanges these columns for them. Without this step the compiler may gather the rows of all devices.
+        """
         if self.activations is None or self.activations.mesh.shape.get("fsdp", 1) == 1:
             return x
         rows, sequence, _ = self.activations.spec
@@ -294,7 +302,8 @@ class CausalLM(nnx.Module):
         return jax.lax.with_sharding_constraint(x, by_width)
 
     def through(self, x: Array, states: list[dict], rows: Rows) -> tuple[Array, list[dict]]:
-        """Return x behind all blocks, and the new states; no states where patterns of blocks are stacked."""
+        """Return x behind all blocks, and the new states. states: one dict for each block. A model of `patterns`, whose blocks
+        are stacked for training, reads none and returns []."""
         if self.patterns is not None:
             return self.through_patterns(x, self.patterns, rows), []
         after = []
@@ -304,7 +313,11 @@ class CausalLM(nnx.Module):
         return x, after
 
     def through_patterns(self, x: Any, patterns: Sequence[Pattern], rows: Rows) -> Any:
-        """Return x behind all layers, which begin without a state. One scan runs over the repeats of each pattern."""
+        """Return x behind all layers of a model of patterns, each of which begins without a state.
+
+        One scan runs over the repeats of a `Pattern`, blocks that follow one another. x: the activations [..., width], or a tree
+        of arrays where blocks pass on more.
+        """
         place, layers = 0, layers_of_blocks(patterns)
         for pattern in patterns:
             inside = slice(place, place + pattern.period)
@@ -334,11 +347,13 @@ class CausalLM(nnx.Module):
         return x
 
     def cannot_scan(self) -> str | None:
-        """Return why no scan can run over equal layers, for models whose layers read more than the layer before; else None."""
+        """Return why the layers cannot run in a scan, or None. A model overrides this if a layer reads the output of other layers
+        than the one before it."""
         return None
 
     def block_of(self, layer: int) -> Mixing:
-        """Return the block of a layer, or the stack that it is part of."""
+        """Return the block that holds the parameters of a layer, by its number from 0. In a model of `patterns` it also holds
+        those of the layers that are stacked with this one."""
         if self.patterns is None:
             return self.blocks[layer]
         layers = layers_of_blocks(self.patterns)
@@ -349,7 +364,8 @@ class CausalLM(nnx.Module):
         return ()
 
     def rematerialised(self, mix: Callable, rows: Rows) -> Callable:
-        """Return (x, state, ...) -> mix(x, state, rows, ...). Its backward pass recomputes what `remat` names."""
+        """Return (x, state, ...) -> mix(x, state, rows, ...). Its backward pass recomputes what `set_remat` does not store. In
+        training on a mesh, x and the result are sharded as `activations` says."""
 
         def of_state(x, state, *rest):
             if self.activations is None:
@@ -362,7 +378,8 @@ class CausalLM(nnx.Module):
         return of_state if self.remat is None else jax.checkpoint(of_state, policy=REMAT[self.remat])
 
     def before_head(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
-        """Return the rows that head_kernel multiplies. A model that scales its logits overrides this."""
+        """Return what the kernel of the head multiplies, from x behind the last norm: x itself. A model that scales its logits
+        overrides this."""
         return x
 
     @property
