@@ -112,8 +112,11 @@ class Attention(Layer):
         return self.attend(self.query(x), self.key(x), self.value(x), state, rows)
 
     def attend(self, q: Array, k: Array, v: Array, state: State, rows: Rows) -> tuple[Array, State]:
-        """Return the output and the new state from q, k and v, which are merged over heads. Models that add to q, k and v call
-        it."""
+        """Return y and the new state from W_q x, W_k x and W_v x, which are merged over heads: norms, rotation, gate and W_o are
+        applied here. Models that change these projections call it.
+
+        q: [*rows, num_heads * head_width], or twice as wide if gated. k, v: [*rows, num_kv_heads * head_width].
+        """
         if self.norm_whole:
             q, k = self.normalized(q, k)
         q, k, v = by_head(q, self.num_heads), by_head(k, self.num_kv_heads), by_head(v, self.num_kv_heads)
@@ -128,5 +131,6 @@ class Attention(Layer):
         return self.output(merged(o)), cache
 
     def normalized(self, q: Array, k: Array) -> tuple[Array, Array]:
-        """Return q and k behind their norms, if there are any."""
+        """Return q and k behind their norms, or as they are without qk_norm. They are [*rows, heads, head_width], or merged over
+        heads with norm_whole."""
         return (q, k) if self.query_norm is None or self.key_norm is None else (self.query_norm(q), self.key_norm(k))

@@ -255,7 +255,8 @@ class GatedDeltaProduct(GatedDeltaNet):
         super().__init__(width, num_heads=num_heads, rngs=rngs, **more)
 
     def heads(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-        """Return q [*rows, heads, K], and k and v [*rows, n, heads, width]."""
+        """Return q, k and v divided into heads, with the feature map applied to q and k: q [*rows, heads, K], and k and v
+        [*rows, n, heads, width]. They come merged over heads, and k and v over the n updates too."""
         return super().heads(q, by_head(k, self.num_updates), by_head(v, self.num_updates))
 
     def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
@@ -268,7 +269,11 @@ class GatedDeltaProduct(GatedDeltaNet):
         return self.outputs(o, x), states | dict(recurrent=after)
 
     def by_updates(self, q, k, v, *, g, beta, **options) -> tuple[Array, Array]:
-        """Solve whole sequences. k, v [B, T, n, heads, width] and beta [B, T, n, H], or without B."""
+        """Compute `glax.gated_delta_product` of whole sequences by `recurrence`: return its outputs and final states.
+
+        q [B, T, heads, K], k and v [B, T, n, heads, width], g [B, T, H] or None, and beta [B, T, n, H], or all without B.
+        options: as there.
+        """
 
         def in_rows(x: Array, at: int) -> Array:
             """Return x with its axes `at`, of tokens, and at + 1, of updates, as one."""
@@ -287,8 +292,8 @@ class Comba(GatedDeltaNet):
         S_t = exp(g_t) S_{t-1} + beta_t n(k_t) (v_t - S_{t-1}^T n(p_t))^T
         o_t = S_t^T n(q'_t) / sqrt(K)                      y_t = W_o (RMSNorm(o_t) * sigmoid(W_s x_t))
 
-    with a b and a D for each head of k, and n(x) = x / sqrt(sum x^2 + 1e-6). In n(p_t) sigmoid(b) cancels but for the 1e-6, so
-    b acts almost only by q'.
+    with q, k, v, g and beta as in `GatedDeltaNet`, a b and a D for each head of k, and n(x) = x / sqrt(sum x^2 + 1e-6). In n(p_t)
+    sigmoid(b) cancels but for the 1e-6, so b acts almost only by q'.
 
     use_output_correction, correction_factor: whether there is D, and its first value. use_inner_decay: whether there is b, which
     starts as 1; p_t is k_t if False. gate_fn: the name of the function of W_s x_t, in place of sigmoid:

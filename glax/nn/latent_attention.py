@@ -107,7 +107,8 @@ class MultiHeadLatentAttention(Layer):
         return dict(key=jnp.zeros(shape, self.dtype or jnp.float32), length=jnp.zeros(batch, jnp.int32))
 
     def queries(self, x: Float[Array, "*rows width"]) -> tuple[Array, Array]:
-        """Return the parts of q that read W_k^h c_t and the shared key, [*rows, H, head_width or shared_width]."""
+        """Return (q, q_shared), before the rotation: the part of q that reads W_k^h c_t, [*rows, H, head_width], and the part
+        that reads the shared key, [*rows, H, shared_width]. Without a shared key the second has no columns."""
         if self.query_down is not None and self.query_norm is not None:
             x = self.query_norm(self.query_down(x))
         q = by_head(self.query(x), self.num_heads)
@@ -138,9 +139,10 @@ class MultiHeadLatentAttention(Layer):
     def should_absorb(self, tokens: int, cached: int) -> bool:
         """Return whether `tokens` tokens of a sequence should read the `cached` rows of its cache as they are.
 
-        Products with a row of the cache itself are wider than those with the key and value of a head, by 2 latent_width -
-        head_width - value_width, for each token and head. To form these takes latent_width (head_width + value_width) a head,
-        and memory for every row, also for those that hold no token yet.
+        Otherwise a key and a value are formed of every row. With w = head_width + value_width, this takes latent_width w products
+        a row and head. To read a row as it is takes 2 latent_width - w more products for each token and head. The cheaper way is
+        chosen. With more than EXPANDED cached rows a token, rows are read as they are in any case, because the keys and values
+        of all rows, also of those that hold no token yet, would take too much memory. So they are for a size that is a symbol.
         """
         if is_symbol(tokens) or is_symbol(cached):
             return True
@@ -155,7 +157,11 @@ class MultiHeadLatentAttention(Layer):
         return jnp.concatenate([k, shared], -1), v
 
     def absorbed(self, q: Array, q_shared: Array, stored: Array, state: State, rows: Rows) -> tuple[Array, State]:
-        """Return o [*rows, H, value_width] and the new cache, by products with the rows of the cache themselves."""
+        """Return o [*rows, H, value_width] and the new cache, where queries read the rows of the cache as they are.
+
+        q, q_shared: as `queries` returns them, with q_shared rotated. stored: the new rows of the cache, [*rows, 1,
+        latent_width + shared_width].
+        """
         kernel = kernel_of(self.expand).astype(q.dtype).reshape(self.latent_width, self.num_heads, -1)
         to_key, to_value = kernel[..., : self.head_width], kernel[..., self.head_width :]
         q = jnp.concatenate([jnp.einsum("...hd,rhd->...hr", q, to_key), q_shared], -1)

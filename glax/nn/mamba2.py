@@ -143,7 +143,7 @@ class Mamba2(Layer):
         return self.scan(self.input(x), state, rows)
 
     def scan(self, projected: Float[Array, "*rows inputs"], state: State, rows: Rows) -> tuple[Array, State]:
-        """Return the output and the new state from W_in's output `projected`. Models that scale W_in's output call it."""
+        """Return u' [*rows, width] and the new state from `projected`, which is W_in u. Models that scale W_in u call it."""
         inside, states = self.num_heads * self.head_width, self.groups * self.state_width
         _, xBC, dt = jnp.split(projected, [inside, 2 * inside + 2 * states], axis=-1)
         xBC, conv = self.conv.extend(xBC, state.get("conv"), rows)
@@ -167,7 +167,8 @@ class Mamba2(Layer):
     def gated(
         self, y: Float[Array, "*rows H V"], x: Float[Array, "*rows H V"], projected: Float[Array, "*rows inputs"]
     ) -> Float[Array, "*rows inside"]:
-        """Return the skip D x, and the norm with its gate z, the first part of W_in's output."""
+        """Return what W_out multiplies, [*rows, H V]: y + D x behind the norm and the gate z. y is S^T C without the skip, and z
+        the first H V columns of `projected`."""
         z = projected[..., : self.num_heads * self.head_width]
         wide = x.astype(jnp.float32)
         D = for_rows(wide, self.D[...].reshape(self.num_heads, -1))

@@ -119,8 +119,9 @@ class Mamba3(Layer):
 
     @property
     def state_passes(self) -> int:
-        """Return how often a token passes over its recurrent states: 2, or 2 R with mimo_rank R."""
-        return 2 if self.mimo_rank is None else 2 * self.mimo_rank  # each input writes, and each output reads
+        """Return how often a token passes over all entries of its recurrent states, once for each input and once for each output:
+        2, or 2 R with mimo_rank R."""
+        return 2 if self.mimo_rank is None else 2 * self.mimo_rank
 
     def empty_state(self, batch: int, max_length: int | None = None) -> dict:
         rank = () if self.mimo_rank is None else (self.mimo_rank,)
@@ -168,7 +169,12 @@ class Mamba3(Layer):
         return found | dict(D=self.D[...])
 
     def normed(self, y: Float[Array, "*shape H V"], z: Float[Array, "*rows H V"]) -> Float[Array, "*rows inside"]:
-        """Return y with the norm and its gate applied, if there is a norm, and then summed over its R rows."""
+        """Return what W_out multiplies, [*rows, H V], from the output y of `glax.mamba3`.
+
+        Without a norm, y [*rows, H, V] has its gate and is returned merged over heads. With a norm, the norm and the gate are
+        applied here. With a norm and mimo_rank, y is [*rows, R, H, V]: row r has the gate SiLU(mimo_z_r z), and is multiplied by
+        mimo_o_r before the sum over r.
+        """
         if self.norm is None:
             return merged(y)
         if self.mimo_rank is None:

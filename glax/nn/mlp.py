@@ -230,7 +230,8 @@ class Experts(nnx.Module):
         return self.on_rows(self.sum_over_experts, (x, weights, to_int32(experts)), kernels)
 
     def on_rows(self, f: Callable, arrays: tuple, *parameters: Any) -> Any:
-        """Return f(*arrays, *parameters): of each device's own rows of the arrays, where `rows` says how they lie."""
+        """Return f(*arrays, *parameters). If `rows` is a sharding, each device calls f with its own rows of the arrays and with
+        whole parameters, and returns its rows of the result. Row i of f's result must depend on no row of arrays but row i."""
         if self.rows is None:
             return f(*arrays, *parameters)
         spec = self.rows.spec

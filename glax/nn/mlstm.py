@@ -95,7 +95,8 @@ class MLSTM(Layer):
             layer.bias[...] = first.astype(layer.bias.dtype)
 
     def projected(self, x: Float[Array, "*rows width"]) -> list[Array]:
-        """Return q and k [*rows, H K], v and the output's gate [*rows, H V], and the two other gates [*rows, H]."""
+        """Return the projections [q, k, v, s, i, f] of x: q and k [*rows, H K], v and s = W_s x [*rows, H V], and the input gate
+        i and the forget gate f [*rows, H] before their cap."""
         layers = (self.query, self.key, self.value, self.output_gate, self.input_gate, self.forget_gate)
         return [layer(x) for layer in layers]
 
