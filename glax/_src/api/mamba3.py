@@ -46,9 +46,10 @@ GROUP = 16  # tokens whose angles one thread of a GPU sums
 
 
 class Mamba3State(NamedTuple):
-    """Hold the states of `mamba3`: the angle [N, H, A] in [0, 2 pi), S [N, H, K, V], and of the last token the rotated key
-    [N, H, K], or [N, H, R, K] with rank R, and the value [N, H, V].
+    """Hold the states of N sequences of `mamba3`: the `angle` [N, H, A] of rotation so far, in [0, 2 pi), `S` [N, H, K, V], and
+    of the last token the rotated `key` [N, H, K], or [N, H, R, K] with rank R, and the `value` [N, H, V].
 
+    A is the last axis of `Angles`: the number of pairs of channels that are rotated in each head.
     All are float32, or float64 for float64 inputs. Zeros stand before the first token. It is a tuple of the four.
 
     >>> glax.Mamba3State(*map(jnp.zeros, ((1, 2, 1), (1, 2, 4, 4), (1, 2, 4), (1, 2, 4)))).S.shape
