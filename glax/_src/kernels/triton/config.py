@@ -242,10 +242,10 @@ class GradientConfig(Config):
     segment, block: of the state kernels. segment: the tokens that a program scans, as in `TritonChunkedConfig`. block: the rows
         and columns of a state in a program; with beta or erase the columns alone, of all rows.
     warps, stages: of the gradient kernels, the warps of a program and the stages of its software pipeline.
-    rows, columns: of the gradient kernels, the rows and columns of a state that a program processes at a time:
-        columns=0: one kernel. A program goes through the rows, and takes all columns.
-        columns>0: two kernels. For dq, dk and the gates, a program has one block of rows and goes through the columns. For dv,
-            a program has one block of columns and goes through the rows.
+    rows, columns: of the gradient kernels, the rows and columns of a state that a program processes at a time. With columns=0
+        there is one kernel, whose programs go through the rows and take all columns. Otherwise there are two kernels. For dq, dk
+        and the gates, a program has one block of rows and goes through the columns. For dv, it has one block of columns and
+        goes through the rows.
         With beta or erase there is always one kernel, whose programs go through the rows. In float32 they also go through blocks
         of columns, or take all for columns=0. In other dtypes, and with erase_along, per-key gates and K and V up to 64, they
         take all, whatever `columns` is.
