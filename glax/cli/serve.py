@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import ipaddress
 import os
 import signal
@@ -36,6 +37,8 @@ def serve(args, listening: socket.socket, key: str | None) -> int:
     if app.hosts is None and key is None:
         print(f"glax serve: {address} can be reached from outside, and no key is asked for", file=sys.stderr)
     app.scheduler.warm_up()
+    gc.collect()
+    gc.freeze()  # a collection that walks what stays to the end holds Python's lock, and no round begins meanwhile
     app.scheduler.start()
     listening.listen()  # clients that call before the first round of the loop wait
     try:

@@ -1,12 +1,13 @@
 """Answer HTTP calls by a scheduler: OpenAI's completions, chat completions and models, health and metrics."""
 
 import asyncio
+import collections
 import functools
 import hashlib
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -48,7 +49,7 @@ class Server:
     ):
         self.served, self.scheduler, self.body_bytes, self.hosts = served, scheduler, body_bytes, hosts
         self.key = None if key is None else digest(key.encode("utf-8", "surrogateescape"))
-        self.metrics, self.created = Metrics(), int(time.time())
+        self.metrics, self.created, self.handover = Metrics(), int(time.time()), Handover()
         self.is_stopping, self.num_open = False, 0  # num_open: runs whose answers have not ended
         routes = [
             Route("/health", self.health),
@@ -166,6 +167,33 @@ class Server:
             await asyncio.sleep(0.01)
 
 
+class Handover:
+    """Bring events from the scheduler's thread to the queues of the event loop.
+
+    To wake the loop is a system call, at which the scheduler's thread gives up Python's lock and then waits for it. So a loop
+    that was woken is not woken again before it takes what has come: once for a round, and not once for a token.
+
+    arrived: queues of the loop, each with what is to be put there. is_woken: whether the loop is about to take them.
+    """
+
+    def __init__(self):
+        self.arrived: collections.deque[tuple[asyncio.Queue, Any]] = collections.deque()
+        self.is_woken = False
+
+    def put(self, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue, item: Any):
+        """Put an item into a queue of the loop. Any thread may call it."""
+        self.arrived.append((queue, item))
+        if not self.is_woken:
+            self.is_woken = True
+            loop.call_soon_threadsafe(self.take)
+
+    def take(self):
+        self.is_woken = False  # first: what comes from here on wakes the loop, or is taken below
+        while self.arrived:
+            queue, item = self.arrived.popleft()
+            queue.put_nowait(item)
+
+
 class Run:
     """Run the requests of a call. Raises Refusal if the scheduler takes not all of them."""
 
@@ -186,7 +214,7 @@ class Run:
 
     def receive(self, index: int, event: Event):
         """Take an event from the scheduler's thread."""
-        self.loop.call_soon_threadsafe(self.events.put_nowait, (index, event))
+        self.server.handover.put(self.loop, self.events, (index, event))
 
     def close(self):
         """Leave what still runs."""
@@ -196,20 +224,35 @@ class Run:
         self.server.metrics.request.observe(time.perf_counter() - self.began)
 
     async def pieces(self) -> AsyncIterator[tuple[int, str, list, bool]]:
-        """Yield (choice, text, its tokens, whether the answer ends with it) until the scheduler has ended all requests."""
+        """Yield (choice, text, its tokens, whether the answer ends with it) until the scheduler has ended all requests.
+
+        Tokens of a request that have come while the loop did other work are one piece: a loop that lags sends less often.
+        """
         is_first = True
         while not all(sample.is_over for sample in self.samples):
-            index, event = await self.events.get()
-            if is_first and isinstance(event, Token):
+            arrived = [await self.events.get()]
+            while not self.events.empty():
+                arrived.append(self.events.get_nowait())
+            if is_first and any(isinstance(event, Token) for _, event in arrived):
                 self.server.metrics.first_token.observe(time.perf_counter() - self.began)
                 is_first = False
-            sample = self.samples[index]
-            had_ended = bool(sample.reason)
-            text, entries = sample.push(event)
-            if not had_ended and sample.reason == "stop" and not sample.is_over:
-                self.tickets[index].cancel()
-            if text or entries or bool(sample.reason) != had_ended:
-                yield index, text, entries, bool(sample.reason)
+            for index in dict.fromkeys(index for index, _ in arrived):
+                had_ended = bool(self.samples[index].reason)
+                text, entries = self.push(index, (event for other, event in arrived if other == index))
+                if text or entries or bool(self.samples[index].reason) != had_ended:
+                    yield index, text, entries, bool(self.samples[index].reason)
+
+    def push(self, index: int, events: Iterable[Event]) -> tuple[str, list]:
+        """Return the text that events of a request add, and its tokens. Cancel a request whose answer a stop text ends."""
+        sample, texts, entries = self.samples[index], [], []
+        had_ended = bool(sample.reason)
+        for event in events:
+            text, found = sample.push(event)
+            texts.append(text)
+            entries += found
+        if not had_ended and sample.reason == "stop" and not sample.is_over:
+            self.tickets[index].cancel()
+        return "".join(texts), entries
 
     def failure(self) -> Refusal | None:
         """Return why one of the answers did not come about, if so."""
@@ -235,6 +278,8 @@ class Run:
                 yield self.writer.first(index)
         async for index, text, entries, has_ended in self.pieces():
             if (failure := self.failure()) is not None:
+                if text or entries:  # that have come together with the end
+                    yield self.writer.piece(index, text, entries)
                 yield failure.content()
                 return
             yield self.writer.piece(index, text, entries, self.samples[index].reason if has_ended else None)

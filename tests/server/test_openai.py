@@ -1,6 +1,9 @@
 """OpenAI's interface, by its own client over loopback: answers are those of `generate` alone."""
 
+import asyncio
+import concurrent.futures
 import json
+import threading
 
 import jax
 import numpy as np
@@ -11,6 +14,7 @@ import glax.models
 from glax.models.tokens import REPLACEMENT
 from glax.server import Token
 from glax.server.answers import Sample
+from glax.server.app import Handover
 from glax.server.protocol import read_call
 from tests.server.serving import NAME, TEXT, running
 
@@ -79,6 +83,54 @@ def test_a_stream_is_events_that_end_with_done(server):
     assert status == 200 and headers["content-type"] == "text/event-stream; charset=utf-8"
     assert events[-2:] == ["data: [DONE]", ""] and all(event.startswith("data: {") for event in events[:-2])
     assert all("usage" not in json.loads(event.removeprefix("data: ")) for event in events[:-2])
+
+
+def test_a_loop_that_lags_sends_what_has_come_together_and_stops_where_it_would(server):
+    """The loop is held up until the scheduler has written the whole answer, far beyond the stop text."""
+    options = dict(max_tokens=400, logprobs=1, stream_options=dict(include_usage=True), stream=True)
+    whole = "".join(chunk.choices[0].text for chunk in server.complete("lag", **options) if chunk.choices)
+    stop = whole[200:210]
+    want = server.complete("lag", **options | dict(stop=stop))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        calling = pool.submit(server.complete, "lag", **options | dict(stop=stop))
+        server.wait_until(lambda: server.scheduler.counts().running)
+        loop = server.listener.servers[0].get_loop()
+        loop.call_soon_threadsafe(server.wait_until, lambda: not server.scheduler.counts().running)
+        found = calling.result()
+    pieces = [[chunk.choices[0] for chunk in chunks if chunk.choices] for chunks in (want, found)]
+    texts = ["".join(x.text for x in each) for each in pieces]
+    assert texts[0] == texts[1] == whole[: whole.index(stop)]
+    tokens = [[token for x in each if x.logprobs for token in x.logprobs.tokens] for each in pieces]
+    assert tokens[0] == tokens[1] and len(pieces[1]) < len(tokens[1]) / 2
+    assert [each[-1].finish_reason for each in pieces] == ["stop", "stop"]
+    assert want[-1].usage == found[-1].usage
+
+
+def test_a_loop_is_woken_once_for_all_that_comes_before_it_takes():
+    async def taken():
+        loop, handover, queues, woken = asyncio.get_running_loop(), Handover(), [asyncio.Queue(), asyncio.Queue()], []
+        wake = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *call: (woken.append(call), wake(*call))
+
+        def put(queue, count=100):
+            for number in range(count):
+                handover.put(loop, queue, number)
+
+        for n in range(2):
+            threads = [threading.Thread(target=put, args=[queue]) for queue in queues]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            found = [[await queue.get() for _ in range(100)] for queue in queues]
+            assert found == [list(range(100))] * 2 and n < len(woken) <= 2 * (n + 1)
+        producing = [asyncio.to_thread(put, queue, 10_000) for queue in queues]  # while the loop takes
+        await asyncio.wait_for(asyncio.gather(*producing, *(drained(queue, 10_000) for queue in queues)), 60)
+
+    async def drained(queue, count):
+        assert [await queue.get() for _ in range(count)] == list(range(count))
+
+    asyncio.run(taken())
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])

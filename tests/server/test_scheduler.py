@@ -4,8 +4,10 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
+import gc
 import pathlib
 import re
+import socket
 import threading
 
 import jax
@@ -517,6 +519,58 @@ def test_a_program_is_called_before_the_results_of_the_one_before_are_handed_out
     assert scheduler.counts().rounds == 4
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_short_answers_are_those_of_generate(count):
+    """The only program of an answer of one token is the one that reads its prompt."""
+    scheduler = small_scheduler()
+    consumers = [Consumer(scheduler, Request([i, 2, 3], count, logprobs=0)) for i in range(5)]
+    run(scheduler)
+    assert all(one.tokens == alone(model_of(), one.request) and one.end.reason == "length" for one in consumers)
+    assert scheduler.counts().written_tokens == 5 * count
+    assert_free(scheduler)
+
+
+def test_an_end_token_found_late_drops_the_step_behind_it():
+    """The step that was called meanwhile reads the end token, which completes a block: no prefix holds it, nobody is told of its
+    token, and the next request in the slot is right."""
+    model, prompt, free = model_of(), [5, 6, 7, 1, 2], frozenset()
+    want = alone(model, Request(prompt, LONGEST))[:3]
+    assert len(set(want)) == 3 and len(prompt) + len(want) == 8
+    scheduler = small_scheduler(capacity=1, prefix_bytes=10**6, block=8)
+    one = Consumer(scheduler, Request(prompt, LONGEST, ends=frozenset(want[2:]), logprobs=1))
+    other = Consumer(scheduler, Request([3, 1], LONGEST, ends=free))
+    written, write = [], scheduler.slots.write
+    scheduler.slots.write = lambda slots: (written.append(one.ticket.length), write(slots))[1]
+    while not one.end:
+        scheduler.round()
+    assert written == [5, 6, 7] and one.ticket.length == 8
+    run(scheduler)
+    assert one.tokens == want and one.end.reason == "stop"
+    assert all(event.logprob is not None and len(event.likeliest) == 1 for event in one.events[:-1])
+    assert other.tokens == alone(model, other.request) and other.end.reason == "length"
+    assert scheduler.counts().written_tokens == len(want) + LONGEST
+    following = Consumer(scheduler, Request([*prompt, *want, 4], LONGEST, ends=free))
+    run(scheduler)
+    assert following.end.cached_tokens == 0 and following.tokens == alone(model, following.request)
+    assert_free(scheduler)
+
+
+def test_a_slot_is_given_on_in_the_round_that_cancels_its_request():
+    """The step of the cancelled request may still run; its token is nobody's."""
+    scheduler = small_scheduler(capacity=1)
+    one = Consumer(scheduler, Request([1, 2, 3], LONGEST))
+    scheduler.round()
+    scheduler.round()
+    other = Consumer(scheduler, Request([4, 5], LONGEST))
+    one.ticket.cancel()
+    scheduler.round()
+    assert one.end.reason == "cancelled" and scheduler.running == [other.ticket] and other.ticket.slot == 0
+    run(scheduler)
+    assert one.tokens == alone(model_of(), one.request)[: len(one.tokens)]
+    assert other.tokens == alone(model_of(), other.request)
+    assert_free(scheduler)
+
+
 def test_programs_are_compiled_ahead():
     """One makes the arrays, one admits, one reads and one writes; the first request compiles none."""
     jax.clear_caches()
@@ -547,6 +601,20 @@ def test_what_serve_compiles_while_it_reads_is_what_its_scheduler_calls(tmp_path
     assert compiled.count == 1  # what makes the arrays; those that admit, read and write are there
     request = Request([1, 2, 3] * 10, 8)
     assert scheduler.answers([request])[0].tolist() == alone(model, request)
+
+
+def test_serve_keeps_what_stays_to_the_end_from_collections(monkeypatch):
+    """When it answers, collections walk none of what loading has made."""
+    frozen, scheduler = [], small_scheduler()
+    listener = argparse.Namespace(signal=0, run=lambda sockets: frozen.append(gc.get_freeze_count()))
+    app = argparse.Namespace(scheduler=scheduler, hosts=frozenset(), served=argparse.Namespace(name="one"))
+    monkeypatch.setattr(serve, "prepared", lambda *arguments: (app, listener))
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            assert serve.serve(None, listening, None) == 0
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > 10_000 and not scheduler.thread.is_alive()
 
 
 @pytest.mark.parametrize("later", ["failure", "deadline"])
