@@ -5,6 +5,7 @@ import re
 import tomllib
 from importlib.metadata import files
 
+from docutils import nodes
 from sphinx.util import inspect
 from sphinx.util.fileutil import copy_asset
 
@@ -33,7 +34,7 @@ myst_heading_anchors = 3
 myst_all_links_external = False
 
 html_theme = "sphinx_book_theme"
-html_title = "glax"
+html_title = f"glax {VERSION}"
 html_logo = "_static/logo.svg"
 html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
@@ -127,10 +128,39 @@ def with_short_names(app, what, name, obj, options, signature, returns):
     """Write Array for the class that jaxtyping's annotations name by its private module, and the arguments of `__init__` for
     those of the metaclass of Flax's modules."""
     if what == "class" and signature == "(*args: Any, **kwargs: Any)":
-        of_init = inspect.signature(obj.__init__, bound_method=True)
-        # A default that is a function has no literal; its name can be parsed.
-        signature = re.sub(r"<function (\w+)[^>]*>", r"\1", inspect.stringify_signature(of_init))
-    return tuple(None if text is None else text.replace("jaxlib._jax.Array", "Array") for text in (signature, returns))
+        signature = inspect.stringify_signature(inspect.signature(obj.__init__, bound_method=True))
+    return tuple(None if text is None else with_parsable_defaults(text) for text in (signature, returns))
+
+
+def with_parsable_defaults(signature: str) -> str:
+    """Name the defaults that have no literal. Sphinx prints a signature that it cannot parse with the modules of all types."""
+    for found, name in (
+        (r"<function [\w.]*<lambda>[^>]*>|<factory>", "..."),
+        (r"<function (?:\w+\.)*(\w+)[^>]*>", r"\1"),
+        (r"<class '(?:\w+\.)*(\w+)'>", r"\1"),
+        (r"jaxlib\._jax\.Array", "Array"),
+    ):
+        signature = re.sub(found, name, signature)
+    return signature
+
+
+# ---- dates and negative numbers, which browsers break behind their hyphens -------------------------------------------
+
+
+UNBROKEN = re.compile(r"((?<![\w/.-])\d{4}-\d\d-\d\d(?![\w-])|\b\d[\d.]*e-\d+\b|(?<![\w-])-(?:inf\b|\d[\d.e-]*))")
+
+
+def with_unbroken_numbers(app, doctree, docname):
+    """Put dates and negative numbers of the text into elements that glax.css does not break."""
+    for text in list(doctree.findall(nodes.Text)):
+        parts = UNBROKEN.split(text.astext())
+        if len(parts) > 1 and not isinstance(
+            text.parent, nodes.literal | nodes.literal_block | nodes.math | nodes.math_block
+        ):
+            made = [
+                nodes.inline(x, x, classes=["unbroken"]) if i % 2 else nodes.Text(x) for i, x in enumerate(parts) if x
+            ]
+            text.parent.replace(text, made)
 
 
 def copy_mathjax(app, failure):
@@ -144,4 +174,5 @@ def setup(app):
     app.connect("build-finished", copy_mathjax)
     app.connect("autodoc-process-docstring", to_restructured_text)
     app.connect("autodoc-process-signature", with_short_names)
+    app.connect("doctree-resolved", with_unbroken_numbers)
     return dict(parallel_read_safe=True)
