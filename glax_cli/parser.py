@@ -144,14 +144,15 @@ def add_cache(commands):
     actions = parser.add_subparsers(dest="action", required=True, metavar="action")
     for name, takes, meaning in (
         ("list", None, "the files and how much is in each"),
-        ("show", "NAME", "the entries of one file, by its name in the list or a part of it"),
+        ("show", ("NAME", "of a file in the list, or a part of it"), "the entries of one file"),
         ("clear", None, "remove every file of measurements"),
-        ("export", "FILE", "write all measurements to one JSON file"),
-        ("import", "FILE", "add the measurements of an exported file; of two for the same call the faster stays"),
+        ("export", ("FILE", "to write"), "write all measurements to one JSON file"),
+        ("import", ("FILE", "that was exported"), "add the measurements of a file; of two for a call the faster stays"),
     ):
         action = add_command(actions, name, meaning, meaning[0].upper() + meaning[1:] + ".")
         if takes is not None:
-            action.add_argument("file", metavar=takes, type=str if takes == "NAME" else a_path)
+            metavar, help = takes
+            action.add_argument("file", metavar=metavar, help=help, type=str if metavar == "NAME" else a_path)
         if name == "clear":
             action.add_argument("--yes", action="store_true", help="do not ask")
         add_json(action)

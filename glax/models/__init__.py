@@ -1,7 +1,7 @@
 """Load, run, train and save the published models of this family. It needs flax, which `import glax` does not.
 
-model = glax.models.from_pretrained("folder")
-logits = model(tokens)
+>>> model = glax.models.from_pretrained("folder")
+>>> logits = model(tokens)
 """
 
 from glax.models.adapters import load_adapter, lora, merge_lora, save_adapter, without_lora

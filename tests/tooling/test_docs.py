@@ -125,6 +125,11 @@ def test_the_reference_of_the_command_line_is_the_parsers():
     assert made.page() == made.PAGE.read_text(), "python docs/command_line.py --write"
 
 
+def test_the_verdict_on_the_page_is_of_as_many_kernels_as_there_are():
+    load_kernels()
+    assert f" of {len(kernel_registry.kernels)} run here" in (DOCS / "command_line.md").read_text()
+
+
 def test_the_table_of_parameters_is_that_of_the_models():
     made = script("parameter_names")
     assert made.between(made.table()) in made.PAGE.read_text(), "python docs/parameter_names.py --write"
