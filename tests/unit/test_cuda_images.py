@@ -25,7 +25,7 @@ def image(base) -> pathlib.Path:
     path = base / "cuda" / "sm_90-nvrtc13.0" / "key.cubin"
     before = os.umask(0o002)
     try:
-        images.store(path, base, CODE)
+        images.PROGRAMS.write(path, base, CODE)
     finally:
         os.umask(before)
     return path
@@ -34,15 +34,15 @@ def image(base) -> pathlib.Path:
 def test_what_is_stored_is_read_again_and_is_private(image, base):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert images.stored(image, base) == CODE
-        assert images.stored(image.with_name("none"), base) is None
+        assert images.PROGRAMS.read(image, base) == CODE
+        assert images.PROGRAMS.read(image.with_name("none"), base) is None
     modes = {path: path.lstat().st_mode & 0o777 for path in (base, *image.parents[:2], image)}
     assert modes == {base: 0o700, image.parents[1]: 0o700, image.parent: 0o700, image: 0o600}
 
 
 def own(path: pathlib.Path, code: bytes = b"other code"):
     """Write an image with a right digest, as another user would."""
-    path.write_bytes(images.MARK + hashlib.sha256(code).digest() + code)
+    path.write_bytes(images.PROGRAMS.mark + hashlib.sha256(code).digest() + code)
 
 
 def of_another_owner(image, monkeypatch):
@@ -106,13 +106,13 @@ def in_a_folder_of_all(image, monkeypatch):
 def test_what_others_may_have_written_is_not_read(change, why, image, base, monkeypatch):
     change(image, monkeypatch)
     with pytest.warns(UserWarning, match=why):
-        assert images.stored(image, base) is None
+        assert images.PROGRAMS.read(image, base) is None
 
 
 def test_damaged_code_is_not_read(image, base):
-    for content in (b"", images.MARK, image.read_bytes()[:-1], b"x" + image.read_bytes()[1:]):
+    for content in (b"", images.PROGRAMS.mark, image.read_bytes()[:-1], b"x" + image.read_bytes()[1:]):
         image.write_bytes(content)
-        assert images.stored(image, base) is None
+        assert images.PROGRAMS.read(image, base) is None
 
 
 def test_nothing_is_written_through_a_link(base, tmp_path):
@@ -120,7 +120,7 @@ def test_nothing_is_written_through_a_link(base, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (base / "cuda").symlink_to(tmp_path / "elsewhere")
     with pytest.warns(UserWarning, match="Not a folder, but a link"):
-        images.store(base / "cuda" / "sm_90-nvrtc13.0" / "key.cubin", base, CODE)
+        images.PROGRAMS.write(base / "cuda" / "sm_90-nvrtc13.0" / "key.cubin", base, CODE)
     assert not any((tmp_path / "elsewhere").iterdir())
 
 

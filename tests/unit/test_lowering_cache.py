@@ -18,9 +18,10 @@ X, Y, Z = jnp.zeros(2), jnp.zeros((4, 5)), jnp.zeros(6, jnp.bfloat16)
 
 
 @pytest.fixture(autouse=True)
-def compiled(monkeypatch):
+def compiled(monkeypatch, tmp_path):
     """On a GPU that is not here: shapes that a thread is given to compile, in order."""
     found, one = [], ThreadPoolExecutor(1)
+    monkeypatch.setenv("GLAX_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.GPU))
     monkeypatch.setattr(lowering_cache, "known", {})
     monkeypatch.setattr(lowering_cache, "longest", {})
@@ -77,6 +78,54 @@ def test_lowered_once_for_its_shapes(compiled):
     program(launch, Z, Y[:3], X)
     assert len(traced) == 2
     assert compiled() == [[(2,), (4, 5), (6,)], [(2,), (3, 5), (6,)]]
+
+
+def lowered_anew(monkeypatch, traced: list, key="kernel") -> str:
+    """A program with one kernel, as a process lowers it that has lowered no kernel before."""
+    monkeypatch.setattr(lowering_cache, "known", {})
+    return program(lambda *x: lowering_cache.once(key, launching(traced), *x, results=TYPES), Z, Y, X)
+
+
+def test_a_later_process_reads_what_was_lowered(monkeypatch, compiled):
+    traced = []
+    texts = [lowered_anew(monkeypatch, traced) for _ in range(2)]
+    assert len(traced) == 1 and texts[0] == texts[1] == program(launching([]), Z, Y, X)
+    assert compiled() == [[(2,), (4, 5), (6,)]] * 2
+
+
+def test_what_another_key_option_or_version_lowered_is_not_read(monkeypatch):
+    traced = []
+    lowered_anew(monkeypatch, traced)
+    lowered_anew(monkeypatch, traced, key="other kernel")
+    assert len(traced) == 2
+    jax.config.update("jax_default_matmul_precision", "highest")
+    try:
+        lowered_anew(monkeypatch, traced)
+    finally:
+        jax.config.update("jax_default_matmul_precision", None)
+    assert len(traced) == 3
+    monkeypatch.setattr(lowering_cache, "sources", lambda: "changed")
+    lowered_anew(monkeypatch, traced)
+    assert len(traced) == 4
+
+
+def test_a_damaged_file_is_lowered_again_and_replaced(monkeypatch, tmp_path):
+    traced = []
+    lowered_anew(monkeypatch, traced)
+    (stored,) = tmp_path.rglob("*.mlirbc")
+    content = stored.read_bytes()
+    stored.write_bytes(content[:-1])
+    lowered_anew(monkeypatch, traced)
+    assert len(traced) == 2 and stored.read_bytes() == content
+
+
+def test_a_key_that_names_an_address_is_not_stored(monkeypatch, tmp_path):
+    traced = []
+    for _ in range(2):
+        lowered_anew(monkeypatch, traced, key=("kernel", object()))
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    lowered_anew(monkeypatch, traced)
+    assert len(traced) == 3 and not list(tmp_path.rglob("*.mlirbc"))
 
 
 def test_known_results_leave_tracing_to_the_lowering(compiled):

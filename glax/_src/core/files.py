@@ -2,6 +2,8 @@
 
 import contextlib
 import errno
+import functools
+import hashlib
 import json
 import math
 import os
@@ -40,6 +42,13 @@ def cache_folder() -> pathlib.Path | None:
     except RuntimeError:
         return None
     return found if found.is_absolute() else None  # older platformdirs leave "~" as it is
+
+
+@functools.cache
+def sources() -> str:
+    """Return a digest of the source code of this package."""
+    package = pathlib.Path(__file__).parents[2]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))).hexdigest()
 
 
 class ContentError(ValueError):

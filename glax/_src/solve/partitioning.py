@@ -15,7 +15,6 @@ import functools
 import hashlib
 import itertools
 import math
-import pathlib
 import re
 import sys
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from glax._src.core.backend import Backend, computes_on, jax_option, lowering_platform
 from glax._src.core.decay import PARTS
 from glax._src.core.erasure import Erasure
+from glax._src.core.files import sources
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, StoredStates, aligned, varying_axes
 from glax._src.kernels.common.softmax import SoftmaxOperands
 
@@ -264,15 +264,6 @@ def name_by_content(context, call, content: str):
     # Callbacks of a program that is not compiled yet stay, and serve this program, too.
     context.add_keepalive(callbacks.setdefault(bytes(name, "utf8"), info))
     call.attributes["backend_config"] = ir.StringAttr.get(name)
-
-
-PACKAGE = pathlib.Path(__file__).parents[2]  # glax
-
-
-@functools.cache
-def sources() -> str:
-    """Return a digest of the source code of this package."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py")))).hexdigest()
 
 
 def check_shardy():

@@ -3,15 +3,15 @@
 import dataclasses
 import functools
 import hashlib
-import warnings
 from pathlib import Path
 
-from glax._src.core.files import cache_folder, make_folders, read_trusted, replacing
+from glax._src.core.files import cache_folder
+from glax._src.kernels.common.stored import Code
 from glax._src.kernels.cuda.nvrtc import Compiler, load_compiler
 
 DEVICE = Path(__file__).parent / "device"
 HEADERS = ("half.cuh", "values.cuh", "decay.cuh", "block.cuh")  # of every kernel, in this order
-MARK = b"glax cuda image 1\n"  # a file continues with the digest of the code, and the code
+PROGRAMS = Code("CUDA program", b"glax cuda image 1\n")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +43,11 @@ def image_of(kernel: str, constants: tuple[tuple[str, int], ...], architecture: 
     key = hashlib.sha256(f"{source}\n{architecture}\n{version}".encode()).hexdigest()[:32]
     folder = cache_folder()
     path = None if folder is None else folder / "cuda" / f"{architecture}-nvrtc{version}" / f"{key}.cubin"
-    if folder is not None and path is not None and (code := stored(path, folder)) is not None:
+    if folder is not None and path is not None and (code := PROGRAMS.read(path, folder)) is not None:
         return Image(key, code)
     code, _ = compiler.cubin(source, options(architecture))
     if folder is not None and path is not None:
-        store(path, folder, code)
+        PROGRAMS.write(path, folder, code)
     return Image(key, code)
 
 
@@ -58,31 +58,3 @@ def program_text(kernel: str, constants: tuple[tuple[str, int], ...]) -> str:
 
 def options(architecture: str) -> list[str]:
     return [f"--gpu-architecture={architecture}", "-std=c++17"]
-
-
-def stored(path: Path, folder: Path) -> bytes | None:
-    """Return the code in a file below the cache folder; None if the file is missing or damaged.
-
-    The digest lies in the same file, so it shows damage alone. What anybody else may have written is not read, with a warning.
-    """
-    try:
-        content = read_trusted(path, folder)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        warnings.warn(f"glax does not read a stored CUDA program, and compiles it again: {error}", stacklevel=2)
-        return None
-    mark, digest, code = content[: len(MARK)], content[len(MARK) : len(MARK) + 32], content[len(MARK) + 32 :]
-    return code if mark == MARK and digest == hashlib.sha256(code).digest() else None
-
-
-def store(path: Path, folder: Path, code: bytes):
-    try:
-        make_folders(path.parent, folder)
-        with replacing(path) as written:
-            written.touch(mode=0o600)
-            written.write_bytes(MARK + hashlib.sha256(code).digest() + code)
-    except OSError as error:
-        warnings.warn(
-            f"glax could not store a CUDA program, and compiles it again in each process: {error}", stacklevel=2
-        )

@@ -1,12 +1,12 @@
-"""Lower each kernel once per process, and compile the kernels of a program in parallel.
+"""Lower each kernel once, and compile the kernels of a program in parallel.
 
-Pallas traces and lowers a kernel in Python, which takes seconds, and does so again for every program that contains
-it. XLA compiles the kernels of a program one after another. Here a kernel is traced and lowered separately when the first
-program that contains it is lowered, and every later program reuses the result. JAX traces calls that no program will contain,
-such as the forward without residuals of a call that is differentiated: their kernels are only recorded. A thread compiles a
-kernel while the next is lowered. Mosaic GPU caches compiled kernels for the whole process, and XLA finds them there.
-A gradient's kernel that takes longest to compile, where it is marked, is lowered before the kernels of the forward, so that it is
-compiled while all others are lowered.
+Pallas traces and lowers a kernel in Python, which takes seconds, and does so again for every program that contains it. XLA
+compiles the kernels of a program one after another. Here a kernel is traced and lowered separately when the first program that
+contains it is lowered. Later programs reuse the result. So do later processes, which find it in glax's cache folder. JAX traces
+calls that no program will contain, such as the forward without residuals of a call that is differentiated: their kernels are
+only recorded. A thread compiles a kernel while the next is lowered. Mosaic GPU caches compiled kernels for the whole process,
+and XLA finds them there. A gradient's kernel that takes longest to compile, where it is marked, is lowered before the kernels
+of the forward, so that it is compiled while all others are lowered.
 
 Mosaic GPU infers the layout of every value of a kernel. JAX 0.11 sorts the values by their operations as text, and MLIR verifies
 and numbers the whole kernel for the text of each: the time is quadratic in the kernel's size. JAX 0.12 sorts nothing, and the
@@ -16,22 +16,35 @@ layouts do not depend on the order. So `equal_variables` takes the place of JAX 
 import contextlib
 import dataclasses
 import functools
+import hashlib
+import os
+import pathlib
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jaxlib
 from jax.core import ShapedArray, Tracer
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
+from glax._src.core.backend import jax_option
+from glax._src.core.files import cache_folder, sources
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import Backend
 from glax._src.kernels.common.gpu import threads
+from glax._src.kernels.common.stored import Code
 
 replacing = threading.Lock()
+KERNELS = Code("Hopper kernel", b"glax hopper kernel 1\n")  # a module in MLIR's bytecode
+OPTIONS = (
+    "jax_enable_x64",
+    "jax_numpy_dtype_promotion",
+    "jax_default_matmul_precision",
+)  # of JAX, which change what is traced
 
 
 def equal_variables(system) -> dict:
@@ -73,9 +86,11 @@ def equal_variables_used_by_jax():
 class Kernel:
     """Hold a function of arrays that launches one kernel, and trace and lower it at its first use.
 
-    types: the shapes and dtypes of the results. part_of: the call (`Current.call`) that recorded it first.
+    key: all that it depends on. types: the shapes and dtypes of the results. part_of: the call (`Current.call`) that recorded it
+    first.
     """
 
+    key: Hashable
     call: Callable
     shapes: list[jax.ShapeDtypeStruct]
     types: Sequence[jax.ShapeDtypeStruct]
@@ -94,11 +109,20 @@ class Kernel:
     @functools.cached_property
     def lowered(self) -> bytes:
         """Return the kernel's own module in MLIR's bytecode, and start to compile it in a thread."""
-        traced = self.traced  # outside of the lock, which tracing does not need
-        with equal_variables_used_by_jax():
-            found = in_no_trace(lambda: traced.lower(lowering_platforms=("cuda",)).compiler_ir())
+        folder, path = (
+            cache_folder(),
+            in_no_trace(lambda: path_of(self.key)),
+        )  # with the options that it is lowered with
+        found = None if folder is None or path is None else KERNELS.read(folder / path, folder)
+        if found is None:
+            traced = self.traced  # outside of the lock, which tracing does not need
+            with equal_variables_used_by_jax():
+                module = in_no_trace(lambda: traced.lower(lowering_platforms=("cuda",)).compiler_ir())
+            found = mlir.module_to_bytecode(module)
+            if folder is not None and path is not None:
+                KERNELS.write(folder / path, folder, found)
         threads().submit(self.compile)
-        return mlir.module_to_bytecode(found)
+        return found
 
     def compile(self):
         """Compile the kernel, for Mosaic GPU's cache. An error here occurs again in the program, and is reported there."""
@@ -107,6 +131,21 @@ class Kernel:
             return kernel_p.bind(*operands, kernel=self)
 
         jax.jit(alone).lower(*self.shapes).compile()
+
+
+def path_of(key: Hashable) -> pathlib.PurePath | None:
+    """Return the path of a kernel below the cache folder.
+
+    A digest of the key, this package's code and what JAX lowers with. Return None where the key's text may not stand for the key
+    in another process, and where Mosaic GPU's variables ask to see kernels.
+    """
+    text = repr(key)
+    if " at 0x" in text or any(name.startswith("MOSAIC_GPU_DUMP") for name in os.environ):
+        return None
+    options = [jax_option(name) for name in OPTIONS]
+    made_by = sources(), jax.__version__, jaxlib.__version__, options
+    digest = hashlib.sha256(repr((text, made_by)).encode()).hexdigest()[:32]
+    return pathlib.PurePath("hopper", f"jax{jax.__version__}", f"{digest}.mlirbc")
 
 
 class Current(threading.local):
@@ -166,7 +205,7 @@ def once(
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     key = specialisation, *((x.shape, x.dtype) for x in shapes)
     if key not in known:
-        kernel = known.setdefault(key, Kernel(call, shapes, results, current.call))
+        kernel = known.setdefault(key, Kernel(key, call, shapes, results, current.call))
         if is_longest and current.call is not None:
             longest[current.call] = kernel
     return kernel_p.bind(*operands, kernel=known[key])
