@@ -268,6 +268,10 @@ CALLS = {
     "delta": delta("g", T=72, **SMALL),
     "delta, gates of -120": delta("g", Draw("-120"), T=72, **SMALL),
     "delta, shared heads": delta("g", T=130, heads=(1, 1, 2), **SMALL),
+    "delta, four heads of two keys, one row, reversed": delta(
+        "g", HARD, heads=(1, 2, 4), state=False, reverse=True, save=False, **SMALL, **PACKED
+    ),
+    "delta, three heads of a key": delta("g", T=72, heads=(3, 1, 3), **SMALL),
     "delta, -inf on 5%, beta to 2, reversed": delta("g", HARD, reverse=True, save=False),
     "delta, -100 on 5%, beta 2, reversed": delta("g", HARDER, reverse=True, save=False),
     "delta, packed, odd widths": delta("g", K=40, V=100, **PACKED),

@@ -15,6 +15,7 @@ if importlib.util.find_spec("jax_plugins") is None or not any(
 ):
     pytest.skip("needs JAX's CUDA plugin and NVIDIA's compiler and disassembler: make hopper", allow_module_level=True)
 
+import glax
 from glax._src.core.registry import Backend
 from glax._src.kernels.pallas_gpu import isolation
 from glax._src.kernels.pallas_gpu.device import cache as lowering_cache
@@ -210,6 +211,24 @@ def test_arrays_spread_over_devices(a_gpu):
     launched = [kernel for kernel in lowering_cache.known.values() if "lowered" in vars(kernel)]
     assert found.count('custom_call_target="mosaic_gpu_v2"') == len(launched) > 1
     assert "all-gather" not in found and "bf16[1,1024,2,64]" in found
+
+
+def test_a_gradient_of_heads_in_pairs_needs_memory_for_its_states_alone(a_gpu):
+    """Beside arguments and results the peak has the states of the forward and of the adjoint: no dq and dk of each head."""
+    B, T, H, K, V = 2, 2048, 8, 128, 128
+
+    def gradient(q, k, v, g, beta, d_output):
+        def f(*x):
+            return glax.recurrent(*x[:3], g=x[3], beta=x[4], platform="pallas").output
+
+        return jax.vjp(f, q, k, v, g, beta)[1](d_output)
+
+    keys, values = shaped(B, T, H // 2, K), shaped(B, T, H, V)
+    numbers = shaped(B, T, H, dtype=jnp.float32)
+    traced = jax.jit(gradient).trace(keys, keys, values, numbers, numbers, values)
+    found = traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=dict(xla_gpu_autotune_level=0))
+    states = 2 * B * (T // 64) * H * V * (K + 64) * 2  # bytes
+    assert found.memory_analysis().temp_size_in_bytes < 1.05 * states
 
 
 def test_lowered_once_they_stand_in_a_program_as_without(request):

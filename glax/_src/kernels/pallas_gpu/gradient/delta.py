@@ -20,7 +20,8 @@ reads the state before the token's decay, e_i . de_i counts in dg_t for i > t, a
 are left out of the sums, too.
 
 Two kernels compute this. Up to 128 channels and columns, `delta_gradient` has all of S in shared memory. Its programs are
-persistent: one for each multiprocessor, which takes chunks of heads in turns. Where keys or values are wider,
+persistent: one for each multiprocessor, which takes chunks of heads in turns. Where heads share q and k in even numbers, it takes
+two neighbours one after another and writes the sums of their dq and dk; XLA adds up the rest. Where keys or values are wider,
 `delta_gradient_wide` has a program for every chunk, head and 128 channels of K, or two of 96 where K is 192. dO U^T, dX U^T, dO
 S^T, dX S^T, U dS'^T and <S, dS'> are then added up in registers over steps of 64 columns of V, always in the same order. So q,
 k and the states are read once, and dq and dk are written once. dq, de and dk of a channel need no sums over other channels, but
@@ -30,7 +31,8 @@ Roles. *queries* computes A and dq (`compute_queries`, `compute_queries_wide`), 
 `compute_keys_wide`). *load* loads (`load`, `load_wide`). At last *queries* forms dg from the sums of each token that both have
 left in `Tiles.numbers`.
 
-Memory. `Tiles` has what both kernels share, `States` or `Columns` what has columns of V. dq and dk overwrite q and k. A tile with
+Memory. `Tiles` has what both kernels share, `States` or `Columns` what has columns of V. dq and dk overwrite q and k, but have
+tiles of their own where two heads are summed: the first one's dq and dk, rounded, wait there for the second one's. A tile with
 columns of V is loaded again as soon as its products are done, while products of pairs of tokens with q and k run. Who waits for
 whom in `delta_gradient`:
 
@@ -117,15 +119,15 @@ class Operands(NamedTuple):
 class Results(NamedTuple):
     """Hold the results, in global memory."""
 
-    dq: Ref  # [B, T, H, K]
-    dk: Ref  # [B, T, H, K]
+    dq: Ref  # [B, T, H / sums, K]: sums over as many neighbouring heads
+    dk: Ref  # [B, T, H / sums, K]
     terms: Ref  # [B, chunks, H * blocks of K, TERMS, C]: q . dq / scale; dg; de . k, which is left out with e
     de: Ref  # [B, T, H, K]; None with beta
 
     @classmethod
-    def types(cls, x: Operands, blocks: int = 1) -> "Results":
+    def types(cls, x: Operands, blocks: int = 1, sums: int = 1) -> "Results":
         (B, T, H, _), K, chunks = x.d_output.shape, x.q.shape[3], x.factors.shape[1]
-        rows = jax.ShapeDtypeStruct((B, T, H, K), BF16)
+        rows = jax.ShapeDtypeStruct((B, T, H // sums, K), BF16)
         count, de = (TERMS, None) if x.e is None else (D_BETA, rows)
         return cls(rows, rows, jax.ShapeDtypeStruct((B, chunks, H * blocks, count, C), jnp.float32), de)
 
@@ -142,11 +144,14 @@ class Tiles(NamedTuple):
     erase_pairs: tuple[Ref, Ref]  # [C, C]: beta_i B_ij in two terms; with e B_ij
     e: Ref  # [C, K]; None with beta
     de: Ref  # [C, K]; None with beta
+    dq: Ref  # [C, K]: of the first of two heads, and then their sum; None where heads are not summed
+    dk: Ref  # [C, K]
 
     @classmethod
-    def types(cls, K: int, has_erase: bool, lead: tuple[int, ...] = ()) -> "Tiles":
-        """lead: axes before those of each tile."""
+    def types(cls, K: int, has_erase: bool, lead: tuple[int, ...] = (), sums: int = 1) -> "Tiles":
+        """lead: axes before those of each tile. sums: the heads over which dq and dk are summed."""
         tiled = functools.partial(tiles.tiled, columns=tile_columns(K))
+        summed = tiled(*lead, C, K) if sums > 1 else None
         return cls(
             q=tiled(*lead, C, K),
             k=tiled(*lead, C, K),
@@ -155,6 +160,8 @@ class Tiles(NamedTuple):
             erase_pairs=(tiled(*lead, C, C), tiled(*lead, C, C)),
             e=tiled(*lead, C, K) if has_erase else None,
             de=tiled(*lead, C, K) if has_erase else None,
+            dq=summed,
+            dk=summed,
         )
 
 
@@ -386,19 +393,19 @@ def delta_gradient(reverse: bool, before_decay: bool, most: int, *operands) -> R
     """Compute the fields of `Results` for every chunk and head. before_decay: whether e reads the state before the token's decay.
     most: the largest number of programs. operands: the fields of `Operands`, and of `EdgeCopies` if there are any."""
     given = x, _ = split_edges(Operands, operands)
-    total = math.prod(x.factors.shape[:3])
+    has_erase, sums = x.e is not None, heads_summed(x)
+    total = math.prod(x.factors.shape[:3]) // sums
     programs, K, V = min(total, most), x.q.shape[3], x.d_output.shape[3]
 
     def body(*refs):
         p = Program.of(reverse, before_decay, *refs)
         work = dict(queries=compute_queries, keys=compute_keys, load=load)
-        by_role(ROLES, {role: functools.partial(in_turns, f, total, programs, p) for role, f in work.items()})
+        by_role(ROLES, {role: functools.partial(in_turns, f, total, programs, sums, p) for role, f in work.items()})
 
-    has_erase = x.e is not None
-    scratch = Tiles.types(K, has_erase, lead=(1,)), States.types(K, V, has_erase)
+    scratch = Tiles.types(K, has_erase, lead=(1,), sums=sums), States.types(K, V, has_erase)
     pipeline = DeltaPipeline.planned(is_wide=False, has_erase=has_erase)
     return launch(
-        "delta_gradient", (reverse, before_decay), body, given, Results.types(x), scratch, ROLES, pipeline,
+        "delta_gradient", (reverse, before_decay), body, given, Results.types(x, sums=sums), scratch, ROLES, pipeline,
         programs=programs, is_longest=True, params=SUMS_WITHIN_WARPS if has_erase else PARAMS,
     )  # fmt: skip
 
@@ -424,14 +431,23 @@ def delta_gradient_wide(reverse: bool, before_decay: bool, *operands) -> Results
     )  # fmt: skip
 
 
-def in_turns(work: Callable, total: int, programs: int, p: Program):
-    """Do the work of a warpgroup for all items of its program. total: the number of items of all programs."""
+def heads_summed(x: Operands) -> int:
+    """Return the number of neighbouring heads whose dq and dk `delta_gradient` sums: 2 where an even number of heads shares q and
+    k, else 1. Beside e shared memory has no room for the sums."""
+    shared = [x.d_output.shape[2] // keys.shape[2] for keys in (x.q, x.k)]
+    return 2 if x.e is None and not any(heads % 2 for heads in shared) else 1
+
+
+def in_turns(work: Callable, total: int, programs: int, sums: int, p: Program):
+    """Do the work of a warpgroup for all items of its program, `sums` neighbours one after another. total: the number of such
+    runs of all programs."""
     plgpu.set_max_registers(REGISTERS[work is not load], action="increase" if work is not load else "decrease")
     first = p.number
 
-    @pl.loop(0, lax.div(total + (programs - 1) - first, jnp.int32(programs)))
+    @pl.loop(0, lax.div(total + (programs - 1) - first, jnp.int32(programs)) * sums)
     def _(step):
-        work(dataclasses.replace(p, tiles=only(p.tiles), number=first + step * programs, turn=step, own=only(p.own)))
+        number = (first + quotient(step, sums) * programs) * sums + remainder(step, sums)
+        work(dataclasses.replace(p, tiles=only(p.tiles), number=number, turn=step, own=only(p.own)))
 
 
 def only(shared):
@@ -599,9 +615,7 @@ def gradient_of_queries(p: Program, of_state):
 def store_queries(p: Program, dq):
     """Write dq in the place of q, and to global memory, and then dg, once both warpgroups have read all tiles."""
     meet(p)
-    p.tiles.q[...] = (dq * p.scale()).astype(BF16)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(p.tiles.q, p.tokens(p.results.dq))
+    store_gradient(p, dq * p.scale(), p.tiles.q, p.tiles.dq, p.results.dq)
     p.write_term(D_GATES, gradient_of_gates(p))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -688,10 +702,26 @@ def store_keys(p: Program, dk, erased, behind):
     t.numbers[OF_KEYS] = (0.0 if erased is None else erased) - (pairs * read(t.k)).sum(1)
     dk += pairs + by_row(p.by_row(OF_OWN) * p.scale(), shape) * read(t.q)
     meet(p)
-    t.k[...] = dk.astype(BF16)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(t.k, p.tokens(p.results.dk))
+    store_gradient(p, dk, t.k, t.dk, p.results.dk)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def store_gradient(p: Program, gradient, tile, summed, result):
+    """Write a gradient [C, K] to `tile`, and from there to `result`. Where two heads are summed, write the first one's to
+    `summed`, and then the sum.
+
+    Both are copied to the same place of `result`: a branch around the first copy would spill addresses of barriers.
+    """
+    if summed is None:
+        tile[...] = gradient.astype(BF16)
+    else:
+        end = C * remainder(p.item(), 2)  # no row of the first head's
+        rows = lax.optimization_barrier(plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=BY_ROW))
+        tile, gradient = summed, gradient + jnp.where(by_row(rows < end, gradient.shape), read(summed), 0.0)
+        tile[...] = gradient.astype(BF16)
+        plgpu.wait_smem_to_gmem(0)  # the first one's has arrived, and does not overwrite the sum
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(tile, p.tokens(result))
 
 
 def parts(S, dS, rows: int, columns: int) -> list[tuple]:
