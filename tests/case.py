@@ -317,13 +317,19 @@ def run_case(p: Problem, platform: str, dumps: tuple[str, ...], say=print) -> in
         def pull(r, d_output, d_final):
             saves = p.saves and forward.forward_with_residuals is not None
             residuals = run(r, saves=True)[1] if saves else None
-            config, given = config_of(backward, p, r), (r, d_output, d_final)
+            config = config_of(backward, p, r)
+            given = (
+                r,
+                d_output,
+                d_final,
+                *([] if residuals is None else [residuals]),
+            )  # as kernels are called that save none
             phases = backward.two_phase(r, config) if p.begun and d_final is not None else None
             if phases is None:
-                return here.call(functools.partial(backward.run, config=config), *given, residuals)
+                return here.call(functools.partial(backward.run, config=config), *given)
             begin = jax.jit(functools.partial(phases.local_states, config=config))
             begun, *_ = here.call(begin, r, d_output, 0 * d_final)
-            return here.call(functools.partial(phases.finish, config=config), begun, *given, residuals)
+            return here.call(functools.partial(phases.finish, config=config), begun, *given)
 
         for dump in dumps:
             for found in DUMPS[dump](p, run, pull):

@@ -46,6 +46,18 @@ def test_the_first_wrong_number_is_found(name, field, at, monkeypatch, capsys):
     assert f"the first at {place}:" in said and said.count("are off") == 1
 
 
+def test_a_gradient_that_takes_no_residuals_runs(monkeypatch):
+    _ = glax.configs.ChunkedConfig  # loads the kernels
+    kernels = glax.kernel_registry.kernels
+    spec = kernels["chunked.vjp/xla/any"]
+
+    def run(r, d_output, d_final, *, config):
+        return spec.run(r, d_output, d_final, config=config)
+
+    monkeypatch.setitem(kernels, spec.name, dataclasses.replace(spec, run=run))
+    assert case.main([*CASE, "--dump", "gradient"]) == 0
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [
