@@ -25,7 +25,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jaxlib
 from jax.core import ShapedArray, Tracer
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
@@ -33,6 +32,7 @@ from jax.interpreters import mlir
 
 from glax._src.core.backend import jax_option
 from glax._src.core.files import cache_folder, sources
+from glax._src.core.known_miscompiles import version_of
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import Backend
 from glax._src.kernels.common.gpu import threads
@@ -143,7 +143,7 @@ def path_of(key: Hashable) -> pathlib.PurePath | None:
     if " at 0x" in text or any(name.startswith("MOSAIC_GPU_DUMP") for name in os.environ):
         return None
     options = [jax_option(name) for name in OPTIONS]
-    made_by = sources(), jax.__version__, jaxlib.__version__, options
+    made_by = sources(), jax.__version__, version_of("jaxlib"), options
     digest = hashlib.sha256(repr((text, made_by)).encode()).hexdigest()[:32]
     return pathlib.PurePath("hopper", f"jax{jax.__version__}", f"{digest}.mlirbc")
 
