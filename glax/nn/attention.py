@@ -115,7 +115,8 @@ class Attention(Layer):
         """Return y and the new state from W_q x, W_k x and W_v x, which are merged over heads: norms, rotation, gate and W_o are
         applied here. Models that change these projections call it.
 
-        q: [*rows, num_heads * head_width], or twice as wide if gated. k, v: [*rows, num_kv_heads * head_width].
+        q: [*rows, num_heads * head_width], or twice as wide if gated. k, v: [*rows, num_kv_heads * head_width]. state, rows: as
+        in `glax.nn.layer.Layer.mix`.
         """
         if self.norm_whole:
             q, k = self.normalized(q, k)

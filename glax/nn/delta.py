@@ -255,8 +255,8 @@ class GatedDeltaProduct(GatedDeltaNet):
         super().__init__(width, num_heads=num_heads, rngs=rngs, **more)
 
     def heads(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-        """Return q, k and v divided into heads, with the feature map applied to q and k: q [*rows, heads, K], and k and v
-        [*rows, n, heads, width]. They come merged over heads, and k and v over the n updates too."""
+        """Return q [*rows, num_qk_heads, K], k [*rows, n, num_qk_heads, K] and v [*rows, n, H, V], with the feature map applied
+        to q and k. q, k, v: the same, merged over heads, and k and v also over the n updates."""
         return super().heads(q, by_head(k, self.num_updates), by_head(v, self.num_updates))
 
     def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
@@ -269,10 +269,12 @@ class GatedDeltaProduct(GatedDeltaNet):
         return self.outputs(o, x), states | dict(recurrent=after)
 
     def by_updates(self, q, k, v, *, g, beta, **options) -> tuple[Array, Array]:
-        """Compute `glax.gated_delta_product` of whole sequences by `recurrence`: return its outputs and final states.
+        """Return the outputs and final states of `glax.gated_delta_product` for whole sequences. The layer's argument
+        `recurrence` solves them.
 
-        q [B, T, heads, K], k and v [B, T, n, heads, width], g [B, T, H] or None, and beta [B, T, n, H], or all without B.
-        options: as there.
+        q: [*rows, num_qk_heads, K]. k: [*rows, n, num_qk_heads, K]. v: [*rows, n, H, V]. g: the log decays, [*rows, H], or None.
+        beta: [*rows, n, H]. *rows is [B, T], or [T] for packed sequences without B. options: those of
+        `glax.gated_delta_product`, such as initial_state and cu_seqlens.
         """
 
         def in_rows(x: Array, at: int) -> Array:

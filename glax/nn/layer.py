@@ -57,7 +57,8 @@ class Layer(nnx.Module):
     def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
         """Return y [*rows, width] and the new state. Subclasses define it.
 
-        state: arrays by name; a missing one stands for zeros. rows: how the rows are packed (`glax.nn.passes`).
+        x: [*rows, width], with *rows as `rows` says: [B, T], [T], or [B] for one token of each sequence. state: a dict of arrays
+        by name; a missing one stands for zeros. rows: a `glax.nn.passes.Rows`, which knows the sequences of the rows.
         """
         raise NotImplementedError
 

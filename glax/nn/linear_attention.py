@@ -206,7 +206,11 @@ class LinearAttention(Layer):
         return state
 
     def inputs(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[list[Array], dict]:
-        """Return [q, k, v] behind their convolutions, merged over heads, and the states of the convolutions."""
+        """Return [q, k, v], merged over heads, and the new states of the convolutions by name, {} without convolutions.
+
+        q, k and v are the projections of x after their convolutions, if there are any. state, rows: as in
+        `glax.nn.layer.Layer.mix`.
+        """
         projected, states = [self.query(x), self.key(x), self.value(x)], {}
         if self.use_short_conv:
             named = dict(query_conv=self.query_conv, key_conv=self.key_conv, value_conv=self.value_conv)
@@ -215,13 +219,15 @@ class LinearAttention(Layer):
         return projected, states
 
     def heads(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-        """Return q, k and v divided into heads, with the feature map applied to q and k."""
+        """Return q [*rows, num_query_heads, K], k [*rows, num_key_heads, K] and v [*rows, num_kv_heads, V], with the feature map
+        applied to q and k. q, k, v: the same, merged over heads, as `inputs` returns them."""
         feature_map = activation("feature_map", self.feature_map)
         q, k = feature_map(q), feature_map(k)
         return by_head(q, self.num_query_heads), by_head(k, self.num_key_heads), by_head(v, self.num_kv_heads)
 
     def gates(self, x: Float[Array, "*rows width"]) -> dict[str, Any]:
-        """Return the arguments of the recurrence that x determines. Subclasses that do not define `mix` define it."""
+        """Return {name: value} of the arguments of the recurrence that x determines, such as g and beta. Subclasses that do not
+        define `mix` define it."""
         raise NotImplementedError
 
     def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:

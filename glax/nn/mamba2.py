@@ -143,7 +143,11 @@ class Mamba2(Layer):
         return self.scan(self.input(x), state, rows)
 
     def scan(self, projected: Float[Array, "*rows inputs"], state: State, rows: Rows) -> tuple[Array, State]:
-        """Return u' [*rows, width] and the new state from `projected`, which is W_in u. Models that scale W_in u call it."""
+        """Return u' [*rows, width] and the new state. Models that scale W_in u call it.
+
+        projected: W_in u, [*rows, 2 H V + 2 groups K + H], the columns of z, x, B, C and dt. state, rows: as in
+        `glax.nn.layer.Layer.mix`.
+        """
         inside, states = self.num_heads * self.head_width, self.groups * self.state_width
         _, xBC, dt = jnp.split(projected, [inside, 2 * inside + 2 * states], axis=-1)
         xBC, conv = self.conv.extend(xBC, state.get("conv"), rows)
@@ -167,8 +171,14 @@ class Mamba2(Layer):
     def gated(
         self, y: Float[Array, "*rows H V"], x: Float[Array, "*rows H V"], projected: Float[Array, "*rows inputs"]
     ) -> Float[Array, "*rows inside"]:
-        """Return what W_out multiplies, [*rows, H V]: y + D x behind the norm and the gate z. y is S^T C without the skip, and z
-        the first H V columns of `projected`."""
+        """Return what W_out multiplies, [*rows, H V]. With s = y + D x, merged over heads, it is:
+
+            RMSNorm(s * SiLU(z))       by default
+            RMSNorm(s) * SiLU(z)       with norm_before_gate
+            s * gate_fn(z)             with use_norm=False
+
+        y: S_t^T C_t. x: x_t, after the convolution. projected: as in `scan`; z is its first H V columns.
+        """
         z = projected[..., : self.num_heads * self.head_width]
         wide = x.astype(jnp.float32)
         D = for_rows(wide, self.D[...].reshape(self.num_heads, -1))

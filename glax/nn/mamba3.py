@@ -145,19 +145,25 @@ class Mamba3(Layer):
         return self.output(self.normed(y, z).astype(x.dtype)), dict(zip(STATES, after, strict=True))
 
     def keys_of(self, norm: RMSNorm, x: Float[Array, "*rows keys"]) -> Float[Array, "*shape G K"]:
-        """Return the keys or queries after their norm, [*rows, groups, K] or [*rows, R, groups, K], in the column order of
-        `glax.mamba3`."""
+        """Return keys or queries after their norm: [*rows, groups, K], or with mimo_rank R [*rows, R, groups, K].
+
+        norm: the RMSNorm over K of keys (B_norm) or of queries (C_norm). x: columns of W_in u, [*rows, groups * K], or with
+        mimo_rank [*rows, R * groups * K]: all groups of the first key, then those of the second, and so on. The channels K of the
+        result are in the order of `glax.mamba3`, as `interleaved` says.
+        """
         rank = () if self.mimo_rank is None else (self.mimo_rank,)
         return self.interleaved(norm(x.reshape(*x.shape[:-1], *rank, self.groups, self.state_width)))
 
     def interleaved(self, x: Float[Array, "*shape K"]) -> Float[Array, "*shape K"]:
-        """Return x, and if mimo_rank is given, with columns i and K / 2 + i moved to 2 i and 2 i + 1."""
+        """Return x, and if mimo_rank is given, with columns i and K / 2 + i moved to 2 i and 2 i + 1, the pairs that
+        `glax.mamba3` rotates."""
         if self.mimo_rank is None:
             return x
         return jnp.swapaxes(by_head(x, 2), -1, -2).reshape(x.shape)
 
     def constants(self) -> dict[str, Array]:
-        """Return the arguments of `glax.mamba3` that are parameters."""
+        """Return the arguments of `glax.mamba3` that are parameters, by name: Q_bias, K_bias and D, with mimo_rank MIMO_V, and
+        with mimo_rank and without a norm MIMO_Z and MIMO_Out."""
         found: dict[str, Array] = dict(
             Q_bias=self.interleaved(self.C_bias[...]), K_bias=self.interleaved(self.B_bias[...])
         )
@@ -171,9 +177,11 @@ class Mamba3(Layer):
     def normed(self, y: Float[Array, "*shape H V"], z: Float[Array, "*rows H V"]) -> Float[Array, "*rows inside"]:
         """Return what W_out multiplies, [*rows, H V], from the output y of `glax.mamba3`.
 
-        Without a norm, y [*rows, H, V] has its gate and is returned merged over heads. With a norm, the norm and the gate are
-        applied here. With a norm and mimo_rank, y is [*rows, R, H, V]: row r has the gate SiLU(mimo_z_r z), and is multiplied by
-        mimo_o_r before the sum over r.
+        z: the columns of W_in u for the gate, by head. The result depends on use_norm and mimo_rank:
+
+            without a norm                 y [*rows, H, V], which `glax.mamba3` has already multiplied by the gate
+            with a norm                    RMSNorm(y) * SiLU(z), with y [*rows, H, V]
+            with a norm and mimo_rank      sum over r of mimo_o_r * RMSNorm(y_r) * SiLU(mimo_z_r * z), with y [*rows, R, H, V]
         """
         if self.norm is None:
             return merged(y)
@@ -185,7 +193,12 @@ class Mamba3(Layer):
         return merged((y * for_rows(y, shares)).sum(-3))
 
     def solve_sequences(self, Q: Array, K: Array, V: Array, **options) -> tuple[Array, Mamba3State]:
-        """Compute `glax.mamba3` of whole sequences, [B, T, ...] or [T, ...], by `recurrence`. options: its other arguments."""
+        """Return (output, final state) of `glax.mamba3` for whole sequences. The layer's argument `recurrence` solves them.
+
+        Q, K: as `keys_of` returns them. V: [*rows, H, V]. *rows is [B, T], or [T] for packed sequences without B. options: the
+        other arguments of `glax.mamba3` by name, but ADT, DT and Trap as [*rows, H]. Without B in V, arrays of tokens and the
+        output have none either.
+        """
         is_flat = V.ndim == 3
         by_row = dict(Q=Q, K=K, V=V) | {name: options.pop(name) for name in (*GATES, *OF_ROWS) if name in options}
         arrays = {name: x[None] if is_flat else x for name, x in by_row.items()}

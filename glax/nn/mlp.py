@@ -247,7 +247,7 @@ class Experts(nnx.Module):
         experts: Int[Array, "M k"],
         kernels: Mapping[str, Float[Array, "E inputs outputs"]],
     ) -> Float[Array, "M D"]:
-        """Return y [M, D]. kernels: the parameters by name, in the dtype of x."""
+        """Return y [M, D]. weights, experts: each token's, as in a call. kernels: as in `through`."""
         k = experts.shape[1]
         order = jnp.argsort(experts.reshape(-1), stable=True)
         sizes = jnp.bincount(experts.reshape(-1), length=self.count)
@@ -260,7 +260,12 @@ class Experts(nnx.Module):
     def through(
         self, kernels: Mapping[str, Array], x: Float[Array, "Mk D"], sizes: Int[Array, "E"]
     ) -> Float[Array, "Mk D"]:
-        """Return the output of each row's expert. The rows are sorted by expert, and `sizes` counts the rows of each."""
+        """Return the output [M k, D] of each row's expert.
+
+        kernels: the parameters by name, in the dtype of x: "gate", "up" and "down" with form="split", "input" and "down" with
+        form="fused", "up" and "down" with form="plain". x: a row for each token and each of its k experts, sorted by expert.
+        sizes: the number of rows of each expert, whose sum is M k.
+        """
         act = activation("act", self.act)
 
         def product(x, name):

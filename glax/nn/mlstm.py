@@ -79,7 +79,8 @@ class MLSTM(Layer):
         self.output = linear(values, width, (HEADS, EMBED), bias=bias, kernel_init=kernel_init, **options)
 
     def make_projections(self, bias: bool, kernel_init: Callable | None, **options):
-        """Make all projections but W_o. options: dtype, param_dtype and rngs."""
+        """Make all projections but W_o. bias: whether those of q, k, v and the output gate have a bias. kernel_init: their first
+        values; kernels of the gates i and f start as 0. options: dtype, param_dtype and rngs."""
         keys, values = self.num_heads * self.key_width, self.num_heads * self.value_width
         wide: dict[str, Any] = dict(bias=bias, kernel_init=kernel_init, **options)
         self.query = linear(self.width, keys, (EMBED, HEADS), **wide)
@@ -116,12 +117,17 @@ class MLSTM(Layer):
         return y, dict(zip(STATES, after, strict=True))
 
     def solve_sequences(self, q, k, v, *, input_gate, g, **options) -> Outputs:
-        """Compute `glax.mlstm` of whole sequences by `recurrence`."""
+        """Return the `Outputs` of `glax.mlstm` for whole sequences. The layer's argument `recurrence` solves them.
+
+        q, k: [*rows, H, K]. v: [*rows, H, V]. *rows is [B, T], or [T] for packed sequences without B. input_gate, g: [*rows, H],
+        the logarithms of the input gate and of the forget gate: i_t and g_t of the layer. options: eps, and those of
+        `glax.mlstm`, such as initial_state, an `MLSTMState`, and cu_seqlens.
+        """
         arrays = dict(query=q, key=k, value=v, input_gate=input_gate, g=g)
         return mlstm_by(self.recurrence, arrays, **options)
 
     def capped(self, gate: Float[Array, "*rows H"]) -> Float[Array, "*rows H"]:
-        """Return c tanh(gate / c) in float32."""
+        """Return c tanh(gate / c) in float32, or gate if gate_cap is None. gate: a projection of x with its bias."""
         return soft_cap(gate.astype(jnp.float32), self.gate_cap)
 
 

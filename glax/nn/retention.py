@@ -158,7 +158,7 @@ class LightningAttention(Layer):
         return state if self.rotation is None else state | dict(length=jnp.zeros(batch, jnp.int32))
 
     def heads(self, x: Float[Array, "*rows width"]) -> list[Float[Array, "*rows H D"]]:
-        """Return [q, k, v] behind their projections and act, each [*rows, H, D], before norms and rotation."""
+        """Return [q, k, v], each [*rows, H, D]: act of the projections of x, before norms and rotation."""
         act = activation("act", self.act)
         return [by_head(act(project(x)), self.num_heads) for project in (self.query, self.key, self.value)]
 

@@ -123,7 +123,7 @@ class RWKV6Attention(Layer):
         return dict(recurrent=jnp.zeros(shape, jnp.float32), shift=shift)
 
     def mixtures(self, x: Float[Array, "*rows width"], d: Float[Array, "*rows width"]) -> list[Array]:
-        """Return x + m d for each name in `MIXED`, [*rows, width] each."""
+        """Return x_t + m_t d_t for each of r, w, k, v and g, in this order, [*rows, width] each. d: x_{t-1} - x_t."""
         low = jnp.tanh(self.mix_down(x + d * for_rows(x, self.mix_first[...], x.dtype)))
         low = by_head(low, 5)  # [*rows, 5, mix_rank]
         up = kernel_of(self.mix_up).astype(x.dtype).reshape(5, self.mix_rank, self.width)

@@ -164,7 +164,8 @@ class RWKV7Attention(Layer):
         rows: Rows,
         first: Float[Array, "*rows width"] | None = None,
     ) -> tuple[Array, Array, State]:
-        """Return y and the values v, [*rows, width] each, and the new state. v is behind the gate that reads `first`.
+        """Return y, the values v and the new state. y and v are [*rows, width], and v is v_t of the layer's formulas, which in
+        later layers is already moved towards `first`.
 
         x, state, rows: as in `glax.nn.layer.Layer.mix`. first: the v that the model's first layer returned here, None in that
         layer. Raises ValueError if `first` is missing in a layer after the first.
