@@ -253,7 +253,7 @@ class CausalLM(nnx.Module):
     def hidden(
         self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None, pad_id: int | None = None
     ) -> Array:
-        """Return the rows that the head reads, [B, T, width]: the activations behind the last norm, which `logits` takes.
+        """Return the rows that the head reads, [B, T, width]: the activations after the last norm, which `logits` takes.
         Arguments and errors are as in a call of the model."""
         tokens = self.checked(tokens, "[B, T]")
         rows = parallel_rows(tokens.shape, None, segment_ids, pad_id)
@@ -264,8 +264,10 @@ class CausalLM(nnx.Module):
 
     @automatic(rows_of("tokens"), like("states"))
     def extend_hidden(self, tokens: Int[Array, "B T"], states: list[dict]) -> tuple[Array, list[dict]]:
-        """Continue from `states`, one row per sequence. Return the rows that the head reads, [B, T, width], and the new
-        states."""
+        """Continue B sequences by T tokens. Return the rows that the head reads, [B, T, width], and the new states.
+
+        states: as `initial_states(B, ...)` or an earlier call returns them, with one row for each sequence.
+        """
         tokens = self.checked(tokens, "[B, T]")
         check_memory_of_leaves("states", states)
         x, states = self.through(self.embed(tokens), states, parallel_rows(tokens.shape, None))
@@ -273,7 +275,7 @@ class CausalLM(nnx.Module):
 
     @automatic(rows_of("tokens"), like("pools"))
     def prefill_hidden(self, tokens, pools, slots, cu_seqlens, fresh=None) -> tuple[Array, list[dict]]:
-        """Return what `prefill` does, with the rows that the head reads, [T, width], in place of logits."""
+        """Return what `prefill` does of the same arguments, with the rows that the head reads, [T, width], in place of logits."""
         tokens = self.checked(tokens, "[T]")
         rows = parallel_rows(tokens.shape, cu_seqlens)
         states, slots = from_pool(pools, slots, rows.num_sequences, fresh)
@@ -281,7 +283,7 @@ class CausalLM(nnx.Module):
         return self.norm(x), into_pool(pools, slots, states)
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows width"]:
-        """Return the rows that the first block reads."""
+        """Return the rows that the first block reads: those of the embedding for `tokens`, in the dtype of activations."""
         # Rows are cast, not the table: else its gradient would sum the rows of a frequent token in `dtype`.
         x = embedded(self.embedding.embedding[...], tokens).astype(self.dtype)
         if self.padding is None:
@@ -291,8 +293,9 @@ class CausalLM(nnx.Module):
     def by_width(self, x: Float[Array, "B T width"]) -> Float[Array, "B T width"]:
         """Return embedded rows x. In training on a mesh, the axis "fsdp" shards their width here, and not the batch.
 
-        It also shards the width of the table, so that each device looks up some columns of the rows. The blocks read whole rows:
-        one all-to-all exchanges these columns for them. Without this step the compiler may gather the rows of all devices.
+        The axis "fsdp" also shards the width of the embedding's table, so each device looks up some columns of all rows. The
+        blocks read whole rows: one all-to-all exchanges these columns for them. Without this step the compiler may gather the
+        rows of all devices.
         """
         if self.activations is None or self.activations.mesh.shape.get("fsdp", 1) == 1:
             return x
@@ -302,8 +305,12 @@ class CausalLM(nnx.Module):
         return jax.lax.with_sharding_constraint(x, by_width)
 
     def through(self, x: Array, states: list[dict], rows: Rows) -> tuple[Array, list[dict]]:
-        """Return x behind all blocks, and the new states. states: one dict for each block. A model of `patterns`, whose blocks
-        are stacked for training, reads none and returns []."""
+        """Return x after all blocks, and the new states, one dict for each block.
+
+        x: what the first block reads, [*rows, width] as `embed` returns it; a model whose blocks pass on more may give a tree of
+        arrays. states: one dict for each block. A model of `patterns`, whose blocks are stacked for training, reads no states and
+        returns []. rows: the `glax.nn.passes.Rows` of x.
+        """
         if self.patterns is not None:
             return self.through_patterns(x, self.patterns, rows), []
         after = []
@@ -313,10 +320,11 @@ class CausalLM(nnx.Module):
         return x, after
 
     def through_patterns(self, x: Any, patterns: Sequence[Pattern], rows: Rows) -> Any:
-        """Return x behind all layers of a model of patterns, each of which begins without a state.
+        """Return x after all layers of a model whose blocks are stacked by patterns. Every layer begins from a state of zeros.
 
-        One scan runs over the repeats of a `Pattern`, blocks that follow one another. x: the activations [..., width], or a tree
-        of arrays where blocks pass on more.
+        patterns: the `Pattern`s, in the order of the layers. One `jax.lax.scan` runs over the repeats of each.
+        x: what the first block reads, [*rows, width], or a tree of arrays where a block passes on more than its activations, as
+        RWKV-7's also pass on the values of the first layer. rows: the `glax.nn.passes.Rows` of x.
         """
         place, layers = 0, layers_of_blocks(patterns)
         for pattern in patterns:
@@ -360,12 +368,14 @@ class CausalLM(nnx.Module):
         return next(block for block, own in zip(self.blocks, layers, strict=True) if layer in own)
 
     def arguments(self, layer: int) -> tuple:
-        """Return further arguments of the block's `mix`, for models whose layers share parameters."""
+        """Return the positional arguments of `mix` after x, state and rows, for the layer with this number, from 0: none here. A
+        model whose layers share parameters overrides this."""
         return ()
 
     def rematerialised(self, mix: Callable, rows: Rows) -> Callable:
-        """Return (x, state, ...) -> mix(x, state, rows, ...). Its backward pass recomputes what `set_remat` does not store. In
-        training on a mesh, x and the result are sharded as `activations` says."""
+        """Return the function (x, state, ...) -> mix(x, state, rows, ...), whose backward pass recomputes what `set_remat` does
+        not store. mix: that of a block or of a layer. rows: a `glax.nn.passes.Rows`. In training on a mesh, x and the output are
+        sharded as the attribute `activations`, a NamedSharding, says."""
 
         def of_state(x, state, *rest):
             if self.activations is None:
@@ -378,7 +388,7 @@ class CausalLM(nnx.Module):
         return of_state if self.remat is None else jax.checkpoint(of_state, policy=REMAT[self.remat])
 
     def before_head(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
-        """Return what the kernel of the head multiplies, from x behind the last norm: x itself. A model that scales its logits
+        """Return what the kernel of the head multiplies, from x after the last norm: x itself. A model that scales its logits
         overrides this."""
         return x
 
@@ -389,15 +399,20 @@ class CausalLM(nnx.Module):
 
     @automatic(rows_of("x"))
     def logits(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows vocabulary"]:
-        """Return the logits of rows behind the last norm."""
+        """Return the logits of x, rows after the last norm, as `hidden` returns them."""
         return soft_cap(self.before_head(x).astype(self.dtype) @ self.head_kernel, self.logit_cap)
 
     def derived_tensors(self) -> dict[str, Any]:
-        """Return tensors that a checkpoint holds although its config determines them. They are written, and not used."""
+        """Return the derived tensors, {name in the checkpoint: array}: those that a checkpoint of this type holds although the
+        model's config determines them; {} here. `save_pretrained` writes them. The model computes its own and uses none."""
         return {}
 
     def check_derived_tensors(self, tensors: Mapping[str, np.ndarray]):
-        """Raise ValueError if a checkpoint holds derived tensors of another config. tensors: those that it holds."""
+        """Raise ValueError if a derived tensor is not what the model's config determines, but for rounding. Nothing is checked
+        here, where there are none. `from_pretrained` calls it.
+
+        tensors: {name: array} of the checkpoint's tensors that `derived_tensors` names, and of no others.
+        """
 
     def check_length(self, length: int):
         """Raise ValueError if the model cannot read a sequence of `length` tokens. Subclasses that have a limit override this."""
