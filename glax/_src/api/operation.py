@@ -55,11 +55,12 @@ class RecurrentAttention(Kernel):
         return list(dict.fromkeys(config for spec in specs for config in spec.config.candidates(r)))
 
     def able(self, inv) -> tuple[list[KernelSpec], Recurrence]:
-        """Return (the registered kernels that can run the call, the best first; the `Recurrence` of the call, which has a
+        """Return (the registered kernels that can run a call, the best first; the `Recurrence` of the call, which has a
         jax.ShapeDtypeStruct in place of each array).
 
-        Where no kernel stores the states behind every n tokens, these are the kernels that solve n tokens at a time. Raises
-        UnsupportedError if no kernel can run the call.
+        inv: the `Invocation`, which is the call with shapes in place of arrays. With states_every=n, where no kernel stores the
+        states after every n tokens, these are the kernels that solve n tokens at a time. Raises UnsupportedError if no kernel
+        can run the call.
         """
         load_kernels()
         arguments = self.named(inv.args, inv.kwargs)
@@ -78,9 +79,10 @@ class RecurrentAttention(Kernel):
         return kernel_registry.able(r, platform)[0], stored
 
     def as_bound(self, arguments: dict) -> dict:
-        """Return the arguments of the call, {name: value}, in the shapes that `glax.recurrent` takes.
+        """Return the arguments of a call of this operation in the shapes that `glax.recurrent` takes.
 
-        Here they have these shapes already. A subclass whose arguments have others overrides it.
+        arguments: {name: value}, without those that choose the kernel or the form of the result, such as platform. Here they have
+        these shapes already, and are returned. A subclass whose arguments have others overrides it.
         """
         return arguments
 

@@ -230,7 +230,11 @@ class KernelSpec:
         return self.role in (Role.STEP, Role.VERIFY, Role.REPLAY)
 
     def refusal(self, r: Recurrence, config: Config | None = None) -> str | None:
-        """Return why this kernel refuses to run r here with that config. Return None if the kernel is able to."""
+        """Return why this kernel refuses to run r here. Return None if the kernel is able to.
+
+        config: the config that the caller names, which must be of the kernel's class; None if the caller names none, and then no
+        config is a reason to refuse.
+        """
         return self.refusal_by_traits(r, config, Facts.of(r)) or known_miscompile(self.name) or self.supports(r)
 
     def refusal_by_traits(self, r: Recurrence, config: Config | None, facts: "Facts") -> str | None:
@@ -286,18 +290,20 @@ class KernelSpec:
     runner = get_impl
 
     def heuristic_cfg(self, inv) -> Config:
-        """Return the config for an `Invocation`, guessed from its shapes."""
+        """Return the config for a call, guessed from its shapes. inv: the `Invocation`, whose first argument is a
+        `Recurrence`."""
         return self.config.heuristic(inv.args[0])
 
     def key(self, inv) -> str:
-        """Return the text under which measurements of an `Invocation` are stored.
+        """Return the text under which measurements of a call are stored.
 
-        T and the number of packed sequences are rounded up to powers of two.
+        T and the number of packed sequences are rounded up to powers of two. inv: the `Invocation`, whose first argument is a
+        `Recurrence`.
         """
         return describe(inv.args[0])
 
     def candidate_cfgs(self, inv) -> Iterable[Config]:
-        """Return the configs that tuning measures for an `Invocation`."""
+        """Return the configs that tuning measures for a call. inv: the `Invocation`, whose first argument is a `Recurrence`."""
         return self.config.candidates(inv.args[0])
 
 

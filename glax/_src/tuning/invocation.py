@@ -34,7 +34,11 @@ class Invocation:
 
     @classmethod
     def of(cls, kernel, args: tuple, kwargs: dict, override=None) -> "Invocation":
-        """Return the Invocation of kernel(*args, **kwargs), whose arrays become shapes in the dtype that JAX gives them."""
+        """Return the Invocation of kernel(*args, **kwargs), whose arrays become shapes in the dtype that JAX gives them.
+
+        kernel: a `KernelSpec` or a `Kernel`. args, kwargs: its arguments, arrays or jax.ShapeDtypeStruct among them. override: a
+        config of the kernel, which the executor then runs; None to let its selectors choose one.
+        """
         args, kwargs = jax.tree.map(shape_of, (args, kwargs))
         return cls(kernel, args, kwargs, override)
 

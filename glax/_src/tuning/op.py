@@ -47,20 +47,22 @@ class Kernel:
         return self.get_impl(cfg)
 
     def heuristic_cfg(self, inv) -> Any:
-        """Return the config for an `Invocation` inv, guessed from its shapes. Subclasses define it."""
+        """Return the config for a call, guessed from its shapes. Subclasses define it. inv: the `Invocation`, which is the call
+        with shapes in place of arrays."""
         raise NotImplementedError(f"{type(self).__name__} must define heuristic_cfg(self, inv)")
 
     def candidate_cfgs(self, inv) -> Iterable[Any]:
-        """Return the configs that the tuner measures. Here it is the one of `heuristic_cfg`; a subclass may return others."""
+        """Return the configs that the tuner measures for a call. Here it is the one of `heuristic_cfg`; a subclass may return
+        others. inv: the `Invocation`, which is the call with shapes in place of arrays."""
         return [self.heuristic_cfg(inv)]
 
     def key(self, inv) -> str:
-        """Return the text under which measurements of an `Invocation` inv are stored: the arguments' shapes, dtypes and static
-        values."""
+        """Return the text under which measurements of a call are stored: the arguments' shapes, dtypes and static values. inv:
+        the `Invocation`, which is the call with shapes in place of arrays."""
         return described(inv.args, inv.kwargs)
 
     def example(self, inv) -> tuple[tuple, dict]:
-        """Return (args, kwargs) like those of the Invocation, with arrays in place of shapes, on which the tuner measures.
+        """Return (args, kwargs) like those of an `Invocation` inv, with arrays in place of shapes, on which the tuner measures.
 
         Floats are drawn from a normal distribution, and integers are zeros. A subclass overrides it where time depends on
         values.
