@@ -22,20 +22,26 @@ class Recurrence:
         S_t = decay_t * S_{t-1} + k_t v_t^T,     o_t = scale * S_t^T q_t
 
     H is the largest of the three head counts. The others divide H, and head h of H reads head h * heads // H. `scale` is one
-    number per sequence, so that batches can be merged. With `erasure` this is the delta rule: S_t = decay_t * S_{t-1} + k_t
-    (w_t * v_t - (decay_t * S_{t-1})^T e_t)^T. In packed arrays B is 1, and sequence n has the tokens from boundaries[n] up to,
-    and without, boundaries[n + 1]; those before the first boundary and behind the last are padding. `boundaries` is the
-    `cu_seqlens` of the public functions. `reverse` scans every sequence from its last token to its first. `segments` divides the
-    sequences of an unpacked batch further: it marks the tokens that start from a state of zeros, and padding. `folded` expresses
-    this division by gates, which every kernel accepts.
+    number per sequence, so that batches can be merged. With `erasure` this is the delta rule:
+
+        S_t = decay_t * S_{t-1} + k_t (w_t * v_t)^T - a_t (R_t^T e_t)^T
+
+        e_t    the erase vector [K]: `erase`, or beta_t k_t with `beta`
+        w_t    the write gate [V]: `write`, or beta_t with `beta`, or 1 with `erase` alone
+        a_t    the key [K] along which R_t^T e_t is subtracted: k_t, or with `along` another key
+        R_t    the state that e_t reads: decay_t * S_{t-1}, or with `before_decay` S_{t-1}
+
+    In packed arrays B is 1, and sequence n has the tokens from boundaries[n] up to, and without, boundaries[n + 1]; those before
+    the first boundary and behind the last are padding. `boundaries` is the `cu_seqlens` of the public functions. `reverse` scans
+    every sequence from its last token to its first. `segments` divides the sequences of an unpacked batch further: it marks the
+    tokens that start from a state of zeros, and padding. `folded` expresses this division by gates, which every kernel accepts.
 
     The public functions make it of their arguments, with gates as logarithms. decay: the arrays `constant` [N, H], `head`
     [B, T, H], `key` [B, T, H, K] and `value` [B, T, H, V], whose sum is the log decay; None for 0. erasure: None without a delta
-    rule, else an `Erasure`: `beta`, for which e = beta k and w = beta, or `erase` and `write`. With its `before_decay` e reads
-    S_{t-1} in the place of decay_t * S_{t-1}, and with its `along` what e reads is taken from the state along another key than
-    k_t. initial_state: None for zeros. boundaries: None if no sequences are packed. segments: None if sequences are whole.
+    rule, else an `Erasure`. initial_state: None for zeros. boundaries: None if no sequences are packed. segments: None if
+    sequences are whole.
 
-    states_every: None, or a number n: kernels then also return the states behind every n tokens. The `final_state` of their
+    states_every: None, or a number n: kernels then also return the states after every n tokens. The `final_state` of their
     `Outputs` is then a `StoredStates`, the tuple (final_state, states [N, J, H, K, V]), and so is its cotangent. Kernels that
     store no states refuse such a recurrence.
 
@@ -149,7 +155,8 @@ class Recurrence:
         return self.replace(decay=decay, initial_state=None, boundaries=None, scale=None)
 
     def with_whole(self, r: "Recurrence") -> "Recurrence":
-        """Return the arrays of this recurrence that have an axis of tokens, joined with the other arrays of r."""
+        """Return this recurrence with those arrays of r that have no axis of tokens: the constant decay, initial_state,
+        boundaries and scale. `tokens_alone` is a recurrence without them."""
         decay = dataclasses.replace(self.decay, constant=r.decay.constant)
         return self.replace(decay=decay, initial_state=r.initial_state, boundaries=r.boundaries, scale=r.scale)
 
