@@ -62,7 +62,13 @@ class Spread:
 
     @classmethod
     def of(cls, mesh, batch_axis, head_axis, sequence_axis) -> "Spread":
-        """Check the arguments of a call, and return them as a `Spread`."""
+        """Return the four arguments of a function of `glax.parallel` as a `Spread`, after a check.
+
+        mesh: a jax.sharding.Mesh or AbstractMesh, or None for the one that jax.set_mesh has set, which the result then holds.
+        batch_axis, head_axis: the name of an axis of the mesh, a tuple of such names, or None. sequence_axis: one name, or None.
+        Raises TypeError if mesh is something else. Raises ValueError if there is no mesh, for a name that the mesh does not have,
+        for a name that stands twice, and for a sequence_axis that is a tuple.
+        """
         if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
             raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
         mesh = cls(mesh).mesh_in_use
@@ -103,9 +109,10 @@ class Spread:
     def reshard(self, arrays, specs, shape=None):
         """Reshard a tree of arrays over the explicit axes of the mesh. specs: a tree of PartitionSpecs, one for each array.
 
-        Array types have equal shards alone, so a dimension that its axes do not divide is not sharded. shape: the sizes that
-        decide this, for a caller that slices the array to them; those of each array if None. Automatic axes are left to
-        shard_map: without explicit axes the arrays are returned as they are.
+        The type of a JAX array has shards of equal size. A dimension whose size its mesh axes do not divide is therefore not
+        sharded. shape: the sizes that decide this; those of each array if None. A caller that afterwards cuts padding off one
+        array passes that array and the shape that will remain, for JAX must be able to shard what remains. Automatic axes are
+        left to shard_map: without explicit axes the arrays are returned as they are.
         """
         mesh = self.mesh_in_use
         kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
