@@ -294,9 +294,12 @@ class StatePool:
         return output, pool.replace(states=states)
 
     def flush(self, slots: Int[Array, "B"] | None = None, *, rounding_key: Key | None = None) -> "StatePool":
-        """Return the pool with the rings of the slots [B], or of all slots if None, written into their states and emptied.
+        """Return the pool after the tokens in the replay rings of some slots are written into the slots' states: each stored
+        state is then the one after all tokens that its slot has read, and the ring is empty.
 
-        Drafts are forgotten. rounding_key: as in `step`. Raises TypeError or ValueError for wrong slots.
+        slots: [B], with -1 for none; None for all slots. Drafts of `verify` that were not committed are dropped. rounding_key: a
+        key that rounds the written states stochastically, as in `step`; to nearest if None. Raises TypeError or ValueError for
+        wrong slots.
         """
         check_rounding_key(rounding_key)
         self.check_slots(slots)
@@ -322,7 +325,8 @@ class StatePool:
         return pool
 
     def ringed(self) -> RingedStates:
-        """Return the pool as kernels take it."""
+        """Return the stored states, the replay rings and the numbers of tokens and drafts in them as a `RingedStates`, the
+        operand of a kernel whose algorithm is named ".replay"."""
         return RingedStates(self.states, self.ring, self.length, self.drafted, self.layout.replay)
 
     def __repr__(self):
@@ -349,10 +353,11 @@ class StatePool:
         return transferred(tokens), static.static
 
     def check_slots(self, slots, argument: str = "slots", letter: str = "B", may_repeat: bool = False):
-        """Raise TypeError or ValueError unless slots are None or a row of integers, which are slots of the pool if known.
+        """Raise TypeError or ValueError unless slots are None or an array of integers with one axis.
 
-        argument, letter: the names of the argument and of its axis, for the errors. may_repeat: whether a slot may stand in it
-        more than once; -1 always may.
+        Where they are not traced, so that their values are known, each must also be -1 or the number of a slot of the pool, and
+        none may repeat but -1. argument, letter: the names of the argument and of its axis, for the errors. may_repeat: whether
+        other slots may repeat too.
         """
         if slots is None:
             return
@@ -398,7 +403,11 @@ class StatePool:
         return {name: found[name] for name in tokens}, found["slots"]
 
     def rings_of(self, slots: Int[Array, "B"]) -> tuple[Ring, Int[Array, "B"]]:
-        """Return the rings of the slots, and the number of tokens in each."""
+        """Return (the replay rings of the slots, the number of tokens in each [B], drafts not counted).
+
+        A ring holds the tokens since its slot's state was written. The result is a `Ring` whose arrays are [B, C, ...] with
+        C = replay - 1 + drafts places. slots: as `usable_slots` returns them. For none, P, zeros are returned.
+        """
         return jax.tree.map(lambda x: take(x, slots), self.ring), take(self.length, slots)
 
     def stored_states(self, slots: Int[Array, "B"], dtype) -> Float[Array, "B H K V"]:
