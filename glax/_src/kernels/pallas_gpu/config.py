@@ -108,13 +108,21 @@ class HopperConfig(Config):
     """Configure the Hopper kernels.
 
     parts: the segments that every sequence is divided into, 1 to 32; 1 for whole sequences. A call of packed sequences raises
-    ValueError for more than 1 if it has initial states, or per-key gates with K up to 64 or with beta or erase. Its gradient
-    scans whole sequences, whatever parts is, if their final states have a gradient.
+    ValueError for more than 1 if it has initial states, or per-key gates with K up to 64 or with beta or erase. The gradient of
+    packed sequences takes them whole, whatever parts is, if their final states have a gradient.
 
-    columns: the columns of the state in a program, 64 or 128. A call with beta or erase raises ValueError for 128. 128 acts as 64
-    where K is above 128 without per-key gates and, in a call that is not differentiated, where V takes an odd number of blocks of
-    64 columns. The exception is V up to 64 with K up to 128: if each head of query and of key serves an even number of heads, and
-    neither per-key gates nor states_every are given, 128 means two heads a program.
+    columns: the columns of the state in a program of a scan, 64 or 128. What 128 does is the first line that fits the call:
+
+        beta or erase                                                        ValueError
+        no per-key gates, K above 128                                        64 columns
+        no per-key gates, V up to 64, each head of query and of key          two heads of 64 columns
+            serves an even number of heads, no states_every
+        the call is differentiated or T is sharded over a mesh, and          128 columns if K is above 64, else 64
+            gradient_groups does not run (below)
+        every other call                                                     128 columns if ceil(V / 64) is even, else 64
+
+    gradient_groups, a kernel of the gradient, runs in calls without per-key gates in which several heads share a head of query
+    and a head of key, or in which V is up to 64 and K above 64.
 
     Raises ValueError, which names the field, for any other value.
 

@@ -120,11 +120,15 @@ class TritonChunkedConfig(Config):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> Self:
-        """Return `erasing` for the delta rule, and for other calls a config by dtype and K.
+        """Return the config for a call r by its dtype and K. It is the result of one of three class methods, or is formed here:
 
-        In bfloat16 with K up to 128 it is the best config found on an H200 at widths of 128. In bfloat16 with wider keys it is
-        `storing`, and in other dtypes `scan`. With K up to 128 chunks have 64 tokens, the smallest full tile of the tensor
-        cores, and a third pipeline stage is used where a multiprocessor has a single program.
+            the delta rule (r.erasure is given)      erasing(r)
+            dtypes other than bfloat16               scan(r)
+            bfloat16, K above 128                    storing(r)
+            bfloat16, K up to 128                    the best config found on an H200 at widths of 128
+
+        The last has chunks of 64 tokens, the smallest full tile of the tensor cores, and a third pipeline stage where a
+        multiprocessor has a single program.
         """
         if r.erasure is not None:
             return cls.erasing(r)
@@ -272,9 +276,13 @@ class GradientConfig(Config):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> Self:
-        """Return the best config found on an H200 in bfloat16 at widths of 128, and elsewhere one that fits in registers.
+        """Return the config for a call r. It is the result of one of two class methods, or is formed here:
 
-        Wide values of bfloat16 are taken in blocks. With key gates, or in small tiles, 64 rows would spill registers.
+            the delta rule (r.erasure is given)      erasing(r)
+            V up to 128, or not bfloat16             narrow(r)
+            bfloat16, V above 128                    programs that take V in blocks of 64 columns
+
+        The last has 64 rows, but 32 with key gates or in small tiles, where 64 would spill registers.
         """
         if r.erasure is not None:
             return cls.erasing(r)
@@ -388,7 +396,8 @@ class TokenConfig(Config):
     def heuristic(cls, r: Recurrence) -> Self:
         """Return the best config found on an H200.
 
-        Decoding takes tiles of 16 KB, whose rows are whole lines of memory, where there are enough programs.
+        A call of one token takes tiles of 16 KB of the state, whose rows are whole lines of memory, if these are at least four
+        for each multiprocessor. Other calls take tiles of 8 KB. Where K is large, a tile has more bytes, in 32 columns or in 8.
         """
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
         large = min(V, max(32, 2**12 // K))
