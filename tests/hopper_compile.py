@@ -95,7 +95,7 @@ def lowered(what: str, gate: str, width: str) -> jax.stages.Lowered:
         return (kernels.chunked_with_residuals if "residuals" in what else kernels.chunked)(r, config)
 
     B, N = (1, 8) if packed else (2 - odd, 2 - odd)
-    H = 80 if "many heads" in what else 4  # more than multiprocessors
+    H = 60 if "many heads" in what else 4  # 120 programs of two stripes, fewer than multiprocessors
     q, v = shaped(B, rows, 1 if "groups" in what else H, K), shaped(B, rows, H, V)
     gates = shaped(B, rows, H, *[K] * (gate != "head"), dtype=jnp.float32 if "float32" in gate else jnp.bfloat16)
     cuts, resets = shaped(N + 1, dtype=jnp.int32), shaped(B, rows, dtype=bool)

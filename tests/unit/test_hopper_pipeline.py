@@ -20,9 +20,9 @@ pytestmark = pytest.mark.fast
 OUTPUTS = Scan(H=2, K=128, V=128, in_memory=(128, 128))
 
 
-def of_delta(module, pipeline, plan, kind, K):
+def of_delta(module, pipeline, plan, kind, K, **options):
     """Return the module, pipeline and roles of a scan under the delta rule."""
-    w = plan(kind, H=2, K=K, V=128, reverse=False, start=False)
+    w = plan(kind, H=2, K=K, V=128, reverse=False, start=False, **options)
     return module, pipeline.planned(w), w.roles
 
 
@@ -34,6 +34,9 @@ TABLES = {
     "head_scan": (head, head.HeadPipeline.planned(OUTPUTS), head.roles_of(OUTPUTS)),
     "pair_scan": (head, head.HeadPipeline.planned(OUTPUTS, heads=2), head.roles_of(OUTPUTS)),
     "delta_residuals": of_delta(delta_scan, delta_scan.DeltaPipeline, delta_scan.DeltaScan, "residuals", 128),
+    "delta_residuals, together": of_delta(
+        delta_scan, delta_scan.DeltaPipeline, delta_scan.DeltaScan, "residuals", 128, together=True
+    ),
     "delta_adjoint": of_delta(delta_scan, delta_scan.DeltaPipeline, delta_scan.DeltaScan, "adjoint", 128),
     "delta_adjoint, wide": of_delta(delta_scan, delta_scan.DeltaPipeline, delta_scan.DeltaScan, "adjoint", 256),
     "delta_inverse": (inverse, inverse.InversePipeline.planned(128), dict(compute=4)),

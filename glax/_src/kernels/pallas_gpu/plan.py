@@ -347,7 +347,7 @@ class DeltaScan:
     """
 
     STAGES: ClassVar[int] = 3  # chunks in shared memory: as many as 227 KB hold at widths of 128
-    FEWER_STAGES: ClassVar[int] = 2  # at K = 256, with two stripes, and with w
+    FEWER_STAGES: ClassVar[int] = 2  # at K = 256, and with w
     TIME_OF_TWO: ClassVar[float] = 1.8  # the time of a chunk for two stripes in one program, of that for one
 
     kind: Literal["outputs", "states", "residuals", "adjoint", "ends", "transitions", "adjoint ends"]
@@ -382,6 +382,11 @@ class DeltaScan:
     def writes_tokens(self) -> bool:
         """Return whether the scan writes O or dV."""
         return self.kind in ("outputs", "residuals", "adjoint")
+
+    @property
+    def reads_chunks(self) -> bool:
+        """Return whether *output* reads what is loaded of a chunk, or what was written in its place."""
+        return self.writes_tokens or self.together
 
     @property
     def reads_queries(self) -> bool:
@@ -432,7 +437,7 @@ class DeltaScan:
         """Return the number of chunks in shared memory."""
         if self.wide:
             return 1 if self.has_erase else self.FEWER_STAGES
-        return self.FEWER_STAGES if (self.has_write or self.together) and self.K > 64 else self.STAGES
+        return self.FEWER_STAGES if self.has_write and self.K > 64 else self.STAGES
 
     @property
     def erase_stages(self) -> int:
@@ -461,11 +466,6 @@ class DeltaScan:
     def scored(self) -> int:
         """Return the columns of P that are formed at a time: as many as registers have room for."""
         return C // 4 if self.together else C
-
-    @property
-    def by_stripe(self) -> tuple[int, ...]:
-        """Return the leading axis of the tiles that each stripe of `together` has for itself."""
-        return (2,) if self.together else ()
 
     @property
     def roles(self) -> dict[str, int]:

@@ -31,7 +31,7 @@ them.
 Where programs of 64 columns would need more rounds on the GPU, those of a forward have 128 (`DeltaScan.together`): two warpgroups
 carry a stripe each, *output* forms the results of both, and each chunk is loaded once for both. *score* loads as well then, and
 forms the scores by 16 columns, so that registers hold all that this takes. *carry* reads v and the factors of a chunk only when
-its first product has ended.
+its first product has ended. U overwrites v, and O overwrites U, so that shared memory holds three chunks.
 
 *carry* has two forms. Up to K = 128 everything is transposed, [V, tokens] and [V, K]: the left side of each product is what the
 product before has left in registers, so that no result passes through shared memory on its way to the next. What does not depend
@@ -82,7 +82,18 @@ and for "adjoint" where keys are wider than 128, so that v and R have one tile:
     carry                 load                  inverse loaded: inverse
     load                  carry                 inverse read
 
-Where two stripes are carried together, *score* stands in the place of *load*. With an erase vector there are beside these
+and for "residuals" where two stripes are carried together:
+
+    waits                 for                   until
+    carry, score, output  score                 chunks full: k, v, factors, inverse, q
+    score                 carry, score, output  chunks free
+    output                carry                 state stored
+    carry                 output                state read
+    output                carry                 written full
+    output                score                 scores stored
+    score                 output                scores read
+
+With an erase vector there are beside these
 
     carry                 load                  erasing full: e
     load                  carry                 erasing free
@@ -171,7 +182,8 @@ class Tiles(NamedTuple):
     """Hold the shared memory. The first six are by stage. The others pass from one warpgroup to another.
 
     In a wide plan `state`, `tokens` and `lost` are not transposed, and each stripe has a state. In a tight plan v and inverse
-    have one stage, and dV overwrites `lost`. With `together` each stripe has a tile of `state`, `tokens` and `output`.
+    have one stage, and dV overwrites `lost`. With `together` each stripe has a tile of `state`; U overwrites its tile of v, and
+    O overwrites U.
     """
 
     q: Ref  # [stages, C, K]
@@ -192,7 +204,7 @@ class Tiles(NamedTuple):
     def types(cls, w: DeltaScan) -> "Tiles":
         n, K = w.stages, w.K
         single, tiled = 1 if w.tight else n, functools.partial(tiles.tiled, columns=w.tile)
-        state = tiled(*w.by_stripe, STRIPE, K) if w.has_results else tiled(8, 64)
+        state = tiled(*(2,) * w.together, STRIPE, K) if w.has_results else tiled(8, 64)
         return cls(
             q=tiled(n, C, K) if w.reads_queries else tiled(1, 8, 64),
             k=tiled(n, C, K),
@@ -201,10 +213,10 @@ class Tiles(NamedTuple):
             inverse=tiled(single, C, C),
             factors=plgpu.SMEM((n, FACTORS, C), jnp.float32),
             state=tiled(w.stripes, K, STRIPE) if w.wide else state,
-            tokens=tiled(*w.by_stripe, STRIPE, C) if w.has_results else tiled(8, 64),
+            tokens=tiled(STRIPE, C) if w.has_results and not w.together else tiled(8, 64),
             lost=tiled(STRIPE, C) if w.kind == "adjoint" else tiled(8, 64),
             scores=tiled(C, C) if w.reads_queries else tiled(8, 64),
-            output=tiled(*w.by_stripe, C, STRIPE) if w.has_output_tile else tiled(8, 64),
+            output=tiled(C, STRIPE) if w.has_output_tile and not w.together else tiled(8, 64),
             e=tiled(w.erase_stages, C, K) if w.has_erase else None,
             w=tiled(n, w.stripes, C, STRIPE) if w.has_write and w.reads_values else None,
         )
@@ -220,7 +232,7 @@ class DeltaPipeline(Pipeline):
 
     chunks: Ring
     state: Handoff
-    written: Handoff
+    written: Handoff | Ring
     scores: Handoff
     values: Handoff | None = None
     inverse: Handoff | None = None
@@ -232,15 +244,16 @@ class DeltaPipeline(Pipeline):
         copies = "k", *("d_output",) * w.is_adjoint, *("v",) * (w.stripes * w.reads_values * (not w.tight)), "factors"
         copies += *("inverse",) * (not w.tight), *("q",) * w.reads_queries
         copies += ("w",) * (w.stripes * w.reads_values * w.has_write)
-        # What stores "states" alone reads no tile that is loaded.
-        chunks = Ring(w.stages, (w.loading,), ("carry", "score", *("output",) * w.writes_tokens), copies)
+        chunks = Ring(w.stages, (w.loading,), ("carry", "score", *("output",) * w.reads_chunks), copies)
         handed = Handoff(("carry",), ("output",))
+        # In a tile of v: whatever was written there is read before the chunk's stage is free.
+        written = Ring(w.stages, ("carry",), ("output",), released_by=()) if w.together else handed
         scores = Handoff(("score",), ("carry",) if w.is_adjoint else ("output",))
         erasing = Ring(w.erase_stages, ("load",), ("carry",), ("e",)) if w.has_erase else None
         if not w.tight:
-            return cls(chunks, handed, handed, scores, erasing=erasing)
+            return cls(chunks, handed, written, scores, erasing=erasing)
         values = Handoff(("load",), ("output",), ("v",), returned=False)
-        return cls(chunks, handed, handed, scores, values, Handoff(("load",), ("carry",), ("inverse",)))
+        return cls(chunks, handed, written, scores, values, Handoff(("load",), ("carry",), ("inverse",)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,6 +316,10 @@ class Program:
         # An accumulator's scope takes no reference with a static index from outside.
         return tile.at[lax.optimization_barrier(jnp.int32(me))]
 
+    def written(self, slot, me):
+        """Return the tile of U or dX. Of `together` it is the stripe's tile of v, in which O replaces U."""
+        return self.own(self.tiles.v.at[slot], me) if self.plan.together else self.tiles.tokens
+
     def rows(self, step, x, me=0):
         """Return a chunk's rows of x [B, T, H, V], in the columns of the stripe."""
         return x.at[self.field(0), pl.ds(self.chunk(step) * C, C), self.head, self.stripe(me)]
@@ -320,7 +337,9 @@ class Program:
 
     def slot(self, step):
         """Return the stage that holds the chunk of a step."""
-        return self.pipeline.chunks.slot(step)
+        slot = self.pipeline.chunks.slot(step)
+        # Else the compiler would hold a multiple of the step for each tile, where registers are few.
+        return lax.optimization_barrier(slot) if self.plan.together else slot
 
     def values(self, slot, me=0):
         """Return the tile of v of a slot."""
@@ -586,9 +605,17 @@ def store_tokens(p: Program, me, step, x):
     """Store x [STRIPE, C] for *output*, if there is one. dX has two terms, for the gradients of beta and of e."""
     if not p.plan.has_results:
         return
-    with p.pipeline.written.storing(step):
+    written = p.pipeline.written
+    if isinstance(written, Ring):
+        slot = p.slot(step)
+        plgpu.commit_smem()  # all warps have read v
+        p.written(slot, me)[...] = x.astype(BF16)
+        plgpu.commit_smem()
+        written.filled(slot)
+        return
+    with written.storing(step):
         high = rounded_part(x) if p.plan.is_adjoint else x
-        p.own(p.tiles.tokens, me)[...] = high.astype(BF16)
+        p.tiles.tokens[...] = high.astype(BF16)
         if p.plan.is_adjoint:
             p.tiles.lost[...] = (x - high).astype(BF16)
         plgpu.commit_smem()
@@ -688,9 +715,6 @@ def form_scores(p: Program):
     """Form P of all chunks, in columns of `DeltaScan.scored`. No exponent is above 0 for gates <= 0."""
     w, t = p.plan, p.tiles
     p.take_registers("score")
-    load = loader(p) if w.loading == "score" else None
-    if load is not None:
-        pl.when(p.count() > 0)(functools.partial(load, jnp.int32(0)))
     shape = C, w.scored
     i, j = iota(shape, 0), iota(shape, 1)
 
@@ -700,13 +724,12 @@ def form_scores(p: Program):
         counted = i <= j + first if w.reverse else i >= j + first
         between = jnp.where(counted, by_row(p.row_factor(slot, GATES), shape) - by_column(to, shape), -jnp.inf)
         found = tiles.product(shape, (t.q.at[slot], transposed(t.k.at[slot, columns])))
-        return (found * (jnp.exp2(between) * p.scale())).astype(BF16)
+        return (found * (jnp.exp2(between) * scale)).astype(BF16)
 
-    @pl.loop(0, p.count())
-    def _(step):
+    scale = p.scale()
+
+    def form(step):
         slot = p.slot(step)
-        if load is not None:
-            pl.when(step + 1 < p.count())(functools.partial(load, step + 1))
         p.pipeline.chunks.wait(slot)
         scores, at = [part(slot, 0)], slot
         for first in range(w.scored, C, w.scored):
@@ -717,50 +740,73 @@ def form_scores(p: Program):
             t.scores[...] = jnp.concatenate(scores, axis=1) if scores[1:] else scores[0]
             plgpu.commit_smem()
 
+    if w.loading != "score":
+        pl.loop(0, p.count())(form)
+        return
+    load, ahead = loader(p), w.stages - 1  # a load of more would wait for *output*, which waits for these scores
+
+    @pl.loop(0, p.count() + ahead)
+    def _(i):
+        pl.when(i >= ahead)(functools.partial(form, i - ahead))
+        pl.when(i < p.count())(functools.partial(load, i))
+
 
 def write_results(p: Program):
     """Write the results of all chunks."""
     w, t = p.plan, p.tiles
+    chunks, written = p.pipeline.chunks, p.pipeline.written
     gives_dX = w.is_adjoint and w.has_erase
-    tile = t.lost if w.tight else t.output
-    tile = t.tokens if gives_dX else tile
     stripes = range(w.stripes)
     p.take_registers("output")
+
+    def tile(slot, me):
+        if gives_dX or w.together:
+            return p.written(slot, me)
+        return t.lost if w.tight else t.output
 
     @pl.loop(0, p.count())
     def _(step):
         slot = p.slot(step)
         # The copies of the chunk before have left shared memory.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        pl.when(step > 0)(p.pipeline.written.release)
-        if w.writes_tokens:
-            p.pipeline.chunks.wait(slot)
+        if isinstance(written, Ring):
+            pl.when(step > 0)(lambda: chunks.release(p.slot(step - 1)))
+        else:
+            pl.when(step > 0)(written.release)
+        if w.reads_chunks:
+            chunks.wait(slot)
         p.pipeline.state.wait()
         for me in stripes if w.stores_states else ():
             plgpu.copy_smem_to_gmem(p.state(me), p.stored(step, 0, w.K, me))
         o = [outputs_of_state(p, slot, me) for me in stripes] if w.writes_tokens and not w.is_adjoint else []
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         p.pipeline.state.release()
-        p.pipeline.written.wait()
+        written.wait(slot) if isinstance(written, Ring) else written.wait()
         for me in stripes if w.stores_states else ():
-            plgpu.copy_smem_to_gmem(t.lost if gives_dX else p.own(t.tokens, me), p.stored(step, w.K, C, me))
+            plgpu.copy_smem_to_gmem(t.lost if gives_dX else p.written(slot, me), p.stored(step, w.K, C, me))
         if o:
             with p.pipeline.scores.reading():
-                o = [tiles.added(x, (t.scores, p.by_rows(p.own(t.tokens, me)))) for me, x in enumerate(o)]
+                o = [tiles.added(x, (t.scores, p.by_rows(p.written(slot, me)))) for me, x in enumerate(o)]
+            if w.together:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.commit_smem()  # all warps have read U, and so has its copy
         elif gives_dX:
             o = [read(p.by_rows(t.tokens))]
             plgpu.commit_smem()  # all warps have read the tile, in which o will lie by rows
         elif w.is_adjoint:
             o = [gradient_of_values(p, step, slot)]
         if o:
-            p.pipeline.chunks.release(slot)
+            if not w.together:
+                chunks.release(slot)
             for me, x in enumerate(o):
-                p.own(tile, me)[...] = x.astype(BF16)
+                tile(slot, me)[...] = x.astype(BF16)
             plgpu.commit_smem()
             for me in stripes:
-                plgpu.copy_smem_to_gmem(p.own(tile, me), p.rows(step, p.results.output, me))
+                plgpu.copy_smem_to_gmem(tile(slot, me), p.rows(step, p.results.output, me))
 
     plgpu.wait_smem_to_gmem(0)
+    if isinstance(written, Ring):
+        pl.when(p.count() > 0)(lambda: chunks.release(p.slot(p.count() - 1)))
 
 
 def outputs_of_state(p: Program, slot, me):
