@@ -1,6 +1,7 @@
 """Serve many requests by one model: continuous batching, in rounds that each read prompts and write one token of every answer."""
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import logging
@@ -186,6 +187,9 @@ class Scheduler:
         self.prefixes: PrefixCache | None = None
         self.store: PrefixStore | None = None
         self.make()
+        self.is_warm = False  # whether programs are compiled before they are called
+        # Of pools by their room: what ends when their programs are compiled.
+        self.prepared: dict[int, concurrent.futures.Future] = {self.slots.room: ended()}
         # Of each program whose results are not all handed out: the requests that have not been given theirs, and its arrays.
         self.called: collections.deque[tuple[collections.deque[Called], dict[str, jax.Array]]] = collections.deque()
         self.changed = threading.Condition()  # holds `waiting` and `is_stopped`; never held during a round
@@ -202,11 +206,13 @@ class Scheduler:
             self.prefixes = PrefixCache(self.block, range(count), slot_bytes=self.block_bytes)
 
     def warm_up(self):
-        """Compile the programs that admit requests, read prompts and write tokens, before requests come, and call those that read
-        and write. They read and write nothing."""
+        """Compile the programs of the pools there are before requests come, and call those that read and write. They read and
+        write nothing. From then on programs of pools with more room are compiled in threads, and requests that need them wait,
+        while others run on."""
         with self.turn, jax.default_matmul_precision(self.precision):
+            self.is_warm = True
             self.make()
-            self.slots.compile(self.rows)
+            self.slots.compile(self.rows, self.store)
             self.slots.read(self.rows, ())
             self.slots.write(())
 
@@ -387,14 +393,21 @@ class Scheduler:
             together = [*self.running, ticket]
             if len(together) > self.slots.capacity_with(self.slots.room_for(max(x.most_length for x in together))):
                 return
+            needed = max(x.next_length for x in together)
+            is_full = (
+                len(self.running) == self.slots.capacity
+            )  # the pools have room for longer requests, and so fewer slots
+            is_moving = is_full or ticket.next_length > self.slots.room
+            if self.running and is_moving and not self.prepare(needed).done():
+                return  # the others run on meanwhile
             try:
                 own = self.slots.entries(ticket.request, ticket.prompt)
             except Exception as error:  # whatever it is, it comes from this request, and the running ones go on
                 logger.exception("a request has no arrays, and ends alone")
                 self.end(ticket, "error", f"{type(error).__name__}: {error}")
                 continue
-            if len(self.running) == self.slots.capacity:  # the pools have room for longer requests, and so fewer slots
-                self.resize(max(x.next_length for x in together))
+            if is_full:
+                self.resize(needed)
             with self.changed:
                 self.waiting.popleft()
             ticket.slot = min(set(range(self.slots.capacity)) - {x.slot for x in self.running})
@@ -402,16 +415,39 @@ class Scheduler:
             self.slots.admit(ticket.slot, ticket.seed, own)
 
     def grow(self):
-        """Give the pools the room that the round needs."""
-        needed = max((x.next_length for x in self.running), default=0)
-        if needed > self.slots.room:
-            self.resize(needed)
+        """Give the pools the room that the round needs, and begin to compile the programs of what a later one will need.
+
+        An answer for which they have no room waits while these are compiled, as long as other requests run on.
+        """
+        needed = [x.next_length for x in self.running]
+        if max(needed, default=0) > self.slots.room:
+            if min(needed) > self.slots.room and not self.prepare(max(needed)).done():
+                self.hand_out(0)  # no consumer waits for the compiler
+                needed = [x.next_length for x in self.running]
+            if needed and (min(needed) > self.slots.room or self.prepare(max(needed)).done()):
+                self.resize(max(needed))
+        if any(x.most_length > self.slots.room for x in self.running):
+            self.prepare(self.slots.room + 1)
+
+    def prepare(self, needed: int) -> concurrent.futures.Future:
+        """Begin to compile the programs of pools with the least room for `needed` tokens, unless that was begun. Return what ends
+        with it, which has ended if they are compiled when they are called."""
+        room = self.slots.room_for(needed)
+        if room not in self.prepared:
+            begun = self.slots.prepare(room, self.rows, self.store) if self.is_warm else None
+            self.prepared[room] = begun or ended()
+        return self.prepared[room]
 
     def resize(self, needed: int):
         """Move the running requests to pools with the least room for `needed` tokens."""
+        concurrent.futures.wait([self.prepare(needed)])
         self.slots.resize(self.slots.room_for(needed), [x.slot for x in self.running])
         for slot, ticket in enumerate(self.running):
             ticket.slot = slot
+
+    def fitting(self) -> list[Ticket]:
+        """Return the running requests for which the pools have room."""
+        return [x for x in self.running if x.next_length <= self.slots.room]
 
     def read_prompts(self):
         """Read pieces of prompts, as many tokens as one packed call holds, and write the first token behind prompts that end."""
@@ -434,7 +470,7 @@ class Scheduler:
         calls = [call for calls, _ in self.called for call in calls]
         saved = [(x.ticket.prompt, x.length) for x in calls if x.block >= 0]
         blocks = {prompt[:length].tobytes() for prompt, length in saved if length <= len(prompt)}
-        for ticket in self.running:
+        for ticket in self.fitting():
             if not ticket.is_reading:
                 continue
             if not room or count == PROMPTS:
@@ -455,7 +491,7 @@ class Scheduler:
 
     def write_tokens(self):
         """Write one more token of each answer whose prompt is read."""
-        ready = [x for x in self.running if not x.is_reading and x.length < x.most_length]
+        ready = [x for x in self.fitting() if not x.is_reading and x.length < x.most_length]
         if ready:
             found = self.slots.write([x.slot for x in ready])
             for ticket in ready:
@@ -605,6 +641,13 @@ class Scheduler:
         self.called.clear()
         self.slots.drop()
         self.prefixes = self.store = None
+
+
+def ended() -> concurrent.futures.Future:
+    """Return a future that has ended."""
+    future = concurrent.futures.Future()
+    future.set_result(None)
+    return future
 
 
 def event_of(token: int, values: dict[str, np.ndarray], slot: int, count: int | None) -> Token:

@@ -13,7 +13,8 @@ arrays in place. Models that differ in their arrays alone share their programs.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -219,6 +220,8 @@ class Slots:
     def __init__(self, model: CausalLM, most_slots: int, max_length: int, state_bytes: int | None):
         self.model, self.most_slots, self.max_length, self.state_bytes = model, most_slots, max_length, state_bytes
         self.structure, self.parameters = Structure.of(model)
+        placed = getattr(first_array(model), "sharding", None)
+        self.num_devices = 1 if placed is None else len(placed.device_set)
         one, two = (nbytes(jax.eval_shape(lambda n=n: model.empty_states(1, n))) for n in (1, 2))
         self.token_bytes = two - one
         self.fixed_bytes = one - self.token_bytes
@@ -264,22 +267,51 @@ class Slots:
             arrays = empty(self.structure, self.capacity, self.room, self.parameters)
             self.arrays = states_on_mesh(arrays, first_array(self.model))
 
-    def compile(self, size: int):
-        """Compile the programs that admit requests, read `size` tokens of prompts, and write tokens, side by side in threads. The
-        parameters may be shapes."""
-        arrays = self.arrays or jax.eval_shape(
-            lambda parameters: empty(self.structure, self.capacity, self.room, parameters), self.parameters
-        )
-        own = self.entries(Request([0], 1), np.zeros(1, np.int32))
-        called = read, write, admit
-        operands = (
-            (self.structure, self.parameters, arrays, *self.packed(size, ())),
-            (self.structure, self.parameters, arrays, np.zeros(self.capacity, bool)),
-            (arrays, np.int32(0), integer(0), own),
-        )
-        lowered = (program.lower(*each) for program, each in zip(called, operands, strict=True))
-        for compiling in start_compiling(lowered):
+    def compile(self, size: int, store: PrefixStore | None = None):
+        """Compile the programs of the pools there are, side by side in threads: those that admit requests, read `size` tokens of
+        prompts, write tokens, and save prefixes in a store and load them. The parameters may be shapes."""
+        arrays = self.arrays or self.shapes(self.room)
+        for compiling in start_compiling(self.lowered(self.room, size, arrays, store)):
             compiling.result()
+
+    def prepare(self, room: int, size: int, store: PrefixStore | None) -> Future | None:
+        """Begin to compile the programs of pools with this room, and the one that moves requests there, in a thread. Return what
+        ends with it. An error is left to the call of the program, which compiles it anew. Return None for a model on several
+        devices: its programs depend on where the arrays lie, which shapes do not say."""
+        if self.num_devices > 1:
+            return None
+        precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue], as in `Scheduler`
+        # The rounds donate the arrays meanwhile.
+        source, store = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (self.arrays, store))
+        lowered = self.lowered(room, size, self.shapes(room), store, source)
+
+        def compile_all():
+            with jax.default_matmul_precision(precision):
+                wait(start_compiling(lowered))
+
+        thread = ThreadPoolExecutor(1, "glax_compiles")
+        compiling = thread.submit(compile_all)
+        thread.shutdown(wait=False)
+        return compiling
+
+    def shapes(self, room: int) -> dict:
+        """Return the shapes of the arrays of empty slots with this room."""
+        capacity = self.capacity_with(room)
+        return jax.eval_shape(lambda parameters: empty(self.structure, capacity, room, parameters), self.parameters)
+
+    def lowered(
+        self, room: int, size: int, arrays: dict, store: PrefixStore | None, source: dict | None = None
+    ) -> Iterator[jax.stages.Lowered]:
+        """Yield the programs of pools with this room, the slowest to compile first. source: the arrays that are moved there."""
+        parameters, zero, capacity = self.parameters, np.int32(0), self.capacity_with(room)
+        yield read.lower(self.structure, parameters, arrays, *self.packed(size, ()))
+        yield write.lower(self.structure, parameters, arrays, np.zeros(capacity, bool))
+        yield admit.lower(arrays, zero, integer(0), self.entries(Request([0], 1), np.zeros(1, np.int32)))
+        if store is not None:
+            yield load.lower(arrays, store, zero, self.padded((), room, store))
+            yield save.lower(store, arrays["pools"], zero, zero, zero)
+        if source is not None:
+            yield resize.lower(self.structure, room, parameters, source, np.zeros(capacity, np.int32))
 
     def entries(self, request: Request, prompt: Int[np.ndarray, "T"]) -> dict:
         """Return the entries of a request's slot in the arrays of `empty` that are not zeros, but its key's."""
@@ -301,11 +333,15 @@ class Slots:
         self.arrays = admit(self.arrays, np.int32(slot), integer(seed), own)
 
     def load(self, store: PrefixStore, slot: int, blocks: Sequence[int]):
+        self.arrays = load(self.arrays, store, np.int32(slot), self.padded(blocks, self.room, store))
+
+    def padded(self, blocks: Sequence[int], room: int, store: PrefixStore) -> np.ndarray:
+        """Return the blocks that `load` takes for a prefix, in pools with this room."""
         if not self.grows:  # the last state is all
             blocks = blocks[-1:]
-        padded = np.full(self.room // store.every if self.grows else 1, -1, np.int32)
+        padded = np.full(room // store.every if self.grows else 1, -1, np.int32)
         padded[: len(blocks)] = blocks
-        self.arrays = load(self.arrays, store, np.int32(slot), padded)
+        return padded
 
     def save(self, store: PrefixStore, slot: int, block: int, end: int) -> PrefixStore:
         return save(store, self.arrays["pools"], np.int32(slot), np.int32(block), np.int32(end))

@@ -9,6 +9,7 @@ import pathlib
 import re
 import socket
 import threading
+from concurrent.futures import Future, wait
 
 import jax
 import jax.numpy as jnp
@@ -463,6 +464,47 @@ def test_memory_is_given_by_need_and_to_all_that_wait(monkeypatch):
         Scheduler(model, state_bytes=7)
 
 
+def test_others_run_on_while_programs_of_more_room_are_compiled(monkeypatch):
+    """A waiting request and an answer that need them wait, unless nothing else runs."""
+    monkeypatch.setattr("glax.server.slots.ROOM", 8)
+    scheduler, compiling = small_scheduler("bamba"), {}
+    monkeypatch.setattr(scheduler.slots, "prepare", lambda room, *rest: compiling.setdefault(room, Future()))
+    scheduler.warm_up()
+    growing = Consumer(scheduler, Request([3, 4, 5, 6], 9))
+    short = Consumer(scheduler, Request([1], 7))
+    long, behind = Consumer(scheduler, Request([*range(20)], 4)), Consumer(scheduler, Request([2], 3))
+    while not short.end:
+        scheduler.round()
+    assert growing.ticket.length == scheduler.slots.room == 8 and growing.end is None and set(compiling) == {16, 32}
+    assert scheduler.running == [growing.ticket] and not long.events and not behind.events
+    compiling[16].set_result(None)
+    while not growing.end:
+        scheduler.round()
+    assert scheduler.slots.room == 16 and long.ticket.slot < 0
+    threading.Timer(0.1, compiling[32].set_result, [None]).start()
+    scheduler.round()  # nothing else runs, so it waits for the compiler
+    assert scheduler.slots.room == 32 and compiling[32].done()
+    run(scheduler)
+    for one in (growing, short, long, behind):
+        assert one.end.reason == "length" and one.tokens == alone(model_of("bamba"), one.request)
+    assert_free(scheduler)
+
+
+@pytest.mark.parametrize("prefix_bytes", [0, 10**6])
+def test_no_round_compiles_what_was_prepared(prefix_bytes, monkeypatch):
+    monkeypatch.setattr("glax.server.slots.ROOM", 8)
+    jax.clear_caches()
+    scheduler = small_scheduler("bamba", prefix_bytes=prefix_bytes)
+    scheduler.warm_up()
+    one = Consumer(scheduler, Request([1, 2, 3], LONGEST))
+    scheduler.round()
+    assert wait(scheduler.prepared.values(), 120).done and set(scheduler.prepared) == {8, 16}
+    with Compiled() as compiled:
+        run(scheduler)
+    assert compiled.count == 0 and scheduler.slots.room == 16
+    assert one.tokens == alone(model_of("bamba"), one.request)
+
+
 def test_programs_update_rows_in_place():
     """All arrays are donated and none is copied for a read, whose other arrays are those of the draws."""
     held = Slots(model_of("bamba"), 512, 64, None)
@@ -531,7 +573,7 @@ def test_short_answers_are_those_of_generate(count):
 
 
 def test_an_end_token_found_late_drops_the_step_behind_it():
-    """The step that was called meanwhile reads the end token, which completes a block: no prefix holds it, nobody is told of its
+    """The step that was called meanwhile reads the end token, which completes a block: no prefix holds it, nobody receives its
     token, and the next request in the slot is right."""
     model, prompt, free = model_of(), [5, 6, 7, 1, 2], frozenset()
     want = alone(model, Request(prompt, LONGEST))[:3]
@@ -604,7 +646,7 @@ def test_what_serve_compiles_while_it_reads_is_what_its_scheduler_calls(tmp_path
 
 
 def test_serve_keeps_what_stays_to_the_end_from_collections(monkeypatch):
-    """When it answers, collections walk none of what loading has made."""
+    """When it answers, collections look at none of what loading has made."""
     frozen, scheduler = [], small_scheduler()
     listener = argparse.Namespace(signal=0, run=lambda sockets: frozen.append(gc.get_freeze_count()))
     app = argparse.Namespace(scheduler=scheduler, hosts=frozenset(), served=argparse.Namespace(name="one"))
