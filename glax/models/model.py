@@ -374,8 +374,8 @@ class CausalLM(nnx.Module):
 
     def rematerialised(self, mix: Callable, rows: Rows) -> Callable:
         """Return the function (x, state, ...) -> mix(x, state, rows, ...), whose backward pass recomputes what `set_remat` does
-        not store. mix: the method of a block or of a layer. rows: a `glax.nn.passes.Rows`. In training on a mesh, x and the output are
-        sharded as the attribute `activations`, a NamedSharding, says."""
+        not store. mix: the method of a block or of a layer. rows: a `glax.nn.passes.Rows`. In training on a mesh, x and the
+        output are sharded as the attribute `activations`, a NamedSharding, says."""
 
         def of_state(x, state, *rest):
             if self.activations is None:

@@ -63,7 +63,7 @@ class Case:
 
     @property
     def num_sequences(self) -> int:
-        """Return the number of sequences, each with its initial state: B, or with cuts the number of packed sequences."""
+        """Return the number of sequences: B, or with cuts the number of packed sequences."""
         return self.B if self.cuts is None else len(self.cuts) - 1
 
 
