@@ -144,23 +144,33 @@ def with_parsable_defaults(signature: str) -> str:
     return signature
 
 
-# ---- dates and negative numbers, which browsers break behind their hyphens -------------------------------------------
+# ---- what a browser breaks in the wrong place: glax.css has rules for these classes ----------------------------------
 
 
 UNBROKEN = re.compile(r"((?<![\w/.-])\d{4}-\d\d-\d\d(?![\w-])|\b\d[\d.]*e-\d+\b|(?<![\w-])-(?:inf\b|\d[\d.e-]*))")
+LONG = 75  # characters of a cell that needs a wide column
 
 
-def with_unbroken_numbers(app, doctree, docname):
-    """Put dates and negative numbers of the text into elements that glax.css does not break."""
+def with_marks_for_css(app, doctree, docname):
+    """Mark dates, negative numbers, and formulas with the punctuation behind them as unbroken, and cells of much text as long."""
     for text in list(doctree.findall(nodes.Text)):
         parts = UNBROKEN.split(text.astext())
-        if len(parts) > 1 and not isinstance(
-            text.parent, nodes.literal | nodes.literal_block | nodes.math | nodes.math_block
-        ):
-            made = [
-                nodes.inline(x, x, classes=["unbroken"]) if i % 2 else nodes.Text(x) for i, x in enumerate(parts) if x
-            ]
-            text.parent.replace(text, made)
+        if len(parts) > 1 and not isinstance(text.parent, nodes.literal | nodes.literal_block | nodes.math):
+            marked = (unbroken(nodes.Text(x)) if i % 2 else nodes.Text(x) for i, x in enumerate(parts))
+            text.parent.replace(text, [x for x in marked if x.astext()])
+    for formula in list(doctree.findall(nodes.math)):
+        behind = formula.next_node(descend=False, siblings=True)
+        if isinstance(behind, nodes.Text) and (mark := re.match(r"[.,;:)]+", behind.astext())):
+            rest = nodes.Text(behind.astext()[mark.end() :])
+            formula.parent.replace(behind, rest)
+            formula.replace_self(unbroken(formula.deepcopy(), nodes.Text(mark[0])))
+    for cell in doctree.findall(nodes.entry):
+        if len(cell.astext()) > LONG:
+            cell["classes"].append("long")
+
+
+def unbroken(*children: nodes.Node) -> nodes.inline:
+    return nodes.inline("", "", *children, classes=["unbroken"])
 
 
 def copy_mathjax(app, failure):
@@ -174,5 +184,5 @@ def setup(app):
     app.connect("build-finished", copy_mathjax)
     app.connect("autodoc-process-docstring", to_restructured_text)
     app.connect("autodoc-process-signature", with_short_names)
-    app.connect("doctree-resolved", with_unbroken_numbers)
+    app.connect("doctree-resolved", with_marks_for_css)
     return dict(parallel_read_safe=True)

@@ -160,11 +160,10 @@ def usual(found: list[Code], writer: str) -> set[str]:
 
 
 def table() -> str:
-    """Return a row for each type and code, and a sentence for each package on what most of its types refuse."""
+    """Return a table of what each type and code has, one of what it refuses, and a sentence on each package's usual refusals."""
     found = codes()
     shared = {writer: usual(found, writer) for writer in ("fla", "transformers")}
-    head = ("`model_type`", "of", "paper", "layers", "not read", "of these options, these values alone", "refused")
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    types, refusals = [], []
     for code in found:
         few = [
             f"`{name}`: {', '.join(f'`{json.dumps(value)}`' for value in values)}"
@@ -172,20 +171,21 @@ def table() -> str:
             if not any(all(value in values for value in every) for every in ALL)
         ]
         own = code.refused - shared.get(code.writer, set())
-        cells = (
-            f"`{code.kind}`",
-            code.writer,
-            paper(code.kind),
-            quoted(code.layers),
-            quoted(code.unread),
-            "; ".join(few),
-            quoted(own),
-        )
-        lines.append(f"| {' | '.join(cells)} |")
+        name = (f"`{code.kind}`", code.writer)
+        types.append((*name, paper(code.kind), quoted(code.layers), quoted(code.unread)))
+        if few or own:
+            refusals.append((*name, "; ".join(few), quoted(own)))
+    head = ("`model_type`", "of")
+    lines = rows((*head, "paper", "layers", "not read"), types)
+    lines += ["", *rows((*head, "of these options, these values alone", "refused"), refusals)]
     sentences = [
         f"- Refused by each type of {writer} whose code reads it: {quoted(keys)}." for writer, keys in shared.items()
     ]
     return "\n".join([*lines, "", *sentences, ""])
+
+
+def rows(head: tuple[str, ...], body: list[tuple[str, ...]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (head, ("---",) * len(head), *body)]
 
 
 def between(text: str) -> str:
