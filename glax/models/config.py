@@ -24,6 +24,7 @@ WIDEST, LAYERS, FLOAT32 = 2**18, 1024, 3.4028235e38
 MOST = {
     "block_size": 2**14,  # MiniMax stores arrays of its square
     "max_position_embeddings": 2**31 - 1,
+    "model_max_length": 2**31 - 1,
     "n_layer": LAYERS,
     "num_blocks": LAYERS,
     "num_hidden_layers": LAYERS,

@@ -14,7 +14,7 @@ import glax.models
 from glax.models.config import ModelConfig
 from glax.models.load import abstract_model
 from glax.models.read_keys import READ_KEYS
-from glax.nn import Attention
+from glax.nn import Attention, MultiHeadLatentAttention
 from glax.nn.passes import Parallel, Step
 from glax.nn.rotary import Rotation
 
@@ -241,7 +241,11 @@ def rotations(name: str, **more) -> list[Rotation | None]:
     config = ModelConfig.read(MODELS / "fixtures" / name).values
     config = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")}
     model = abstract_model(ModelConfig.of(config | more))
-    return [layer.rotation for _, layer in nnx.iter_modules(model) if isinstance(layer, Attention)]
+    return [
+        layer.rotation
+        for _, layer in nnx.iter_modules(model)
+        if isinstance(layer, Attention | MultiHeadLatentAttention)
+    ]
 
 
 def test_a_theta_of_null_counts_only_where_positions_rotate():
@@ -260,6 +264,18 @@ def test_a_rotary_share_of_null_is_the_whole_head_unless_the_type_fixes_it():
     assert rotations("qwen3_next", partial_rotary_factor=None) == rotations("qwen3_next", partial_rotary_factor=1.0)
     assert rotations("bamba", partial_rotary_factor=None) == rotations("bamba")
     assert rotations("falcon_h1", partial_rotary_factor=None) == rotations("falcon_h1")
+
+
+def test_the_longest_sequence_scales_positions_under_the_name_that_transformers_saves():
+    """transformers 5.24.0 saves Ling-3's max_position_embeddings as model_max_length."""
+    longrope = dict(rope_type="longrope", short_factor=[1.0] * 2, long_factor=[2.0] * 2)
+    for scaling in (longrope | dict(original_max_position_embeddings=16), dict(rope_type="yarn", factor=4.0)):
+        [usual] = rotations("bailing_hybrid", rope_scaling=scaling)  # of 262144 tokens
+        [found] = rotations("bailing_hybrid", rope_scaling=scaling, model_max_length=64)
+        config = dict(rope_scaling=scaling, model_max_length=64, max_position_embeddings=64)
+        assert [found] == rotations("bailing_hybrid", **config)
+        assert found != usual
+    assert found.factor == pytest.approx(1 + 0.1 * np.log(4))
 
 
 def test_only_sequences_that_are_long_take_the_long_frequencies():
