@@ -100,7 +100,7 @@ class Results(NamedTuple):
     @classmethod
     def types(cls, w: Scan, B: int, T: int, E: int) -> "Results":
         log = jax.ShapeDtypeStruct((E, w.H, 1), jnp.float32)
-        return cls(*w.results(B, T, E), log, w.behind_type(B) if w.stores_behind else None)
+        return cls(*w.results(B, w.rows_of_chunks(T), E), log, w.behind_type(B) if w.stores_behind else None)
 
 
 class Tiles(NamedTuple):
@@ -248,7 +248,7 @@ def head_scan(w: Scan, table, q, k, v, G, scale, start, *rest) -> ScanResults:
         w,
         body,
         Operands.of(w, table, q, k, v, G, scale, start, *rest),
-        Results.types(w, k.shape[0], w.rows_of_chunks(k.shape[1]), E),
+        Results.types(w, *k.shape[:2], E),
         (Tiles.types(w),),
         roles_of(w),
         HeadPipeline.planned(w),

@@ -113,9 +113,10 @@ class Results(NamedTuple):
 
     @classmethod
     def types(cls, w: Scan, B: int, T: int, E: int) -> "Results":
-        H, K, chunks = w.H, w.K, -(-T // C)
+        rows = w.rows_of_chunks(T)
+        H, K, chunks = w.H, w.K, -(-rows // C)
         return cls(
-            *w.results(B, T, E),
+            *w.results(B, rows, E),
             log=jax.ShapeDtypeStruct((E, H, K) if w.two_way else (1,), jnp.float32),
             out_of_range=jax.ShapeDtypeStruct((B, chunks, H) if w.states and not w.to_edge else (1,), jnp.int32),
             by_group=jax.ShapeDtypeStruct(exact.shape_of_flags(B * chunks * H) if w.outputs else (1,), jnp.int32),
@@ -365,7 +366,7 @@ def key_scan(
         w,
         body,
         Operands(table, q, k, v, tuple(g), scale, start, known, newest, behind),
-        Results.types(w, k.shape[0], w.rows_of_chunks(k.shape[1]), E),
+        Results.types(w, *k.shape[:2], E),
         (Tiles.types(w),),
         roles_of(w),
         KeyPipeline.planned(w),
