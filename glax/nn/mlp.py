@@ -247,7 +247,11 @@ class Experts(nnx.Module):
         experts: Int[Array, "M k"],
         kernels: Mapping[str, Float[Array, "E inputs outputs"]],
     ) -> Float[Array, "M D"]:
-        """Return y [M, D]. weights, experts: each token's, as in a call. kernels: as in `through`."""
+        """Return y_t = sum_i weights_ti expert_i(x_t) [M, D], over the k experts of each token.
+
+        weights, experts: of the k experts of each token, their weights and their numbers below E. kernels: by name, as in
+        `through`.
+        """
         k = experts.shape[1]
         order = jnp.argsort(experts.reshape(-1), stable=True)
         sizes = jnp.bincount(experts.reshape(-1), length=self.count)

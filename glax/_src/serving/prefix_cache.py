@@ -225,7 +225,11 @@ class PrefixCache:
             block = block.parent
 
     def remove_reference(self, block: Block):
-        """Subtract 1 from the references of the last block of a prefix, and queue the block if it may be dropped."""
+        """Subtract 1 from the references of a block, the last one of a prefix that is no longer in use.
+
+        A block without references and without blocks behind it joins the queue of those that are dropped when room is needed. It
+        stays until then.
+        """
         block.references -= 1
         self.queue_if_droppable(block)
 

@@ -243,16 +243,16 @@ class GradientConfig(Config):
     compute the gradients of all chunks in parallel.
 
     chunk: the tokens of a chunk.
-    segment, block: of the state kernels. segment: the tokens that a program scans, as in `TritonChunkedConfig`. block: the rows
-        and columns of a state in a program; with beta or erase the columns alone, of all rows.
+    segment, block: of the state kernels. segment: the tokens that a program scans, as in `TritonChunkedConfig`. block: a program
+        has so many rows and columns of a state, or with beta or erase all rows and so many columns.
     warps, stages: of the gradient kernels, the warps of a program and the stages of its software pipeline.
     rows, columns: of the gradient kernels, the rows and columns of a state that a program processes at a time. With columns=0
         there is one kernel, whose programs go through the rows and take all columns. Otherwise there are two kernels. For dq, dk
         and the gates, a program has one block of rows and goes through the columns. For dv, it has one block of columns and
         goes through the rows.
-        With beta or erase there is always one kernel, whose programs go through the rows. In float32 they also go through blocks
-        of columns, or take all for columns=0. In other dtypes, and with erase_along, per-key gates and K and V up to 64, they
-        take all, whatever `columns` is.
+        A call with beta or erase always has one kernel, whose programs go through the rows. Its `columns` counts in float32 alone,
+        where programs go through blocks of so many columns, or take all for 0. There is an exception in float32: a call with
+        erase_along, per-key gates and K and V up to 64 takes all columns. So do all other dtypes.
 
     The fields are checked as those of `TritonChunkedConfig`.
 
@@ -313,11 +313,14 @@ class GradientConfig(Config):
 
     @classmethod
     def erasing(cls, r: Recurrence) -> Self:
-        """Return the config of the delta rule, whose tiles are smaller where they would spill registers.
+        """Return the config for a call r with beta or erase. Its tiles are smaller where they would spill registers:
 
-        With key gates its tiles are those of a recurrence without an erasure, in one stage less, so that two programs share a
-        multiprocessor. In float32 64 rows of a state are processed together, in blocks of 16 columns: its sums fit in registers
-        where the operands of all columns do not.
+            per-key gates, `is_direct(r)`    along(narrow(r without its erasure), r, block)
+            other per-key gates              narrow(r without its erasure), with at most 3 stages
+            float32                          64 rows of a state, in blocks of 16 columns
+            other dtypes                     all columns, 16 rows of a state
+
+        At most 3 stages let two programs share a multiprocessor.
         """
         narrow = r.q.dtype == "bfloat16" and max(width(r.q.shape[3]), width(r.v.shape[3])) <= 128
         block = 16
