@@ -413,8 +413,8 @@ class StatePool:
     def stored_states(self, slots: Int[Array, "B"], dtype) -> Float[Array, "B H K V"]:
         """Return the states as they are stored, without the tokens of the rings, which `states_of` adds.
 
-        A state in 8 bits is its numbers times their scales, plus the rest that rounding left. slots: of the pool. dtype: the least
-        precise dtype of the result; more precise states keep theirs.
+        A state in 8 bits is its numbers times their scales, plus the rest that rounding left. slots: of the pool. dtype: the
+        least precise dtype of the result; more precise states keep theirs.
         """
         return take(self.states, slots).astype(promoted(self.states.dtype, dtype))
 

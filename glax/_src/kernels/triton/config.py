@@ -250,7 +250,7 @@ class GradientConfig(Config):
         there is one kernel, whose programs go through the rows and take all columns. Otherwise there are two kernels. For dq, dk
         and the gates, a program has one block of rows and goes through the columns. For dv, it has one block of columns and
         goes through the rows.
-        A call with beta or erase always has one kernel, whose programs go through the rows. Its `columns` counts in float32 alone,
+        A call with beta or erase always has one kernel, whose programs go through the rows. `columns` counts in float32 alone,
         where programs go through blocks of so many columns, or take all for 0. There is an exception in float32: a call with
         erase_along, per-key gates and K and V up to 64 takes all columns. So do all other dtypes.
 
