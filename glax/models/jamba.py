@@ -19,7 +19,16 @@ from glax.models.hybrids import (
 from glax.models.kimi_linear import KimiOptions
 from glax.models.mamba import MAMBA1, STEP_BIAS, step_rank
 from glax.models.model import Block, CausalLM, Precision, outer_options
-from glax.models.names import ATTENTION, GATED_MLP, Names, mixer_names, outer_names, renamed, transposed_layouts
+from glax.models.names import (
+    ATTENTION,
+    GATED_MLP,
+    Names,
+    mixer_names,
+    outer_names,
+    renamed,
+    stacked_experts,
+    transposed_layouts,
+)
 from glax.nn import Mamba1, RMSNorm, SparseMLP, SwiGLU
 from glax.nn.layer import Layer
 
@@ -98,5 +107,6 @@ def jamba(config: ModelConfig, precision: Precision) -> CausalLM:
     ]
     outer_rules = outer_names(norm="model.final_layernorm", mlp_norm="pre_ff_layernorm")
     layouts = (*transposed_layouts("router", "gate", "up", "down"), *STEP_BIAS)
-    names = Names((*mixer_names(kinds, MIXERS), *MLP, *outer_rules), layouts=layouts)
+    stacked = stacked_experts(r"model\.layers\.\d+\.feed_forward")
+    names = Names((*mixer_names(kinds, MIXERS), *MLP, *outer_rules), layouts=layouts, stacked=stacked)
     return CausalLM(config, blocks, norm(), names, width=width, **outer)

@@ -151,6 +151,18 @@ def transposed_layouts(*names: str) -> tuple[tuple[str, Layout], ...]:
     return tuple((name, ("weight", transposed, transposed)) for name in names)
 
 
+def stacked_experts(prefix: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return `Names.stacked` for files that hold the gated experts of a layer in two tensors, as the modules of transformers do.
+
+    prefix: a pattern of what stands before `.experts`.
+    """
+    found = rf"^({prefix}\.experts)"
+    return (
+        (rf"{found}\.gate_up_proj$", (r"\1.*.gate_proj.weight", r"\1.*.up_proj.weight")),
+        (rf"{found}\.down_proj$", (r"\1.*.down_proj.weight",)),
+    )
+
+
 # ---- the parts of layers, as the checkpoints of fla and transformers call them ---------------------------------------------
 
 ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}

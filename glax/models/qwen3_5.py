@@ -19,7 +19,15 @@ from glax.models.hybrids import (
     softmax_attention,
 )
 from glax.models.model import Block, CausalLM, Precision, outer_options
-from glax.models.names import GATED_MLP, NORMED_ATTENTION, Names, mixer_names, outer_names, transposed_layouts
+from glax.models.names import (
+    GATED_MLP,
+    NORMED_ATTENTION,
+    Names,
+    mixer_names,
+    outer_names,
+    stacked_experts,
+    transposed_layouts,
+)
 from glax.models.qwen3_next import MLPS, FusedGatedDeltaNet, SharedExpert, delta_sizes
 from glax.models.rope import rotation
 from glax.nn import RMSNorm, SwiGLU
@@ -76,7 +84,9 @@ def qwen3_5(config: ModelConfig, precision: Precision) -> CausalLM:
     options = outermost.model("text_config", f"{kind}_text") if is_whole else outermost
     width = options.integer("hidden_size", 2048 if has_experts else 4096)
     layers = options.integer("num_hidden_layers", 40 if has_experts else 32)
-    outer, init = outer_options(options, precision, 248320, tied=outermost.flag("tie_word_embeddings", False))
+    tied = outermost.flag("tie_word_embeddings", False)
+    outer, init = outer_options(options, precision, 248320)
+    outer["tied"] = tied  # whatever text_config says
     eps, act = options.number("rms_norm_eps", 1e-6, least=0), hidden_act(options)
     every = options.integer("full_attention_interval", 4)
     usual = [LINEAR if (layer + 1) % every else SOFTMAX for layer in range(layers)]
@@ -124,14 +134,10 @@ def names_of(kinds: Sequence[str], is_whole: bool) -> Names:
     """Return the names of the tensors. Published files also hold the experts of a layer in one tensor."""
     prefix = "model.language_model" if is_whole else "model"
     outer = outer_names(*(f"{prefix}.{name}" for name in ("embed_tokens", "layers", "norm")))
-    experts = rf"^({re.escape(prefix)}\.layers\.\d+\.mlp\.experts)"
     return Names(
         (*mixer_names(kinds, MIXERS), *MLPS, *outer),
         layouts=transposed_layouts("router", *GATED_MLP),
         aliases=(FROM_ALONE if is_whole else FROM_WHOLE,),
-        stacked=(
-            (rf"{experts}\.gate_up_proj$", (r"\1.*.gate_proj.weight", r"\1.*.up_proj.weight")),
-            (rf"{experts}\.down_proj$", (r"\1.*.down_proj.weight",)),
-        ),
+        stacked=stacked_experts(rf"{re.escape(prefix)}\.layers\.\d+\.mlp"),
         others=OTHERS,
     )

@@ -24,7 +24,16 @@ from glax.models.hybrids import (
     softmax_attention,
 )
 from glax.models.model import Block, CausalLM, Precision, outer_options
-from glax.models.names import GATED_MLP, NORMED_ATTENTION, Names, mixer_names, outer_names, renamed, transposed_layouts
+from glax.models.names import (
+    GATED_MLP,
+    NORMED_ATTENTION,
+    Names,
+    mixer_names,
+    outer_names,
+    renamed,
+    stacked_experts,
+    transposed_layouts,
+)
 from glax.models.rope import rotation
 from glax.nn import RMSNorm, RMSNormGated, ShortConvolution, SwiGLU
 from glax.nn.delta import initial_A_log, log_decay
@@ -210,5 +219,6 @@ def qwen3_next(config: ModelConfig, precision: Precision) -> CausalLM:
         for kind, has_experts in zip(kinds, is_sparse, strict=True)
     ]
     rules = (*mixer_names(kinds, MIXERS), *MLPS, *outer_names())
-    names = Names(rules, layouts=transposed_layouts("router", *GATED_MLP), others=(r"^mtp\.",))
+    stacked = stacked_experts(r"model\.layers\.\d+\.mlp")
+    names = Names(rules, layouts=transposed_layouts("router", *GATED_MLP), stacked=stacked, others=(r"^mtp\.",))
     return CausalLM(config, blocks, norm(), names, width=width, **outer)

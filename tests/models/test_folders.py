@@ -62,6 +62,15 @@ def test_a_tied_weight_may_be_stored_under_the_heads_name_alone(tmp_path, name):
         glax.models.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_options"])  # the head of the second is tied
+def test_the_outer_config_of_qwen3_5_decides_whether_the_head_is_tied(tmp_path, name):
+    """transformers 5.24.0 reads tie_word_embeddings there alone. It saves tied models whose text_config has false."""
+    folder, wanted = copied(tmp_path / "model", name), glax.models.from_pretrained(FIXTURES / name)
+    inside = wanted.config.text_values | dict(tie_word_embeddings=wanted.head is not None)
+    change_config(folder, text_config=inside)
+    assert_same(glax.models.from_pretrained(folder), wanted)
+
+
 def test_the_oldest_files_of_rwkv7_hold_the_mixtures_of_a_layer_as_one_tensor(tmp_path):
     """fla's code for these files takes rows 0 to 5 of x_x as x_r, x_w, x_k, x_v, x_a and x_g."""
     folder = copied(tmp_path / "oldest", "rwkv7")

@@ -452,9 +452,9 @@ def test_filters_in_equal_parts_and_other_names_of_norms_are_read(tmp_path, name
         np.testing.assert_array_equal(x[...], want[...], err_msg=path)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("name", ["jamba", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"])
 def test_experts_in_one_tensor_are_read_as_those_that_lie_apart(tmp_path, name):
-    """Published files of Qwen3.5 hold them so; transformers writes them apart."""
+    """Published files of Qwen3.5 hold them so, and so do the modules of transformers, which writes them apart by default."""
     folder, (model, _) = copied(tmp_path / "in", name), loaded(name)
     weights = load_file(folder / "model.safetensors")
     for layer in {key.partition(".experts.")[0] for key in weights if ".experts." in key}:
