@@ -143,9 +143,9 @@ class Mamba2(Layer):
         return self.scan(self.input(x), state, rows)
 
     def scan(self, projected: Float[Array, "*rows inputs"], state: State, rows: Rows) -> tuple[Array, State]:
-        """Return u' [*rows, width] and the new state. Models that scale W_in u call it.
+        """Return the layer's output [*rows, width] and the new state, from W_in u instead of u.
 
-        projected: W_in u, [*rows, 2 H V + 2 groups K + H], the columns of z, x, B, C and dt. state, rows: as in
+        Models that scale the columns of W_in u before the convolution call it. projected: W_in u, [*rows, 2 H V + 2 groups K + H], the columns of z, x, B, C and dt. state, rows: as in
         `glax.nn.layer.Layer.mix`.
         """
         inside, states = self.num_heads * self.head_width, self.groups * self.state_width

@@ -161,10 +161,11 @@ def mamba3_step(
 ) -> tuple[Float[Array, "B *R H V"], Mamba3State]:
     """Compute one token of `mamba3` for each of B sequences, with the arguments of a token:
 
-        S' = alpha S + (1 - trap) DT alpha k v^T + trap DT k' v'^T,     o = S'^T q' + D v'
+        S_t = alpha S_{t-1} + (1 - trap) DT alpha k_{t-1} v_{t-1}^T + trap DT k_t v_t^T,     o_t = S_t^T q_t + D v_t,
 
-    where k and v are those of the token before. A gate Z and a rank act as in `mamba3`, whose arguments these are, without T.
-    state: a `Mamba3State`, of pools [P, ...] with slots. Returns (o [B, H, V] in Q's dtype, or [B, R, H, V] with a rank and
+    with alpha, trap, the rotated q and k, the gate Z and the rank of `mamba3`, whose arguments these are, without T. state: the
+    `Mamba3State` behind the token before, whose fields have an entry for each sequence, or with the option `slots` [B] for each
+    slot of a pool. Returns (o [B, H, V] in Q's dtype, or [B, R, H, V] with a rank and
     without MIMO_Out; the new `Mamba3State`). Options and errors as in `recurrent_step`; softmax_scale is 1 if None.
 
     Lahoti et al. 2026; https://github.com/state-spaces/mamba.

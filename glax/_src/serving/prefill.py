@@ -66,8 +66,8 @@ def prefill_into(
     write_slots: the slots of the new states; `slots` if None. A prefix in the pool can thus be read without being changed, by
     several sequences too: `slots` may then repeat. Sequence n stores no state if write_slots[n] is -1.
 
-    Sequence n is absent if slots[n] is -1: its output is 0, and nothing is read or written. With write_slots, a sequence where
-    fresh[n] is not absent, whatever slots[n] is: it reads no slot.
+    Sequence n is absent if slots[n] is -1: its output is 0, and nothing is read or written. There is one exception. With
+    write_slots, a sequence n for which fresh[n] is true reads no slot, and is computed for any slots[n].
 
     states_every, state_slots: a number E, a multiple of 64, and [M] slots for the states behind every E tokens, in the order of
     `recurrent`'s `states`. The states of sequence i follow the states of the sequences before it: T // E of each, or if packed

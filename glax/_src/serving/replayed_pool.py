@@ -419,7 +419,8 @@ class StatePool:
         return take(self.states, slots).astype(promoted(self.states.dtype, dtype))
 
     def states_to_read(self, slots: Int[Array, "B"], dtype) -> Float[Array, "B H K V"]:
-        """Return the stored states from which outputs are formed: those in 8 bits without their rests."""
+        """Return what outputs are formed from: `stored_states`, but those in 8 bits without the rests that rounding left. slots,
+        dtype: as there."""
         if isinstance(self.states, CompactStates):
             return self.states.without_rests(slots).astype(promoted(self.states.dtype, dtype))
         return self.stored_states(slots, dtype)

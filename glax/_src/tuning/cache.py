@@ -123,7 +123,7 @@ class PersistentCache:
         return folder / inv.device / f"{kernel}@{inv.kernel.version}{compilers}.json"
 
     def get(self, inv: Invocation) -> Any | None:
-        """Return the config that is stored for such an Invocation, or None."""
+        """Return the config that is stored for an Invocation with the same kernel, device and key, or None."""
         if (path := self.path(inv)) is None:
             return None
         entries = self.read(path).get("entries", {})
