@@ -145,8 +145,8 @@ class Mamba2(Layer):
     def scan(self, projected: Float[Array, "*rows inputs"], state: State, rows: Rows) -> tuple[Array, State]:
         """Return the layer's output [*rows, width] and the new state, from W_in u instead of u.
 
-        Models that scale the columns of W_in u before the convolution call it. projected: W_in u, [*rows, 2 H V + 2 groups K + H], the columns of z, x, B, C and dt. state, rows: as in
-        `glax.nn.layer.Layer.mix`.
+        Models that scale the columns of W_in u before the convolution call it. projected: W_in u, [*rows, 2 H V + 2 groups K +
+        H], the columns of z, x, B, C and dt. state, rows: as in `glax.nn.layer.Layer.mix`.
         """
         inside, states = self.num_heads * self.head_width, self.groups * self.state_width
         _, xBC, dt = jnp.split(projected, [inside, 2 * inside + 2 * states], axis=-1)
