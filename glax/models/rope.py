@@ -185,6 +185,7 @@ def rotation(
         options.ignore("original_max_position_embeddings")
         return found
     longest = options.integer(length_key, positions)
-    original = inner.integer("original_max_position_embeddings", longest)
+    usual = options.integer("max_position_embeddings", positions)  # transformers reads no other name here
+    original = inner.integer("original_max_position_embeddings", usual)
     original = options.integer("original_max_position_embeddings", original)
     return dataclasses.replace(found, kind=kind, inner=inner, original=original, ratio=longest / original)

@@ -267,15 +267,14 @@ def test_a_rotary_share_of_null_is_the_whole_head_unless_the_type_fixes_it():
 
 
 def test_the_longest_sequence_scales_positions_under_the_name_that_transformers_saves():
-    """transformers 5.24.0 saves Ling-3's max_position_embeddings as model_max_length."""
+    """transformers 5.24.0 saves Ling-3's max_position_embeddings as model_max_length. It does not take the original length from
+    there."""
     longrope = dict(rope_type="longrope", short_factor=[1.0] * 2, long_factor=[2.0] * 2)
-    for scaling in (longrope | dict(original_max_position_embeddings=16), dict(rope_type="yarn", factor=4.0)):
-        [usual] = rotations("bailing_hybrid", rope_scaling=scaling)  # of 262144 tokens
-        [found] = rotations("bailing_hybrid", rope_scaling=scaling, model_max_length=64)
-        config = dict(rope_scaling=scaling, model_max_length=64, max_position_embeddings=64)
-        assert [found] == rotations("bailing_hybrid", **config)
-        assert found != usual
-    assert found.factor == pytest.approx(1 + 0.1 * np.log(4))
+    for original in (dict(original_max_position_embeddings=16), {}):
+        [found] = rotations("bailing_hybrid", rope_scaling=longrope | original, model_max_length=2**20)
+        assert found is not None
+        first = original.get("original_max_position_embeddings", 262144)
+        assert found.factor == pytest.approx(np.sqrt(1 + np.log(2**20 / first) / np.log(first)))
 
 
 def test_only_sequences_that_are_long_take_the_long_frequencies():
