@@ -235,6 +235,29 @@ def test_rows_without_a_batch_and_empty_calls(platform):
     assert not y.any() and final.shape == (0, case.K, case.V)
 
 
+@PLATFORMS
+@pytest.mark.parametrize("T", [64, 67])  # the second is no multiple of a chunk
+def test_a_channel_that_keeps_nothing(T, platform):
+    """A of -inf: the state is the last token's term, all results are finite, and so are the gradients."""
+    rng = np.random.default_rng(0)
+    x, dt = (jnp.asarray(rng.uniform(0.1, 1, (1, T, 4)), jnp.float32) for _ in range(2))
+    B, C = (jnp.asarray(rng.normal(size=(1, T, 3)), jnp.float32) for _ in range(2))
+    A = jnp.asarray(-rng.uniform(0.5, 1, (4, 3)), jnp.float32).at[1, 2].set(-jnp.inf)
+
+    def call(x, dt, A, B, C):
+        return tuple(glax.selective_scan(x, dt, A, B, C, platform=platform))[:2]
+
+    y, final = call(x, dt, A, B, C)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
+    close(final[0, 1, 2], x[0, -1, 1] * dt[0, -1, 1] * B[0, -1, 2])
+    others, _ = call(x, dt, A.at[1, 2].set(0), B.at[..., 2].set(0), C)  # of channel 1 those with a memory
+    close(y[..., 1] - others[..., 1], (x * dt)[..., 1] * (B * C)[..., 2], atol=1e-5)
+    gradient = jax.grad(lambda *arrays: sum(each.sum() for each in call(*arrays)), range(5))(x, dt, A, B, C)
+    assert all(np.isfinite(each).all() for each in gradient)
+    after, _ = glax.selective_scan_step(x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], state=final, platform=platform)
+    assert np.isfinite(after).all()
+
+
 # ---- documents stay apart ----------------------------------------------------------------------------------------------
 
 CUTS, POISONS, POISONED = (0, 40, 41, 90), (np.nan, np.inf, 3e38), 40

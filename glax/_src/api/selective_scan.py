@@ -35,6 +35,8 @@ from glax._src.serving.state_pool import check_slot_values, put, take, usable
 from glax._src.solve import selective_scan as solver
 from glax._src.tuning.executor import compiled
 
+LEAST = -1e38  # of A: products with it and with log2(e) are finite or -inf, and 0 times it is 0
+
 # The axes of each argument: D channels, and states of N numbers. As axes, B is the batch and D the channels; the arguments of
 # the same names are those of the paper.
 SHAPES = dict(x="B T D", dt="B T D", A="D N", B="B T N", C="B T N", D="D")
@@ -74,8 +76,9 @@ def selective_scan(
         h_t[n] = exp(dt_t A[n]) h_{t-1}[n] + dt_t x_t B_t[n]        y_t = sum over n of C_t[n] h_t[n] + D x_t
 
     x: float32, bfloat16, float16 or float64. The other arguments may have any float dtype. dt: the step sizes, after bias and
-    softplus. A: below 0 for decay. D: the factors of the skip connection; none if None. Returns `Outputs`: y [B, T, D] in the
-    dtype of x, and the final states [sequences, D, N] in float32, or float64 for such x. Sums are in the dtype of the states.
+    softplus. A: below 0 for decay; -inf acts as -1e38. D: the factors of the skip connection; none if None. Returns `Outputs`:
+    y [B, T, D] in the dtype of x, and the final states [sequences, D, N] in float32, or float64 for such x. Sums are in the
+    dtype of the states.
 
     The batch axis may be absent: x and dt are then [T, D], and the arguments B and C are [T, N].
 
@@ -148,6 +151,11 @@ def selective_scan_step(
 
 
 # ---- for both functions ---------------------------------------------------------------------------------------------------
+
+
+def finite(A: Float[Array, "D N"], dtype) -> Float[Array, "D N"]:
+    """Return A in dtype, at least LEAST. A token with dt = 0, as padding is, thus leaves the state also where A is -inf."""
+    return jnp.maximum(A.astype(dtype), LEAST)
 
 
 def by_name(x, dt, A, B, C, D) -> dict[str, Any]:
@@ -238,7 +246,7 @@ def scan_rows(options: ScanOptions, platform: Platform | None, arrays: dict, res
     states = initial_states(rest["initial_state"], (call.num_sequences, *arrays["A"].shape), dtype)
     y, final = jnp.zeros(x.shape, x.dtype), states
     if 0 not in (*x.shape, call.num_sequences):
-        operands = SelectiveOperands(x, dt, arrays["A"].astype(dtype), B, C, states, call.packing)
+        operands = SelectiveOperands(x, dt, finite(arrays["A"], dtype), B, C, states, call.packing)
         y, final = solver.scan(platform, options.reverse, operands, arrays.get("D"))
     y = masked(call.is_token, y)
     return Outputs(y[0] if flat else y, final)
@@ -262,7 +270,7 @@ def step_rows(platform: Platform | None, arrays: dict, state, slots, rounding_ke
     if slots is not None:
         slots, used = usable(slots, state.shape[0], sizes["B"], ("B", "x"))
     x, dt, B, C = (arrays[name][:, 0] for name in ROWWISE)
-    A = arrays["A"].astype(promoted(x.dtype, jnp.float32))
+    A = finite(arrays["A"], promoted(x.dtype, jnp.float32))
     refusal = None
     if rounding_key is not None and str(state.dtype) in DROPPED:
         refusal = f"rounds {state.dtype} to nearest, got rounding_key"
