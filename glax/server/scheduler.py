@@ -176,6 +176,7 @@ class Scheduler:
         # A thread has JAX's options of its own. JAX defines the attribute when it starts.
         self.precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
         self.waiting: collections.deque[Ticket] = collections.deque()
+        self.num_submitted = self.num_seen = 0  # requests, ever, and when the present round began
         self.running: list[Ticket] = []  # in the order of their admission
         self.totals: collections.Counter[str] = collections.Counter()
         self.finished: collections.Counter[str] = collections.Counter()
@@ -188,11 +189,13 @@ class Scheduler:
         self.store: PrefixStore | None = None
         self.make()
         self.is_warm = False  # whether programs are compiled before they are called
-        # Of pools by their room: what ends when their programs are compiled.
-        self.prepared: dict[int, concurrent.futures.Future] = {self.slots.room: ended()}
+        # Of moves from pools to others, by the rooms of both: what ends when the programs of the others are compiled.
+        self.prepared: dict[tuple[int, int], concurrent.futures.Future] = {}
         # Of each program whose results are not all handed out: the requests that have not been given theirs, and its arrays.
         self.called: collections.deque[tuple[collections.deque[Called], dict[str, jax.Array]]] = collections.deque()
-        self.changed = threading.Condition()  # holds `waiting` and `is_stopped`; never held during a round
+        self.changed = (
+            threading.Condition()
+        )  # holds `waiting`, `num_submitted` and `is_stopped`; never held during a round
         self.turn = threading.RLock()  # held for a whole round
         self.is_stopped, self.thread = False, None
 
@@ -207,8 +210,8 @@ class Scheduler:
 
     def warm_up(self):
         """Compile the programs of the pools there are before requests come, and call those that read and write. They read and
-        write nothing. From then on programs of pools with more room are compiled in threads, and requests that need them wait,
-        while others run on."""
+        write nothing. From then on programs of other pools are compiled in threads, and requests that need them wait, while
+        others run on. If they cannot be compiled, these requests end with "error", and a later one compiles them anew."""
         with self.turn, jax.default_matmul_precision(self.precision):
             self.is_warm = True
             self.make()
@@ -239,6 +242,7 @@ class Scheduler:
                     f"{len(self.waiting)} requests wait, and no more may than {self.queue}: try again later"
                 )
             self.waiting.extend(tickets)
+            self.num_submitted += len(tickets)
             self.changed.notify_all()
         return tickets
 
@@ -355,6 +359,7 @@ class Scheduler:
                 self.settle()
                 return False
             self.totals["rounds"] += 1
+            self.num_seen = self.num_submitted
             try:
                 self.make()
                 self.admit()
@@ -394,12 +399,13 @@ class Scheduler:
             if len(together) > self.slots.capacity_with(self.slots.room_for(max(x.most_length for x in together))):
                 return
             needed = max(x.next_length for x in together)
-            is_full = (
-                len(self.running) == self.slots.capacity
-            )  # the pools have room for longer requests, and so fewer slots
-            is_moving = is_full or ticket.next_length > self.slots.room
-            if self.running and is_moving and not self.prepare(needed).done():
-                return  # the others run on meanwhile
+            # Whether the pools have room for longer requests, and so fewer slots.
+            is_full = len(self.running) == self.slots.capacity
+            if self.running and (is_full or ticket.next_length > self.slots.room):
+                if not self.prepare(needed).done():
+                    return  # the others run on meanwhile
+                if self.end_failed(needed, together):
+                    continue
             try:
                 own = self.slots.entries(ticket.request, ticket.prompt)
             except Exception as error:  # whatever it is, it comes from this request, and the running ones go on
@@ -417,30 +423,57 @@ class Scheduler:
     def grow(self):
         """Give the pools the room that the round needs, and begin to compile the programs of what a later one will need.
 
-        An answer for which they have no room waits while these are compiled, as long as other requests run on.
+        An answer for which they have no room waits while these are compiled, and others run on.
         """
-        needed = [x.next_length for x in self.running]
-        if max(needed, default=0) > self.slots.room:
-            if min(needed) > self.slots.room and not self.prepare(max(needed)).done():
+        while (needed := max((x.next_length for x in self.running), default=0)) > self.slots.room:
+            if self.prepare(needed).done():
+                if not self.end_failed(needed, self.running):
+                    self.resize(needed)
+            elif self.fitting():
+                break
+            elif self.called:
                 self.hand_out(0)  # no consumer waits for the compiler
-                needed = [x.next_length for x in self.running]
-            if needed and (min(needed) > self.slots.room or self.prepare(max(needed)).done()):
-                self.resize(max(needed))
+            elif not self.wait_for(needed):
+                break
         if any(x.most_length > self.slots.room for x in self.running):
             self.prepare(self.slots.room + 1)
 
     def prepare(self, needed: int) -> concurrent.futures.Future:
-        """Begin to compile the programs of pools with the least room for `needed` tokens, unless that was begun. Return what ends
-        with it, which has ended if they are compiled when they are called."""
-        room = self.slots.room_for(needed)
-        if room not in self.prepared:
-            begun = self.slots.prepare(room, self.rows, self.store) if self.is_warm else None
-            self.prepared[room] = begun or ended()
-        return self.prepared[room]
+        """Begin to compile the programs of pools with the least room for `needed` tokens, and the one that moves requests there,
+        unless that was begun. Return what ends with it, which has ended if they are compiled when they are called."""
+        move = self.slots.room, self.slots.room_for(needed)
+        if move not in self.prepared:
+            before = [compiling for (_, room), compiling in self.prepared.items() if room == move[1]]
+            begun = self.slots.prepare(move[1], self.rows, self.store, before) if self.is_warm else None
+            self.prepared[move] = begun or ended()
+        return self.prepared[move]
+
+    def wait_for(self, needed: int) -> bool:
+        """Wait until what `prepare` has begun ends, and return True; or False once another request comes or has to end."""
+        compiling = self.prepare(needed)
+        while not compiling.done():
+            has_come = self.num_submitted > self.num_seen
+            if self.is_stopped or has_come or any(map(is_due, (*self.running, *self.all_waiting()))):
+                return False
+            concurrent.futures.wait([compiling], 0.02)  # `Ticket.cancel` wakes nobody
+        return True
+
+    def end_failed(self, needed: int, tickets: list[Ticket]) -> bool:
+        """Return whether the programs of pools with the least room for `needed` tokens could not be compiled. Then end
+        those of the requests that need them, or the last if the pools have this room already; a later one compiles them anew."""
+        if (error := self.prepare(needed).exception()) is None:
+            return False
+        held, room = self.slots.room, self.slots.room_for(needed)
+        logger.error("programs could not be compiled, and the requests that need them end", exc_info=error)
+        del self.prepared[held, room]
+        need = [x for x in tickets if self.slots.room_for(x.next_length) == room > held] or tickets[-1:]
+        self.hand_out(0)  # one of them may be whole
+        for ticket in need:
+            self.end(ticket, "error", f"{type(error).__name__}: {error}")
+        return True
 
     def resize(self, needed: int):
         """Move the running requests to pools with the least room for `needed` tokens."""
-        concurrent.futures.wait([self.prepare(needed)])
         self.slots.resize(self.slots.room_for(needed), [x.slot for x in self.running])
         for slot, ticket in enumerate(self.running):
             ticket.slot = slot
@@ -641,6 +674,11 @@ class Scheduler:
         self.called.clear()
         self.slots.drop()
         self.prefixes = self.store = None
+
+
+def is_due(ticket: Ticket) -> bool:
+    """Return whether a request was cancelled, or is past its deadline."""
+    return ticket.is_cancelled or time.monotonic() >= ticket.deadline
 
 
 def ended() -> concurrent.futures.Future:

@@ -274,20 +274,24 @@ class Slots:
         for compiling in start_compiling(self.lowered(self.room, size, arrays, store)):
             compiling.result()
 
-    def prepare(self, room: int, size: int, store: PrefixStore | None) -> Future | None:
-        """Begin to compile the programs of pools with this room, and the one that moves requests there, in a thread. Return what
-        ends with it. An error is left to the call of the program, which compiles it anew. Return None for a model on several
-        devices: its programs depend on where the arrays lie, which shapes do not say."""
+    def prepare(self, room: int, size: int, store: PrefixStore | None, before: Sequence[Future] = ()) -> Future | None:
+        """Begin to compile the programs of pools with this room, and the one that moves requests there from those there are, in a
+        thread. Return what ends with it, with the error of a program that could not be compiled. Return None for a model on
+        several devices: its programs depend on where the arrays lie, which shapes do not say.
+
+        before: of calls for the same room. What these have compiled is not compiled again.
+        """
         if self.num_devices > 1:
             return None
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue], as in `Scheduler`
         # The rounds donate the arrays meanwhile.
         source, store = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (self.arrays, store))
-        lowered = self.lowered(room, size, self.shapes(room), store, source)
 
         def compile_all():
+            wait(before)
             with jax.default_matmul_precision(precision):
-                wait(start_compiling(lowered))
+                for compiling in start_compiling(self.lowered(room, size, self.shapes(room), store, source)):
+                    compiling.result()
 
         thread = ThreadPoolExecutor(1, "glax_compiles")
         compiling = thread.submit(compile_all)

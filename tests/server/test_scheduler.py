@@ -498,11 +498,173 @@ def test_no_round_compiles_what_was_prepared(prefix_bytes, monkeypatch):
     scheduler.warm_up()
     one = Consumer(scheduler, Request([1, 2, 3], LONGEST))
     scheduler.round()
-    assert wait(scheduler.prepared.values(), 120).done and set(scheduler.prepared) == {8, 16}
+    assert wait(scheduler.prepared.values(), 120).done and set(scheduler.prepared) == {(8, 16)}
     with Compiled() as compiled:
         run(scheduler)
     assert compiled.count == 0 and scheduler.slots.room == 16
     assert one.tokens == alone(model_of("bamba"), one.request)
+
+
+def test_only_the_move_from_other_pools_is_compiled_again(monkeypatch):
+    """It is compiled in a thread, as all programs of these pools were before it."""
+    monkeypatch.setattr("glax.server.slots.ROOM", 8)
+    jax.clear_caches()
+    model = model_of("bamba")
+    scheduler = small_scheduler("bamba", capacity=4, state_bytes=2 * Slots(model, 1, 64, None).slot_bytes(32))
+    scheduler.warm_up()
+    growing = Consumer(scheduler, Request([1, 2, 3], LONGEST))
+    run(scheduler)
+    long = Consumer(scheduler, Request([*range(20)], LONGEST))
+    run(scheduler)
+    assert set(scheduler.prepared) == {(8, 16), (16, 32)}
+    scheduler.slots.drop()  # as after a round that failed
+    again = Consumer(scheduler, Request([*range(20)], 4))
+    with Compiled() as compiled:
+        scheduler.round()
+    assert compiled.count == 1 and wait(scheduler.prepared.values(), 0).done == {*scheduler.prepared.values()}
+    run(scheduler)
+    assert scheduler.slots.room == 32 and scheduler.slots.capacity == 2
+    short = [Consumer(scheduler, Request([n, 1, 2], 5)) for n in range(3)]
+    run(scheduler)
+    assert set(scheduler.prepared) == {(8, 16), (16, 32), (8, 32), (32, 8)}
+    for one in (growing, long, again, *short):
+        assert one.end.reason == "length" and one.tokens == alone(model, one.request)
+    assert_free(scheduler)
+
+
+def test_requests_whose_programs_cannot_be_compiled_end_alone(monkeypatch):
+    """The others run on, and a later one compiles them anew."""
+    monkeypatch.setattr("glax.server.slots.ROOM", 8)
+    scheduler, model, message = small_scheduler("bamba"), model_of("bamba"), "RuntimeError: the compiler fails"
+    compiled, failing = scheduler.slots.shapes, {16, 32}
+
+    def shapes(room):
+        if room in failing:
+            raise RuntimeError("the compiler fails")
+        return compiled(room)
+
+    monkeypatch.setattr(scheduler.slots, "shapes", shapes)
+    scheduler.warm_up()
+    other = Consumer(scheduler, Request([1, 2], 7))
+    growing = Consumer(scheduler, Request([3, 4, 5, 6], 9))
+    long = Consumer(scheduler, Request([*range(20)], 4))
+    run(scheduler)
+    assert other.end.reason == "length" and other.tokens == alone(model, other.request)
+    assert long.end == growing.end == Finished("error", message) and not long.tokens
+    assert growing.tokens == alone(model, growing.request)[: len(growing.tokens)] and len(growing.tokens) == 5
+    assert_free(scheduler)
+    alone_and_long = Consumer(scheduler, Request([*range(20)], 4))  # nothing else runs
+    run(scheduler)
+    assert alone_and_long.end == Finished("error", message)
+    failing.clear()
+    later = [Consumer(scheduler, one.request) for one in (growing, long)]
+    run(scheduler)
+    assert all(one.end.reason == "length" and one.tokens == alone(model, one.request) for one in later)
+    assert_free(scheduler)
+
+
+def test_a_request_that_needs_more_slots_ends_alone_if_these_cannot_be_compiled(monkeypatch):
+    """The pools have room for a longer request than any that runs, and so too few slots."""
+    monkeypatch.setattr("glax.server.slots.ROOM", 8)
+    model = model_of("bamba")
+    scheduler = small_scheduler("bamba", capacity=4, state_bytes=2 * Slots(model, 1, 64, None).slot_bytes(32))
+    scheduler.warm_up()
+    long = Consumer(scheduler, Request([*range(20)], 4))
+    run(scheduler)
+    assert scheduler.slots.room == 32 and scheduler.slots.capacity == 2
+    monkeypatch.setattr("glax.server.slots.start_compiling", lambda lowered: 1 / 0)
+    short = [Consumer(scheduler, Request([n, 1, 2], 5)) for n in range(3)]
+    while not short[2].end:
+        scheduler.round()
+        if scheduler.prepared.get((32, 8)):
+            wait([scheduler.prepared[32, 8]])
+    assert short[2].end == Finished("error", "ZeroDivisionError: division by zero") and not short[0].end
+    run(scheduler)
+    for one in (long, *short[:2]):
+        assert one.end.reason == "length" and one.tokens == alone(model, one.request)
+    assert_free(scheduler)
+
+
+def test_a_request_that_comes_just_before_a_round_waits_for_the_compiler_is_seen(monkeypatch):
+    monkeypatch.setattr("glax.server.slots.ROOM", 8)
+    scheduler, compiling, short = small_scheduler("bamba"), Future(), []
+    monkeypatch.setattr(scheduler.slots, "prepare", lambda *arguments: compiling)
+    scheduler.warm_up()
+    long = Consumer(scheduler, Request([*range(20)], 4))
+    with monkeypatch.context() as patch:
+        admit = scheduler.admit
+        patch.setattr(scheduler, "admit", lambda: (admit(), short.append(Consumer(scheduler, Request([1], 4)))))
+        giving_up = threading.Timer(60, compiling.set_result, [None])
+        giving_up.start()
+        scheduler.round()
+    while not short[0].end:
+        scheduler.round()
+    assert not compiling.done() and not long.events
+    giving_up.cancel()
+    compiling.set_result(None)
+    run(scheduler)
+    for one in (long, *short):
+        assert one.end.reason == "length" and one.tokens == alone(model_of("bamba"), one.request)
+    assert_free(scheduler)
+
+
+def test_an_answer_whose_end_is_found_late_is_whole_though_its_programs_cannot_be_compiled(monkeypatch):
+    """And nobody ends in its place."""
+    monkeypatch.setattr("glax.server.slots.ROOM", 8)
+    scheduler, model = small_scheduler("bamba"), model_of("bamba")
+    failing = Future()
+    failing.set_exception(RuntimeError("the compiler fails"))
+    monkeypatch.setattr(scheduler.slots, "prepare", lambda *arguments: failing)
+    scheduler.warm_up()
+    prompt, other = [3, 4, 5, 6], Consumer(scheduler, Request([1], 8))
+    want = alone(model, Request(prompt, 5))
+    assert want[4] not in want[:4]
+    one = Consumer(scheduler, Request(prompt, 9, ends=frozenset(want[4:])))
+    run(scheduler)
+    assert one.tokens == want and one.end.reason == "stop"
+    assert other.tokens == alone(model, other.request) and other.end.reason == "length"
+    assert_free(scheduler)
+
+
+def test_who_waits_for_the_compiler_alone_may_leave_and_does_not_hold_up_others(monkeypatch):
+    """Nor does it hold up the end of the server."""
+    monkeypatch.setattr("glax.server.slots.ROOM", 8)
+    scheduler, compiling = small_scheduler("bamba"), {}
+    monkeypatch.setattr(scheduler.slots, "prepare", lambda room, *rest: compiling.setdefault(room, Future()))
+    scheduler.warm_up()
+    ended, received = {name: threading.Event() for name in ["cancelled", "late", "short", "waiting"]}, {}
+
+    def submit(name: str, request: Request):
+        received[name] = []
+        return scheduler.submit(request, functools.partial(receive, name))
+
+    def receive(name: str, event):
+        received[name].append(event)
+        if isinstance(event, Finished):
+            ended[name].set()
+
+    scheduler.start()
+    try:
+        ticket = submit("cancelled", Request([*range(20)], 4))
+        submit("late", Request([3, 4, 5, 6], 9, deadline=1.0))
+        assert ended["late"].wait(60) and received["late"][-1].reason == "timeout"
+        submit("waiting", Request([*range(12)], 4))
+        assert not ended["cancelled"].is_set()
+        ticket.cancel()
+        assert ended["cancelled"].wait(60) and received["cancelled"] == [Finished("cancelled")]
+        submit("short", short := Request([1], 4))
+        assert ended["short"].wait(60) and received["short"][-1].reason == "length"
+        assert [event.token for event in received["short"][:-1]] == alone(model_of("bamba"), short)
+        stopping = threading.Thread(target=scheduler.stop)
+        stopping.start()
+        stopping.join(60)
+        assert not stopping.is_alive() and received["waiting"] == [Finished("cancelled", "the server stops")]
+        assert set(compiling) >= {16, 32} and not any(future.done() for future in compiling.values())
+    finally:
+        for future in compiling.values():
+            future.set_result(None)
+        scheduler.stop()
+    assert_free(scheduler)
 
 
 def test_programs_update_rows_in_place():
