@@ -27,6 +27,7 @@ from glax.server.scheduler import Scheduler
 BODY_SECONDS = 30  # in which a body must arrive
 SPARE = 4  # times the limit of a body is read before a call is refused
 RETRY_SECONDS = 1  # of Retry-After
+MOST_EVENTS = 256  # of a call that are turned into pieces before other calls have their turn
 # Statuses of answers that did not come about, by the reason of the scheduler.
 FAILURES = {"error": 500, "timeout": 504, "cancelled": 503}
 
@@ -231,7 +232,7 @@ class Run:
         is_first = True
         while not all(sample.is_over for sample in self.samples):
             arrived = [await self.events.get()]
-            while not self.events.empty():
+            while not self.events.empty() and len(arrived) < MOST_EVENTS:
                 arrived.append(self.events.get_nowait())
             if is_first and any(isinstance(event, Token) for _, event in arrived):
                 self.server.metrics.first_token.observe(time.perf_counter() - self.began)
@@ -241,6 +242,8 @@ class Run:
                 text, entries = self.push(index, (event for other, event in arrived if other == index))
                 if text or entries or bool(self.samples[index].reason) != had_ended:
                     yield index, text, entries, bool(self.samples[index].reason)
+            if not self.events.empty():  # as behind a client that reads slowly
+                await asyncio.sleep(0)
 
     def push(self, index: int, events: Iterable[Event]) -> tuple[str, list]:
         """Return the text that events of a request add, and its tokens. Cancel a request whose answer a stop text ends."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import itertools
 import json
 import threading
 
@@ -14,7 +15,7 @@ import glax.models
 from glax.models.tokens import REPLACEMENT
 from glax.server import Token
 from glax.server.answers import Sample
-from glax.server.app import Handover
+from glax.server.app import Handover, Run
 from glax.server.protocol import read_call
 from tests.server.serving import NAME, TEXT, running
 
@@ -104,6 +105,33 @@ def test_a_loop_that_lags_sends_what_has_come_together_and_stops_where_it_would(
     assert tokens[0] == tokens[1] and len(pieces[1]) < len(tokens[1]) / 2
     assert [each[-1].finish_reason for each in pieces] == ["stop", "stop"]
     assert want[-1].usage == found[-1].usage
+
+
+def test_a_call_that_is_far_behind_gives_others_their_turns(server, monkeypatch):
+    monkeypatch.setattr("glax.server.app.MOST_EVENTS", 16)
+    body = json.dumps(dict(model=NAME, prompt="lag", temperature=0, max_tokens=400, logprobs=1, stream=True)).encode()
+
+    async def sent():
+        run, turns, found = Run(server.app, read_call(server.app.served, body, is_chat=False), 0.0), [0], []
+
+        async def others():
+            while True:
+                turns[0] += 1
+                await asyncio.sleep(0)
+
+        server.wait_until(lambda: not server.scheduler.counts().running and not server.scheduler.counts().waiting)
+        other = asyncio.create_task(others())
+        found = [(text, entries, turns[0]) async for _, text, entries, _ in run.pieces()]
+        other.cancel()
+        run.close()
+        return found
+
+    found = asyncio.run(sent())
+    assert "".join(text for text, *_ in found) == server.complete("lag", max_tokens=400).choices[0].text
+    counts = [len(entries) for _, entries, _ in found]
+    assert sum(counts) == 400 and max(counts) <= 16 + 8  # with those that waited for the end of a character
+    turns = [turn for *_, turn in found]
+    assert all(begin < end for begin, end in itertools.pairwise(turns)) and len(turns) >= 400 // 16
 
 
 def test_a_loop_is_woken_once_for_all_that_comes_before_it_takes():
