@@ -435,7 +435,7 @@ class Scheduler:
                 self.hand_out(0)  # no consumer waits for the compiler
             elif not self.wait_for(needed):
                 break
-        if any(x.most_length > self.slots.room for x in self.running):
+        if needed <= self.slots.room and any(x.most_length > self.slots.room for x in self.running):
             self.prepare(self.slots.room + 1)
 
     def prepare(self, needed: int) -> concurrent.futures.Future:

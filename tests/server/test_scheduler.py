@@ -470,6 +470,10 @@ def test_others_run_on_while_programs_of_more_room_are_compiled(monkeypatch):
     scheduler, compiling = small_scheduler("bamba"), {}
     monkeypatch.setattr(scheduler.slots, "prepare", lambda room, *rest: compiling.setdefault(room, Future()))
     scheduler.warm_up()
+    alone_at_first = Consumer(scheduler, Request([*range(20)], 4, deadline=0.1))
+    while not alone_at_first.end:
+        scheduler.round()
+    assert set(compiling) == {32}  # and none for pools that it would not fit
     growing = Consumer(scheduler, Request([3, 4, 5, 6], 9))
     short = Consumer(scheduler, Request([1], 7))
     long, behind = Consumer(scheduler, Request([*range(20)], 4)), Consumer(scheduler, Request([2], 3))
