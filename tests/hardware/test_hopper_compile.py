@@ -197,8 +197,9 @@ def test_a_call_that_writes_over_an_operand_is_no_part_of_a_fusion(call):
 
 
 @pytest.fixture
-def a_gpu(monkeypatch):
-    """Kernels are lowered by themselves, as where they will run; no thread compiles them."""
+def a_gpu(monkeypatch, tmp_path):
+    """Kernels are lowered by themselves, as where they will run; no thread compiles them, and no earlier run has stored them."""
+    monkeypatch.setenv("GLAX_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.GPU))
     monkeypatch.setattr(lowering_cache.Kernel, "compile", lambda self: None)
     monkeypatch.setattr(lowering_cache, "known", {})

@@ -1,5 +1,6 @@
 """A Hopper kernel is lowered once in a process, and stands in every program that has it; a thread compiles it meanwhile."""
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import glax
+from glax._src.core import files
 from glax._src.core.bind import bind
 from glax._src.core.registry import Backend
 from glax._src.kernels.pallas_gpu.device import cache as lowering_cache
@@ -26,6 +28,7 @@ def compiled(monkeypatch, tmp_path):
     monkeypatch.setattr(lowering_cache, "known", {})
     monkeypatch.setattr(lowering_cache, "longest", {})
     monkeypatch.setattr(lowering_cache, "threads", lambda: one)
+    monkeypatch.setattr(lowering_cache, "is_edited", lambda: False)
     monkeypatch.setattr(lowering_cache.Kernel, "compile", lambda self: found.append([x.shape for x in self.shapes]))
     return lambda: one.shutdown() or found
 
@@ -126,6 +129,24 @@ def test_a_key_that_names_an_address_is_not_stored(monkeypatch, tmp_path):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     lowered_anew(monkeypatch, traced)
     assert len(traced) == 3 and not list(tmp_path.rglob("*.mlirbc"))
+
+
+def test_nothing_is_stored_or_read_once_the_source_is_edited(monkeypatch, tmp_path):
+    """The digest of the new source must not name what the old one lowered."""
+    package, traced = tmp_path / "package", []
+    package.mkdir()
+    monkeypatch.setattr(files, "PACKAGE", package)
+    monkeypatch.setattr(lowering_cache, "is_edited", files.is_edited)
+    monkeypatch.setattr(lowering_cache, "sources", lambda: "unchanged")
+    (package / "kernel.py").touch()
+    os.utime(package / "kernel.py", (files.IMPORTED - 1, files.IMPORTED - 1))
+    lowered_anew(monkeypatch, traced)
+    lowered_anew(monkeypatch, traced)
+    assert len(traced) == 1
+    (package / "kernel.py").touch()
+    lowered_anew(monkeypatch, traced)
+    lowered_anew(monkeypatch, traced, key="other kernel")
+    assert len(traced) == 3 and len(list(tmp_path.rglob("*.mlirbc"))) == 1
 
 
 def test_known_results_leave_tracing_to_the_lowering(compiled):

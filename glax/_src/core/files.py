@@ -11,6 +11,7 @@ import pathlib
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 
 try:
@@ -24,6 +25,9 @@ KINDS = {"l": "a link", "d": "a directory", "p": "a FIFO", "c": "a device", "b":
 
 STAGED, COMMITTED = ".glax-", ".glax.saved"  # a folder being written (a random name follows), and one complete
 REMOVED = ".removed"  # in such a folder, the names of files that go when its own take their places
+
+PACKAGE = pathlib.Path(__file__).parents[2]  # glax
+IMPORTED = time.time()
 
 Stamp = tuple[int, ...]
 
@@ -47,8 +51,16 @@ def cache_folder() -> pathlib.Path | None:
 @functools.cache
 def sources() -> str:
     """Return a digest of the source code of this package."""
-    package = pathlib.Path(__file__).parents[2]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))).hexdigest()
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py")))).hexdigest()
+
+
+def is_edited() -> bool:
+    """Return whether the source code of this package was edited since this process imported it. `sources` may then describe other
+    code than the process runs."""
+    try:
+        return any(path.stat().st_mtime >= IMPORTED for path in PACKAGE.rglob("*.py"))
+    except FileNotFoundError:  # removed in this moment
+        return True
 
 
 class ContentError(ValueError):

@@ -31,7 +31,7 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from glax._src.core.backend import jax_option
-from glax._src.core.files import cache_folder, sources
+from glax._src.core.files import cache_folder, is_edited, sources
 from glax._src.core.known_miscompiles import version_of
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import Backend
@@ -40,11 +40,8 @@ from glax._src.kernels.common.stored import Code
 
 replacing = threading.Lock()
 KERNELS = Code("Hopper kernel", b"glax hopper kernel 1\n")  # a module in MLIR's bytecode
-OPTIONS = (
-    "jax_enable_x64",
-    "jax_numpy_dtype_promotion",
-    "jax_default_matmul_precision",
-)  # of JAX, which change what is traced
+# Options of JAX that change what is traced.
+OPTIONS = ("jax_enable_x64", "jax_numpy_dtype_promotion", "jax_default_matmul_precision")
 
 
 def equal_variables(system) -> dict:
@@ -109,10 +106,8 @@ class Kernel:
     @functools.cached_property
     def lowered(self) -> bytes:
         """Return the kernel's own module in MLIR's bytecode, and start to compile it in a thread."""
-        folder, path = (
-            cache_folder(),
-            in_no_trace(lambda: path_of(self.key)),
-        )  # with the options that it is lowered with
+        folder = cache_folder()
+        path = in_no_trace(lambda: path_of(self.key))  # where the options of JAX are those of the lowering
         found = None if folder is None or path is None else KERNELS.read(folder / path, folder)
         if found is None:
             traced = self.traced  # outside of the lock, which tracing does not need
@@ -136,11 +131,12 @@ class Kernel:
 def path_of(key: Hashable) -> pathlib.PurePath | None:
     """Return the path of a kernel below the cache folder.
 
-    A digest of the key, this package's code and what JAX lowers with. Return None where the key's text may not stand for the key
-    in another process, and where Mosaic GPU's variables ask to see kernels.
+    Its name is a digest of the key, this package's code, and the versions and options of JAX. Return None where the key's text
+    may not stand for the key in another process, where the code has been edited since it was imported, and where Mosaic GPU's
+    variables ask to see kernels.
     """
     text = repr(key)
-    if " at 0x" in text or any(name.startswith("MOSAIC_GPU_DUMP") for name in os.environ):
+    if " at 0x" in text or is_edited() or any(name.startswith("MOSAIC_GPU_DUMP") for name in os.environ):
         return None
     options = [jax_option(name) for name in OPTIONS]
     made_by = sources(), jax.__version__, version_of("jaxlib"), options
