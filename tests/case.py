@@ -318,12 +318,8 @@ def run_case(p: Problem, platform: str, dumps: tuple[str, ...], say=print) -> in
             saves = p.saves and forward.forward_with_residuals is not None
             residuals = run(r, saves=True)[1] if saves else None
             config = config_of(backward, p, r)
-            given = (
-                r,
-                d_output,
-                d_final,
-                *([] if residuals is None else [residuals]),
-            )  # as kernels are called that save none
+            # Kernels that have saved nothing are called without residuals.
+            given = (r, d_output, d_final, *([] if residuals is None else [residuals]))
             phases = backward.two_phase(r, config) if p.begun and d_final is not None else None
             if phases is None:
                 return here.call(functools.partial(backward.run, config=config), *given)

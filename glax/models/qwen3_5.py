@@ -84,9 +84,8 @@ def qwen3_5(config: ModelConfig, precision: Precision) -> CausalLM:
     options = outermost.model("text_config", f"{kind}_text") if is_whole else outermost
     width = options.integer("hidden_size", 2048 if has_experts else 4096)
     layers = options.integer("num_hidden_layers", 40 if has_experts else 32)
-    tied = outermost.flag("tie_word_embeddings", False)
     outer, init = outer_options(options, precision, 248320)
-    outer["tied"] = tied  # whatever text_config says
+    outer["tied"] = outermost.flag("tie_word_embeddings", False)  # whatever text_config says
     eps, act = options.number("rms_norm_eps", 1e-6, least=0), hidden_act(options)
     every = options.integer("full_attention_interval", 4)
     usual = [LINEAR if (layer + 1) % every else SOFTMAX for layer in range(layers)]

@@ -613,7 +613,7 @@ def gradient_of_queries(p: Program, of_state):
 
 
 def store_queries(p: Program, dq):
-    """Write dq in the place of q, and to global memory, and then dg, once both warpgroups have read all tiles."""
+    """Write dq, and then dg, to global memory, once both warpgroups have read all tiles."""
     meet(p)
     store_gradient(p, dq * p.scale(), p.tiles.q, p.tiles.dq, p.results.dq)
     p.write_term(D_GATES, gradient_of_gates(p))
@@ -688,7 +688,7 @@ def write_de(p: Program, de):
 
 
 def store_keys(p: Program, dk, erased, behind):
-    """Add the other terms of dk, and write it in the place of k, and to global memory.
+    """Add the other terms of dk, and write it to global memory.
 
     dk: the result of `erased_gradient`, as is erased. behind: U dS'^T, [C, K].
     """
