@@ -8,6 +8,7 @@ import warnings
 import pytest
 
 from glax._src.core.files import LIMIT
+from glax._src.kernels.common import stored
 from glax._src.kernels.cuda import images
 from glax._src.tuning.cache import Measurement, PersistentCache
 
@@ -113,6 +114,16 @@ def test_damaged_code_is_not_read(image, base):
     for content in (b"", images.PROGRAMS.mark, image.read_bytes()[:-1], b"x" + image.read_bytes()[1:]):
         image.write_bytes(content)
         assert images.PROGRAMS.read(image, base) is None
+
+
+def test_the_oldest_files_of_a_full_folder_go(image, base, monkeypatch):
+    size = image.stat().st_size
+    os.utime(image, (1, 1))
+    images.PROGRAMS.write(image.with_name("second.cubin"), base, CODE)
+    assert len(list(image.parent.iterdir())) == 2
+    monkeypatch.setattr(stored, "MOST_BYTES", 2 * size)
+    images.PROGRAMS.write(image.with_name("third.cubin"), base, CODE)
+    assert sorted(x.name for x in image.parent.iterdir()) == ["second.cubin", "third.cubin"]
 
 
 def test_nothing_is_written_through_a_link(base, tmp_path):

@@ -1,11 +1,14 @@
 """Store what is compiled below glax's cache folder, and read it again where nobody else can have written it."""
 
+import contextlib
 import hashlib
 import pathlib
 import warnings
 from typing import NamedTuple
 
 from glax._src.core.files import make_folders, read_trusted, replacing
+
+MOST_BYTES = 2**28  # of the files of a folder
 
 
 class Code(NamedTuple):
@@ -33,13 +36,29 @@ class Code(NamedTuple):
         return code if mark == self.mark and digest == hashlib.sha256(code).digest() else None
 
     def write(self, path: pathlib.Path, folder: pathlib.Path, code: bytes):
-        """Write the code to a file below the cache folder, which this user alone can read. Where that fails, warn."""
+        """Write the code to a file below the cache folder, which this user alone can read. Where that fails, warn.
+
+        The oldest files beside it are removed where all would have more than MOST_BYTES.
+        """
         try:
             make_folders(path.parent, folder)
             with replacing(path) as written:
                 written.touch(mode=0o600)
                 written.write_bytes(self.mark + hashlib.sha256(code).digest() + code)
+            remove_oldest(path.parent)
         except OSError as error:
             warnings.warn(
                 f"glax could not store a {self.name}, and compiles it again in each process: {error}", stacklevel=2
             )
+
+
+def remove_oldest(folder: pathlib.Path):
+    """Remove the files of a folder that were written longest ago, until the others have at most MOST_BYTES."""
+    files = [(x.stat(), x) for x in folder.iterdir()]
+    left = sum(found.st_size for found, _ in files)
+    for found, path in sorted(files, key=lambda each: each[0].st_mtime_ns):
+        if left <= MOST_BYTES:
+            return
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            path.unlink()
+        left -= found.st_size

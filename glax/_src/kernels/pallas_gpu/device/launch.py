@@ -46,7 +46,7 @@ def launch(
     arrays, structure = jax.tree.flatten(operands)
     found, of_results = jax.tree.flatten(results)
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in found]
-    key = name, plan, programs, tuple((x.shape, x.dtype) for x in types)
+    key = name, plan, programs, structure, tuple((x.shape, x.dtype) for x in types)
     barriers = [] if pipeline is None else [list(pipeline.barriers(roles).values())]
     inputs, outputs = len(arrays), len(types)
 
