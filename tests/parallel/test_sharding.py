@@ -12,9 +12,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, 
 
 import glax
 import glax.parallel
-from glax._src.core import backend
+from glax._src.core import backend, files
 from glax._src.kernels.xla.chunk_scan import ChunkedConfig
-from glax._src.solve import partitioning
 from glax._src.solve.lowering import warn_of_automatic_axes
 from tests.cases import Case, inputs
 from tests.close import assert_close
@@ -149,7 +148,7 @@ def close(got, want):
 
 @pytest.mark.fast
 def test_compiled_programs_are_named_by_the_code_of_the_whole_package():
-    assert partitioning.PACKAGE.samefile(pathlib.Path(glax.__file__).parent)
+    assert files.PACKAGE.samefile(pathlib.Path(glax.__file__).parent)
 
 
 def test_segments_stay_apart_on_a_mesh():
