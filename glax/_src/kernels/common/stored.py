@@ -4,9 +4,10 @@ import contextlib
 import hashlib
 import pathlib
 import warnings
+from collections.abc import Callable
 from typing import NamedTuple
 
-from glax._src.core.files import make_folders, read_trusted, replacing
+from glax._src.core.files import cache_folder, make_folders, read_trusted, replacing
 
 MOST_BYTES = 2**28  # of the files of a folder
 
@@ -17,6 +18,17 @@ class Code(NamedTuple):
 
     name: str
     mark: bytes
+
+    def made_once(self, path: pathlib.PurePath | None, make: Callable[[], bytes]) -> bytes:
+        """Return the code that is stored at a path below the cache folder, or else make() and store it there. Store nothing where
+        there is no such folder, or path is None."""
+        folder = cache_folder()
+        if folder is None or path is None:
+            return make()
+        if (code := self.read(folder / path, folder)) is None:
+            code = make()
+            self.write(folder / path, folder, code)
+        return code
 
     def read(self, path: pathlib.Path, folder: pathlib.Path) -> bytes | None:
         """Return the code in a file below the cache folder; None if the file is missing or damaged.

@@ -3,9 +3,8 @@
 import dataclasses
 import functools
 import hashlib
-from pathlib import Path
+from pathlib import Path, PurePath
 
-from glax._src.core.files import cache_folder
 from glax._src.kernels.common.stored import Code
 from glax._src.kernels.cuda.nvrtc import Compiler, load_compiler
 
@@ -41,14 +40,8 @@ def image_of(kernel: str, constants: tuple[tuple[str, int], ...], architecture: 
     source = program_text(kernel, constants)
     version = ".".join(map(str, compiler.version))
     key = hashlib.sha256(f"{source}\n{architecture}\n{version}".encode()).hexdigest()[:32]
-    folder = cache_folder()
-    path = None if folder is None else folder / "cuda" / f"{architecture}-nvrtc{version}" / f"{key}.cubin"
-    if folder is not None and path is not None and (code := PROGRAMS.read(path, folder)) is not None:
-        return Image(key, code)
-    code, _ = compiler.cubin(source, options(architecture))
-    if folder is not None and path is not None:
-        PROGRAMS.write(path, folder, code)
-    return Image(key, code)
+    path = PurePath("cuda", f"{architecture}-nvrtc{version}", f"{key}.cubin")
+    return Image(key, PROGRAMS.made_once(path, lambda: compiler.cubin(source, options(architecture))[0]))
 
 
 def program_text(kernel: str, constants: tuple[tuple[str, int], ...]) -> str:

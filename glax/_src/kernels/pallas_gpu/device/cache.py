@@ -31,7 +31,7 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from glax._src.core.backend import jax_option
-from glax._src.core.files import cache_folder, is_edited, sources
+from glax._src.core.files import is_edited, sources
 from glax._src.core.known_miscompiles import version_of
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import Backend
@@ -106,18 +106,17 @@ class Kernel:
     @functools.cached_property
     def lowered(self) -> bytes:
         """Return the kernel's own module in MLIR's bytecode, and start to compile it in a thread."""
-        folder = cache_folder()
         path = in_no_trace(lambda: path_of(self.key))  # where the options of JAX are those of the lowering
-        found = None if folder is None or path is None else KERNELS.read(folder / path, folder)
-        if found is None:
-            traced = self.traced  # outside of the lock, which tracing does not need
-            with equal_variables_used_by_jax():
-                module = in_no_trace(lambda: traced.lower(lowering_platforms=("cuda",)).compiler_ir())
-            found = mlir.module_to_bytecode(module)
-            if folder is not None and path is not None:
-                KERNELS.write(folder / path, folder, found)
+        found = KERNELS.made_once(path, self.lower)
         threads().submit(self.compile)
         return found
+
+    def lower(self) -> bytes:
+        """Trace and lower the kernel."""
+        traced = self.traced  # outside of the lock, which tracing does not need
+        with equal_variables_used_by_jax():
+            module = in_no_trace(lambda: traced.lower(lowering_platforms=("cuda",)).compiler_ir())
+        return mlir.module_to_bytecode(module)
 
     def compile(self):
         """Compile the kernel, for Mosaic GPU's cache. An error here occurs again in the program, and is reported there."""
