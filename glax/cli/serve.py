@@ -38,7 +38,7 @@ def serve(args, listening: socket.socket, key: str | None) -> int:
         print(f"glax serve: {address} can be reached from outside, and no key is asked for", file=sys.stderr)
     app.scheduler.warm_up()
     gc.collect()
-    gc.freeze()  # a collection that looks at what stays to the end holds Python's lock, and no round begins meanwhile
+    gc.freeze()  # collections hold Python's lock, and no round begins meanwhile: they pass over what stays to the end
     app.scheduler.start()
     listening.listen()  # clients that call before the first round of the loop wait
     try:

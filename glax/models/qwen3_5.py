@@ -130,7 +130,7 @@ def sparse_mlp(options: Options, width: int, act: str, common: dict) -> Callable
 
 
 def names_of(kinds: Sequence[str], is_whole: bool) -> Names:
-    """Return the names of the tensors. Published files also hold the experts of a layer in one tensor."""
+    """Return the names of the tensors. Published files hold all experts of a layer in two tensors; they are read too."""
     prefix = "model.language_model" if is_whole else "model"
     outer = outer_names(*(f"{prefix}.{name}" for name in ("embed_tokens", "layers", "norm")))
     return Names(

@@ -147,12 +147,12 @@ def rotation(
 ) -> Rope:
     """Return the rotary positions that a config asks for. Raises UnsupportedOption for a rope_type that is not supported.
 
-    theta, positions: rope_theta and max_position_embeddings of a config without them. length_key: the name that the latter has
-    in the config. partial: the share of the channels for a config without partial_rotary_factor. It is None for models whose
-    own code does not read that factor, where all channels rotate. is_fixed: whether partial_rotary_factor counts inside
-    rope_parameters alone. ignored: further options of rope_parameters, which have no effect. Older versions of transformers
-    write rope_theta and rope_scaling, newer versions rope_parameters. A rope_scaling that is not empty replaces
-    rope_parameters.
+    theta, positions: rope_theta and max_position_embeddings of a config without them. length_key: the option with the longest
+    sequence, of which the original length is a part; that is max_position_embeddings unless given. partial: the share of the
+    channels for a config without partial_rotary_factor. It is None for models whose own code does not read that factor, where
+    all channels rotate. is_fixed: whether partial_rotary_factor counts inside rope_parameters alone. ignored: further options
+    of rope_parameters, which have no effect. Older versions of transformers write rope_theta and rope_scaling, newer versions
+    rope_parameters. A rope_scaling that is not empty replaces rope_parameters.
     """
     base = options.number("rope_theta", theta, optional=True, above=0)
     share = options.number("partial_rotary_factor", 1.0 if partial is None else partial, optional=True)
@@ -185,7 +185,7 @@ def rotation(
         options.ignore("original_max_position_embeddings")
         return found
     longest = options.integer(length_key, positions)
-    usual = options.integer("max_position_embeddings", positions)  # transformers reads no other name here
-    original = inner.integer("original_max_position_embeddings", usual)
+    without = options.integer("max_position_embeddings", positions)  # transformers reads no other name here
+    original = inner.integer("original_max_position_embeddings", without)
     original = options.integer("original_max_position_embeddings", original)
     return dataclasses.replace(found, kind=kind, inner=inner, original=original, ratio=longest / original)

@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import json
 import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 from urllib.parse import urlsplit
@@ -50,7 +51,8 @@ class Server:
     ):
         self.served, self.scheduler, self.body_bytes, self.hosts = served, scheduler, body_bytes, hosts
         self.key = None if key is None else digest(key.encode("utf-8", "surrogateescape"))
-        self.metrics, self.created, self.handover = Metrics(), int(time.time()), Handover()
+        self.metrics, self.created = Metrics(), int(time.time())
+        self.handovers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Handover] = weakref.WeakKeyDictionary()
         self.is_stopping, self.num_open = False, 0  # num_open: runs whose answers have not ended
         routes = [
             Route("/health", self.health),
@@ -172,7 +174,7 @@ class Handover:
     """Bring events from the scheduler's thread to the queues of the event loop.
 
     To wake the loop is a system call, at which the scheduler's thread gives up Python's lock and then waits for it. So a loop
-    that was woken is not woken again before it takes what has come: once for a round, and not once for a token.
+    that was woken is not woken again before it takes what has come: about once for a round where it lags. Each loop has one.
 
     arrived: queues of the loop, each with what is to be put there. is_woken: whether the loop is about to take them.
     """
@@ -182,7 +184,7 @@ class Handover:
         self.is_woken = False
 
     def put(self, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue, item: Any):
-        """Put an item into a queue of the loop. Any thread may call it."""
+        """Put an item into a queue of the loop. Any thread may call it. loop: the same in every call."""
         self.arrived.append((queue, item))
         if not self.is_woken:
             self.is_woken = True
@@ -203,6 +205,7 @@ class Run:
         self.writer = Writer(server.served, call)
         self.samples = [Sample(server.served, call, i) for i in range(len(call.requests))]
         self.loop, self.events = asyncio.get_running_loop(), asyncio.Queue()
+        self.handover = server.handovers.setdefault(self.loop, Handover())
         try:
             self.tickets = server.scheduler.submit_together(
                 (request, functools.partial(self.receive, i)) for i, request in enumerate(call.requests)
@@ -215,7 +218,7 @@ class Run:
 
     def receive(self, index: int, event: Event):
         """Take an event from the scheduler's thread."""
-        self.server.handover.put(self.loop, self.events, (index, event))
+        self.handover.put(self.loop, self.events, (index, event))
 
     def close(self):
         """Leave what still runs."""

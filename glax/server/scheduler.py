@@ -193,9 +193,8 @@ class Scheduler:
         self.prepared: dict[tuple[int, int], concurrent.futures.Future] = {}
         # Of each program whose results are not all handed out: the requests that have not been given theirs, and its arrays.
         self.called: collections.deque[tuple[collections.deque[Called], dict[str, jax.Array]]] = collections.deque()
-        self.changed = (
-            threading.Condition()
-        )  # holds `waiting`, `num_submitted` and `is_stopped`; never held during a round
+        # Holds `waiting`, `num_submitted` and `is_stopped`; never held during a round.
+        self.changed = threading.Condition()
         self.turn = threading.RLock()  # held for a whole round
         self.is_stopped, self.thread = False, None
 
@@ -399,7 +398,7 @@ class Scheduler:
             if len(together) > self.slots.capacity_with(self.slots.room_for(max(x.most_length for x in together))):
                 return
             needed = max(x.next_length for x in together)
-            # Whether the pools have room for longer requests, and so fewer slots.
+            # All slots are taken, and the memory has room for more: the pools are made for longer requests than these.
             is_full = len(self.running) == self.slots.capacity
             if self.running and (is_full or ticket.next_length > self.slots.room):
                 if not self.prepare(needed).done():
@@ -459,8 +458,11 @@ class Scheduler:
         return True
 
     def end_failed(self, needed: int, tickets: list[Ticket]) -> bool:
-        """Return whether the programs of pools with the least room for `needed` tokens could not be compiled. Then end
-        those of the requests that need them, or the last if the pools have this room already; a later one compiles them anew."""
+        """End the requests that need pools with the least room for `needed` tokens, if the programs of these could not be
+        compiled. Return whether that was so. A later request compiles them anew.
+
+        Those end for which the present pools have no room, or the last if these have enough room and too few slots.
+        """
         if (error := self.prepare(needed).exception()) is None:
             return False
         held, room = self.slots.room, self.slots.room_for(needed)

@@ -27,9 +27,8 @@ def formed(mesh, make):
     )
     with Compiled() as compiled:
         found = forming.formed(make, shardings)
-    jax.tree.map(
-        lambda x, wanted: x.sharding.is_equivalent_to(wanted, x.ndim) or pytest.fail(str(wanted)), found, shardings
-    )
+    for x, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(shardings), strict=True):
+        assert x.sharding.is_equivalent_to(wanted, x.ndim)
     return found, compiled.count
 
 

@@ -631,7 +631,7 @@ def test_an_answer_whose_end_is_found_late_is_whole_though_its_programs_cannot_b
 
 
 def test_who_waits_for_the_compiler_alone_may_leave_and_does_not_hold_up_others(monkeypatch):
-    """Nor does it hold up the end of the server."""
+    """Nor does it hold up `Scheduler.stop`."""
     monkeypatch.setattr("glax.server.slots.ROOM", 8)
     scheduler, compiling = small_scheduler("bamba"), {}
     monkeypatch.setattr(scheduler.slots, "prepare", lambda room, *rest: compiling.setdefault(room, Future()))

@@ -153,8 +153,8 @@ def selective_scan_step(
 # ---- for both functions ---------------------------------------------------------------------------------------------------
 
 
-def finite(A: Float[Array, "D N"], dtype) -> Float[Array, "D N"]:
-    """Return A in dtype, at least LEAST. A token with dt = 0, as padding is, thus leaves the state also where A is -inf."""
+def bounded_below(A: Float[Array, "D N"], dtype) -> Float[Array, "D N"]:
+    """Return A in dtype, and LEAST where it is less: a token with dt = 0, as padding is, then leaves the state as it is."""
     return jnp.maximum(A.astype(dtype), LEAST)
 
 
@@ -246,7 +246,7 @@ def scan_rows(options: ScanOptions, platform: Platform | None, arrays: dict, res
     states = initial_states(rest["initial_state"], (call.num_sequences, *arrays["A"].shape), dtype)
     y, final = jnp.zeros(x.shape, x.dtype), states
     if 0 not in (*x.shape, call.num_sequences):
-        operands = SelectiveOperands(x, dt, finite(arrays["A"], dtype), B, C, states, call.packing)
+        operands = SelectiveOperands(x, dt, bounded_below(arrays["A"], dtype), B, C, states, call.packing)
         y, final = solver.scan(platform, options.reverse, operands, arrays.get("D"))
     y = masked(call.is_token, y)
     return Outputs(y[0] if flat else y, final)
@@ -270,7 +270,7 @@ def step_rows(platform: Platform | None, arrays: dict, state, slots, rounding_ke
     if slots is not None:
         slots, used = usable(slots, state.shape[0], sizes["B"], ("B", "x"))
     x, dt, B, C = (arrays[name][:, 0] for name in ROWWISE)
-    A = finite(arrays["A"], promoted(x.dtype, jnp.float32))
+    A = bounded_below(arrays["A"], promoted(x.dtype, jnp.float32))
     refusal = None
     if rounding_key is not None and str(state.dtype) in DROPPED:
         refusal = f"rounds {state.dtype} to nearest, got rounding_key"

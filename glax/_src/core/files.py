@@ -27,7 +27,7 @@ STAGED, COMMITTED = ".glax-", ".glax.saved"  # a folder being written (a random 
 REMOVED = ".removed"  # in such a folder, the names of files that go when its own take their places
 
 PACKAGE = pathlib.Path(__file__).parents[2]  # glax
-IMPORTED = time.time()
+IMPORTED = time.time()  # this process reads the sources about now
 
 Stamp = tuple[int, ...]
 

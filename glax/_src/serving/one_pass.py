@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.core.registry import Role
+from glax._src.solve.autodiff import float0_zeros
 from glax._src.solve.dispatch import Choice, pooled_kernel, run_pooled
 
 
@@ -59,7 +59,7 @@ def in_one_pass(role: Role, gathered: Callable[..., Any]) -> Callable[..., Any]:
     def bwd(choice: Choice, operands, cotangents):
         r, slots = operands
         _, pull = jax.vjp(lambda r: gathered(choice, r, slots), r)
-        return *pull(cotangents), None if slots is None else np.zeros(slots.shape, jax.dtypes.float0)
+        return *pull(cotangents), float0_zeros(slots)
 
     solve_in_pool = jax.custom_vjp(run, nondiff_argnums=(0,))
     solve_in_pool.defvjp(fwd, bwd)

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from glax._src.core.backend import Backend, computes_on, jax_option, lowering_platform
 from glax._src.core.decay import PARTS
 from glax._src.core.erasure import Erasure
-from glax._src.core.files import sources
+from glax._src.core.files import is_edited, sources
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, StoredStates, aligned, varying_axes
 from glax._src.kernels.common.softmax import SoftmaxOperands
 
@@ -250,7 +250,8 @@ def name_by_content(context, call, content: str):
     """Name the callbacks of a lowered custom_partitioning, a result of `by_compiler`, by a digest of what they do.
 
     JAX names them by an address, which becomes part of the program's text, so that a persistent compilation cache would never
-    find the program again. The digest covers this package's code and `content`.
+    find the program again. The digest covers this package's code and `content`. JAX's names stay where the code has been edited
+    since this process imported it.
     """
     from jax.experimental.custom_partitioning import custom_partitioning
     from jax.extend.mlir import ir
@@ -258,7 +259,7 @@ def name_by_content(context, call, content: str):
     # JAX has no public name for this table. Without the table programs are only compiled again in every process.
     callbacks = getattr(sys.modules[custom_partitioning.__module__], "_sharding_callbacks", None)
     config = call.attributes["backend_config"]
-    if callbacks is None or (info := callbacks.get(bytes(config.value, "utf8"))) is None:
+    if callbacks is None or is_edited() or (info := callbacks.get(bytes(config.value, "utf8"))) is None:
         return
     name = "glax " + hashlib.sha256((sources() + content).encode()).hexdigest()
     # Callbacks of a program that is not compiled yet stay, and serve this program, too.

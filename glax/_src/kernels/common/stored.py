@@ -1,4 +1,4 @@
-"""Store what is compiled below glax's cache folder, and read it again where nobody else can have written it."""
+"""Store code that takes long to make below glax's cache folder, and read it again where nobody else can have written it."""
 
 import contextlib
 import hashlib
@@ -41,7 +41,7 @@ class Code(NamedTuple):
         except FileNotFoundError:
             return None
         except OSError as error:
-            warnings.warn(f"glax does not read a stored {self.name}, and compiles it again: {error}", stacklevel=2)
+            warnings.warn(f"glax does not read a stored {self.name}, and makes it again: {error}", stacklevel=2)
             return None
         size = len(self.mark)
         mark, digest, code = content[:size], content[size : size + 32], content[size + 32 :]
@@ -60,17 +60,20 @@ class Code(NamedTuple):
             remove_oldest(path.parent)
         except OSError as error:
             warnings.warn(
-                f"glax could not store a {self.name}, and compiles it again in each process: {error}", stacklevel=2
+                f"glax could not store a {self.name}, and makes it again in each process: {error}", stacklevel=2
             )
 
 
 def remove_oldest(folder: pathlib.Path):
     """Remove the files of a folder that were written longest ago, until the others have at most MOST_BYTES."""
-    files = [(x.stat(), x) for x in folder.iterdir()]
+    files = []
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process removed it
+            files.append((path.stat(), path))
     left = sum(found.st_size for found, _ in files)
     for found, path in sorted(files, key=lambda each: each[0].st_mtime_ns):
         if left <= MOST_BYTES:
             return
-        with contextlib.suppress(FileNotFoundError):  # another process was faster
+        with contextlib.suppress(FileNotFoundError):
             path.unlink()
         left -= found.st_size

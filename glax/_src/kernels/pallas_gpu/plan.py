@@ -347,8 +347,9 @@ class DeltaScan:
     """
 
     STAGES: ClassVar[int] = 3  # chunks in shared memory: as many as 227 KB hold at widths of 128
-    FEWER_STAGES: ClassVar[int] = 2  # at K = 256, and with w
-    TIME_OF_TWO: ClassVar[float] = 1.8  # the time of a chunk for two stripes in one program, of that for one
+    FEWER_STAGES: ClassVar[int] = 2  # for K above 128, and with w for K above 64
+    # The time of a chunk for two stripes in one program, of that for one; measured with two chunks in shared memory.
+    TIME_OF_TWO: ClassVar[float] = 1.8
 
     kind: Literal["outputs", "states", "residuals", "adjoint", "ends", "transitions", "adjoint ends"]
     H: int

@@ -133,7 +133,8 @@ class Results(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Hold the shared memory of keys and of pairs of tokens. dq and dk overwrite q and k."""
+    """Hold the shared memory of keys and of pairs of tokens. dq and dk overwrite q and k, or lie in tiles of their own where two
+    heads are summed."""
 
     q: Ref  # [C, K]
     k: Ref  # [C, K]
@@ -715,7 +716,9 @@ def store_gradient(p: Program, gradient, tile, summed, result):
     if summed is None:
         tile[...] = gradient.astype(BF16)
     else:
-        end = C * remainder(p.item(), 2)  # no row of the first head's
+        end = C * remainder(
+            p.item(), 2
+        )  # 0 for the first head, for which `summed` holds nothing yet, and C for the second
         rows = lax.optimization_barrier(plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=BY_ROW))
         tile, gradient = summed, gradient + jnp.where(by_row(rows < end, gradient.shape), read(summed), 0.0)
         tile[...] = gradient.astype(BF16)

@@ -204,7 +204,8 @@ class Tiles(NamedTuple):
     def types(cls, w: DeltaScan) -> "Tiles":
         n, K = w.stages, w.K
         single, tiled = 1 if w.tight else n, functools.partial(tiles.tiled, columns=w.tile)
-        state = tiled(*(2,) * w.together, STRIPE, K) if w.has_results else tiled(8, 64)
+        by_stripe = (w.stripes,) if w.together else ()
+        state = tiled(*by_stripe, STRIPE, K) if w.has_results else tiled(8, 64)
         return cls(
             q=tiled(n, C, K) if w.reads_queries else tiled(1, 8, 64),
             k=tiled(n, C, K),
@@ -310,7 +311,7 @@ class Program:
         return self.field(0), self.chunk(step), quotient(self.head, self.plan.H // x.shape[2])
 
     def own(self, tile, me):
-        """Return the tile of a stripe, where each has one for itself."""
+        """Return the stripe's part of a tile where two are carried together, and else the tile."""
         if not self.plan.together:
             return tile
         # An accumulator's scope takes no reference with a static index from outside.
@@ -716,7 +717,7 @@ def form_scores(p: Program):
     w, t = p.plan, p.tiles
     p.take_registers("score")
     shape = C, w.scored
-    i, j = iota(shape, 0), iota(shape, 1)
+    i, j, scale = iota(shape, 0), iota(shape, 1), p.scale()
 
     def part(slot, first: int):
         columns = pl.ds(first, w.scored)
@@ -725,8 +726,6 @@ def form_scores(p: Program):
         between = jnp.where(counted, by_row(p.row_factor(slot, GATES), shape) - by_column(to, shape), -jnp.inf)
         found = tiles.product(shape, (t.q.at[slot], transposed(t.k.at[slot, columns])))
         return (found * (jnp.exp2(between) * scale)).astype(BF16)
-
-    scale = p.scale()
 
     def form(step):
         slot = p.slot(step)
@@ -805,7 +804,7 @@ def write_results(p: Program):
                 plgpu.copy_smem_to_gmem(tile(slot, me), p.rows(step, p.results.output, me))
 
     plgpu.wait_smem_to_gmem(0)
-    if isinstance(written, Ring):
+    if isinstance(written, Ring):  # so that no barrier ends with arrivals that complete nothing
         pl.when(p.count() > 0)(lambda: chunks.release(p.slot(p.count() - 1)))
 
 
