@@ -14,6 +14,7 @@ import glax
 import glax.parallel
 from glax._src.core import backend, files
 from glax._src.kernels.xla.chunk_scan import ChunkedConfig
+from glax._src.solve import partitioning
 from glax._src.solve.lowering import warn_of_automatic_axes
 from tests.cases import Case, inputs
 from tests.close import assert_close
@@ -149,6 +150,16 @@ def close(got, want):
 @pytest.mark.fast
 def test_compiled_programs_are_named_by_the_code_of_the_whole_package():
     assert files.PACKAGE.samefile(pathlib.Path(glax.__file__).parent)
+
+
+@pytest.mark.fast
+def test_compiled_programs_have_no_name_of_code_that_was_edited(mesh, monkeypatch):
+    x = jax.ShapeDtypeStruct((4, 32, 2, 4), jnp.float32, sharding=NamedSharding(mesh, P("batch")))
+    for is_edited in (False, True):
+        monkeypatch.setattr(partitioning, "is_edited", functools.partial(bool, is_edited))
+        jax.clear_caches()
+        text = jax.jit(lambda q: glax.recurrent(q, q, q).output).lower(x).as_text()
+        assert ('backend_config = "glax ' in text) is not is_edited
 
 
 def test_segments_stay_apart_on_a_mesh():
