@@ -10,6 +10,7 @@ import re
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from glax import parallel
 from glax._src.core.bind import check_real
+from glax._src.core.compiling import start_compiling
 from glax._src.core.files import parse, read_regular
 from glax.models.adapters import ALL, lora, save_adapter
 from glax.models.folders import has_weights
@@ -553,38 +555,64 @@ def make_model(config: TrainingConfig, mesh: Mesh | None = None) -> tuple[Causal
     >>> make_model(TrainingConfig(sizes, text="book.txt"))[0].vocabulary
     256
     """
-    folder, dtype = Path(config.model) if isinstance(config.model, str) else None, jnp.dtype(config.dtype)
-    source = folder if folder is not None and has_weights(folder) else None
     mesh = None if mesh is None or mesh.size == 1 else mesh
+    model = outlined(config, mesh)
+    if folder_of_weights(config) is None:
+        nnx.update(model, drawn(config, mesh, model))
+    return model, tokenizer_of(config, model)
 
-    def with_terms(model: CausalLM) -> CausalLM:
-        targets = ALL if config.lora_targets is None else config.lora_targets
-        if config.lora_rank is not None:
-            lora(model, config.lora_rank, targets, alpha=config.lora_alpha, rngs=nnx.Rngs(config.seed))
-        return model
 
-    def build() -> CausalLM:
-        return from_config(config.model if folder is None else folder, dtype=dtype, rngs=nnx.Rngs(config.seed))
+def folder_of_weights(config: TrainingConfig) -> Path | None:
+    """Return the folder of the weights that a run begins with; None where they are drawn."""
+    return Path(config.model) if isinstance(config.model, str) and has_weights(Path(config.model)) else None
 
-    if source is not None and config.lora_rank is not None:
-        model = with_terms(from_pretrained(source, dtype=dtype, mesh=mesh))
-        graph, params = nnx.split(model)
-        if mesh is not None:
-            model = nnx.merge(graph, jax.tree.map(on_mesh, params, shardings_of(model, params, mesh)))
-    elif source is not None:
-        model = build() if mesh is None else nnx.eval_shape(build)
+
+def built(config: TrainingConfig) -> CausalLM:
+    """Return a model of drawn parameters, which are float32."""
+    return from_config(config.model, dtype=jnp.dtype(config.dtype), rngs=nnx.Rngs(config.seed))
+
+
+def with_terms(config: TrainingConfig, model: CausalLM) -> CausalLM:
+    """Return the model with the low-rank terms of the config, changed in place."""
+    targets = ALL if config.lora_targets is None else config.lora_targets
+    if config.lora_rank is not None:
+        lora(model, config.lora_rank, targets, alpha=config.lora_alpha, rngs=nnx.Rngs(config.seed))
+    return model
+
+
+def outlined(config: TrainingConfig, mesh: Mesh | None) -> CausalLM:
+    """Return the model of a run: with the parameters of a folder, or with shapes where they are drawn. mesh: None for one."""
+    source = folder_of_weights(config)
+    if source is None:
+        model = nnx.eval_shape(lambda: with_terms(config, built(config)))
+    elif config.lora_rank is None:
+        model = built(config) if mesh is None else nnx.eval_shape(lambda: built(config))
         nnx.update(model, nnx.state(from_pretrained(source, dtype=jnp.float32, mesh=mesh), nnx.Param))
-    elif mesh is None:
-        model = with_terms(build())
     else:
-        model = nnx.eval_shape(lambda: with_terms(build()))
-        graph, shapes = nnx.split(model)
-        model = nnx.merge(graph, formed(lambda: nnx.state(with_terms(build())), shardings_of(model, shapes, mesh)))
+        model = with_terms(config, from_pretrained(source, dtype=jnp.dtype(config.dtype), mesh=mesh))
+        if mesh is not None:
+            graph, params = nnx.split(model)
+            model = nnx.merge(graph, jax.tree.map(on_mesh, params, shardings_of(model, params, mesh)))
     model.set_remat(config.remat)
+    return model
+
+
+def drawn(config: TrainingConfig, mesh: Mesh | None, model: CausalLM) -> nnx.State:
+    """Return the values of a model of shapes, with their shardings. mesh: None for one device."""
+
+    def values() -> nnx.State:
+        return nnx.state(with_terms(config, built(config)))
+
+    return values() if mesh is None else formed(values, shardings_of(model, nnx.state(model), mesh))
+
+
+def tokenizer_of(config: TrainingConfig, model: CausalLM) -> Tokenizer:
+    """Return the tokenizer of a run. The model forgets its folder, in place, where the tokenizer there is not this run's."""
+    folder = Path(config.model) if isinstance(config.model, str) else None
     if config.tokenizer is None:
-        return model, find_tokenizer(folder, model.vocabulary)
-    model.folder = None  # that folder's tokenizer is not this run's tokenizer
-    return model, find_tokenizer(folder, model.vocabulary, Path(config.tokenizer))
+        return find_tokenizer(folder, model.vocabulary)
+    model.folder = None
+    return find_tokenizer(folder, model.vocabulary, Path(config.tokenizer))
 
 
 def trained_filter(config: TrainingConfig, model: CausalLM) -> Callable[[tuple, nnx.Variable], bool]:
@@ -694,7 +722,9 @@ def train(
     mesh = training_mesh({name: getattr(config, name) for name in AXES})
     config.check_shards(mesh.shape)
     try:
-        model, tokenizer = make_model(config, mesh)
+        on_one = None if mesh.size == 1 else mesh
+        model = outlined(config, on_one)
+        tokenizer = tokenizer_of(config, model)
         if config.end_token is not None and config.end_token >= model.vocabulary:
             raise ValueError(f"end_token must be below vocab_size={model.vocabulary}, got {config.end_token}")
         data = (
@@ -767,16 +797,19 @@ class Run:
     layers: how the model's layers are stacked. They are stacked in `state` and `frozen`, and apart in checkpoints and in the
     model that is written. graph: the model's graph as it is trained on the mesh. alone: the graph of the model that is written,
     and the shapes of its parameters, the optimizer's state and its other variables. frozen: the model's other variables.
+    compiling: the compilation of `update`, which its first call waits for.
     """
 
     def __init__(self, config: TrainingConfig, mesh: Mesh, model: CausalLM, data: Data, checkpoints: Checkpoints):
+        """Begin a run of a model as `make_model` returns it, or of its shapes: parameters are drawn then, while the step is being
+        compiled."""
         self.config, self.mesh, self.data, self.checkpoints = config, mesh, data, checkpoints
         self.out, self.is_profiled = Path(config.out), False
         is_trained, optimizer = trained_filter(config, model), with_average(config.make_optimizer(), config.ema)
         self.layers = Layers.of(model, is_trained, config.scan_layers)
         graph, params, frozen = nnx.split(model, is_trained, ...)
         self.alone = graph, *jax.eval_shape(lambda x, y: (x, optimizer.init(x), y), params, frozen)
-        model = self.layers.model(model)
+        outline, model = model, self.layers.model(model)
         if mesh.shape["sequence"] > 1 or (mesh.size > 1 and jax.default_backend() == "tpu"):
             spread_sequence(model, mesh)
         if mesh.size > 1:
@@ -787,15 +820,27 @@ class Run:
         of_params = shardings_of(model, stacks, mesh)
         shapes = stacks, jax.eval_shape(optimizer.init, stacks)
         self.shardings = of_params, shardings_like(shapes[1], by_name(of_params), everywhere)
-        self.frozen = self.layers.stacked(frozen, others)
         self.compile(optimizer)
-        if checkpoints.newest() is None:
+        newest = checkpoints.newest()
+        self.compiling = []
+        # XLA's CPU client compiles in the threads that run programs, and a collective that finds no thread ends the process.
+        beside = mesh.size == 1 or jax.default_backend() != "cpu"
+        if beside and not frozen and (newest is None or newest < config.steps):
+            self.compiling = self.begin_compiling(shapes, data)
+        is_outline = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((params, frozen)))
+        if is_outline and (frozen or newest is None):
+            values = drawn(config, None if mesh.size == 1 else mesh, outline)
+            params, frozen = nnx.split_state(values, is_trained, ...)
+        self.frozen = self.layers.stacked(frozen, others)
+        if newest is None:
             with_moments = jax.jit(
                 lambda params: (params, optimizer.init(params)), donate_argnums=0, out_shardings=self.shardings
             )
             self.state, self.done = with_moments(self.layers.stacked(params, stacks)), 0
         else:
-            jax.tree.map(lambda x: x.delete(), params)  # else they would lie in memory beside those of the checkpoint
+            for x in jax.tree.leaves(params):
+                if isinstance(x, jax.Array):
+                    x.delete()  # else they would lie in memory beside those of the checkpoint
             restored, self.done, position = checkpoints.restore(self.layers.shapes(self.alone[1:3], self.shardings))
             self.state = self.layers.stacked(restored, shapes)
             data.seek(position)
@@ -831,6 +876,24 @@ class Run:
             return nnx.merge(graph, params, frozen).loss(read, following, segments), (following >= 0).sum()
 
         self.update, self.evaluate = update, evaluate
+
+    def begin_compiling(self, shapes, data: Data) -> list[Future]:
+        """Trace `update` for the shapes of the state, of a model without frozen variables, and begin to compile it in a thread.
+
+        The call of a step then finds it compiled, if its arguments have the same dtypes and shardings.
+        """
+
+        def shape(x, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=getattr(x, "weak_type", False))
+
+        def blank(held_out: np.ndarray) -> np.ndarray:
+            return np.zeros((len(data.rows), self.config.length + 1), held_out.dtype)
+
+        tokens, segments = data.held_out
+        marks = None if segments is None else blank(segments)
+        rows = self.placed(blank(tokens), marks, data.rows, self.config.batch)
+        state = jax.tree.map(shape, shapes, self.shardings)
+        return start_compiling([self.update.lower(state, nnx.State({}), *rows, self.on_each_device(False))])
 
     def accumulated(self, one: Callable, batch: tuple) -> tuple[jax.Array, Any]:
         """Return the loss and the gradient of a batch: the means of those of its parts, weighted by their numbers of targets.
@@ -872,6 +935,8 @@ class Run:
         config, waiting, stop = self.config, collections.deque(), False
         first, last = config.profile or (0, 0)
         self.restore_held_out()
+        for compiling in self.compiling:
+            compiling.result()
         self.since = time.perf_counter()
         for step in range(self.done + 1, config.steps + 1):
             if step == first:

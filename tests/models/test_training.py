@@ -61,6 +61,28 @@ def test_a_run_that_is_interrupted_continues_as_if_it_never_was(config, tmp_path
         train(dataclasses.replace(config, model=GLA | dict(num_hidden_layers=2)))
 
 
+@pytest.mark.parametrize("changes", [{}, dict(ema=0.5, accumulate=2, remat="full", scan_layers=True)])
+def test_a_step_is_compiled_once_while_the_parameters_are_drawn(config, caplog, monkeypatch, changes):
+    order = []
+
+    def noted(name):
+        whole = getattr(training, name)
+        monkeypatch.setattr(training, name, lambda *arguments: (order.append(name), whole(*arguments))[1])
+
+    noted("start_compiling"), noted("drawn")
+    config = dataclasses.replace(config, steps=3, model=GLA | dict(num_hidden_layers=2), **changes)
+    with jax.log_compiles(), caplog.at_level("WARNING"):  # of this thread alone
+        train(config)
+    assert order == ["start_compiling", "drawn"]
+    lines = [x.getMessage() for x in caplog.records]
+    assert sum("Finished tracing update for" in x for x in lines) == 1
+    assert any("compilation of jit(evaluate)" in x for x in lines) and not any(
+        "of jit(update) in" in x and "XLA" in x for x in lines
+    )
+    train(config)  # all steps are taken
+    assert order == ["start_compiling", "drawn"]
+
+
 EXPERTS = json.loads((FIXTURES / "qwen3_next" / "config.json").read_text())
 
 
