@@ -289,6 +289,8 @@ def training(results: list[Result]) -> str:
     def title(x):
         model = x.get("model") or x.about["method"].split(", batch")[0]
         model = f"{model}, {x.get('problem')}" if x.get("mode") in ("training", "lora", "full") else model
+        if x.get("devices", 1) > 1:
+            model += f", {x.get('case').split('/')[1]} = {x.get('devices')}"
         return (model, x.get("implementation"), x.device)
 
     for (model, implementation, device), group in sorted(grouped(chosen, title).items()):
@@ -323,7 +325,7 @@ def whole_models(results: list[Result]) -> str:
 
 def parallel(results: list[Result]) -> str:
     rows = []
-    chosen = [x for x in results if x.get("devices", 1) > 1 and x.get("speedup")]
+    chosen = [x for x in results if x.get("devices", 1) > 1 and x.get("speedup") and not x.get("case")]  # else it trains
     for devices, group in sorted(grouped(chosen, lambda x: x.get("devices")).items()):
         both = [[x.get(name) for x in group if x.get(name)] for name in ("speedup", "speedup_waited")]
         rows.append((devices, len(group), *(ratio(f(values)) for values in both for f in (statistics.median, min))))

@@ -2,7 +2,8 @@
 
 python -m tests.triton_selective_compile 90 "N16 bfloat16 16" prints a line of JSON per kernel, in the form of
 `tests.triton_compile`, with the instructions of its longest innermost loop for every token, channel and number of a state. The
-last two words are a dtype and the numbers of a state. Channels are 5120. "packed" as the first word resets states at tokens.
+last two words are a dtype and the numbers of a state. Channels are 5120. "packed" as the first word resets states at tokens, and
+"prompt" is one sequence, which is cut.
 """
 
 import json
@@ -23,7 +24,7 @@ from tests.triton_compile import TOOLS, Launch, compiled, launches
 
 def shipped(name: str, dtype: str, N: int) -> list[Launch]:
     """Return the launches of the heuristic configs: the forward that saves states, and the gradient."""
-    (G, T, D), shape = (4, 2048, 5120), jax.ShapeDtypeStruct
+    (G, T, D), shape = (1 if name == "prompt" else 4, 2048, 5120), jax.ShapeDtypeStruct
     x, B, states = shape((G, T, D), dtype), shape((G, T, N), dtype), shape((G, D, N), "float32")
     packing = Packing(None, shape((G, T), "bool") if name == "packed" else None)
     p = SelectiveOperands(x, x, shape((D, N), "float32"), B, B, states, packing)
@@ -65,7 +66,8 @@ if __name__ == "__main__":
         for each in shipped(name, dtype, int(N)):
             usage = compiled(each, int(sys.argv[1]))
             D = dict(each.constants)["D"]
-            per_entry = longest_loop(binaries[-1].asm["cubin"]) / (D.SPAN * D.BK * D.BV / 32)
+            entries = D.SPAN * D.BK * D.BV / 32 if D.SPAN else D.BK / 128
+            per_entry = longest_loop(binaries[-1].asm["cubin"]) / entries
             row = dict(
                 kernel=each.kernel.__name__, runs=what, registers=usage.registers, matrix=[], shared=usage.shared
             )

@@ -68,6 +68,29 @@ def test_all_configs_compute_the_same(monkeypatch, forward, gradient):
     checked(NamedCase(name, "selective_scan", T=19, K=20, V=16, cuts=(0, 18, 19)), "triton", FEW[1])
 
 
+CUT = {
+    case.name: case
+    for case in (
+        NamedCase("whole", "selective_scan", B=2, T=130, K=3, V=4),
+        NamedCase("packed-reverse", "selective_scan", T=150, K=3, V=4, cuts=(0, 3, 3, 131, 132, 148), reverse=True),
+        NamedCase("segments", "selective_scan", T=150, K=3, V=4, ids=((0,) * 70 + (1,) * 58 + (2,) * 22,)),
+        NamedCase("segments-reverse", "selective_scan", T=130, K=3, V=4, ids=((0,) * 3 + (1,) * 127,), reverse=True),
+    )
+}
+
+
+@pytest.mark.parametrize("forward, gradient", [(64, 64), (64, None), (None, 128)])
+@pytest.mark.parametrize("name", CUT)
+def test_cut_sequences_equal_the_loop_over_tokens(monkeypatch, name, forward, gradient):
+    configs = SelectiveConfig(2, 1, 8, forward), SelectiveConfig(4, 2, 4, gradient)
+    for table, config in zip(("SCAN", "GRADIENT"), configs, strict=True):
+        first, *others = getattr(solver, table)
+        first = dataclasses.replace(first, heuristic=lambda operands, config=config: config)
+        monkeypatch.setattr(solver, table, (first, *others))
+    jax.clear_caches()  # the heuristics are no part of a trace's key
+    checked(CUT[name], "triton", FEW[0])
+
+
 def test_vmap_second_derivatives_and_resumed_prompts():
     scans.test_vmap_and_second_derivatives("triton")
     case = NamedCase("", "selective_scan", T=30, K=3, V=3)
@@ -123,16 +146,45 @@ def test_refusals_state_the_reason(changes, why):
     assert found is not None and found.startswith(why)
 
 
-@pytest.mark.parametrize("D, lanes", [(5120, (2, 4)), (1536, (8, 8)), (32, (8, 8))])
+@pytest.mark.parametrize("D, lanes", [(5120, (4, 4)), (1536, (8, 8)), (32, (8, 8))])
 def test_few_channels_have_more_lanes(monkeypatch, D, lanes):
     monkeypatch.setattr(selective_scan_config, "multiprocessors", lambda: 132)
-    rows, numbers = jax.ShapeDtypeStruct((1, 64, D), "bfloat16"), jax.ShapeDtypeStruct((1, 64, 16), "bfloat16")
-    state = jax.ShapeDtypeStruct((1, D, 16), "float32")
-    p = SelectiveOperands(
-        rows, rows, jax.ShapeDtypeStruct((D, 16), "float32"), numbers, numbers, state, Packing(None, None)
-    )
-    found = selective_scan_config.forward_config(p), selective_scan_config.gradient_config(p)
+    assert tuple(config.lanes for config in chosen(1, 64, D)) == lanes
+
+
+def chosen(G: int, T: int, D: int) -> tuple[SelectiveConfig, SelectiveConfig]:
+    """Return the configs of a forward and a gradient of G rows of T tokens and D channels."""
+    rows, numbers = (jax.ShapeDtypeStruct((G, T, width), "bfloat16") for width in (D, 16))
+    A, states = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((D, 16), (G, D, 16)))
+    p = SelectiveOperands(rows, rows, A, numbers, numbers, states, Packing(None, None))
+    return selective_scan_config.forward_config(p), selective_scan_config.gradient_config(p)
+
+
+@pytest.mark.parametrize(
+    "sizes, cut, lanes",
+    [
+        ((1, 2048, 5120), 256, (2, 4)),
+        ((1, 32_768, 5120), 1280, (2, 4)),
+        ((8, 2048, 1536), 256, (2, 4)),
+        ((1, 512, 5120), 256, (2, 4)),
+        ((1, 511, 5120), None, (4, 4)),
+        ((3, 2048, 5120), 256, (2, 4)),
+        ((4, 2048, 5120), None, (4, 4)),
+        ((8, 2048, 5120), None, (2, 4)),
+    ],
+)
+def test_few_programs_take_parts_of_sequences(monkeypatch, sizes, cut, lanes):
+    monkeypatch.setattr(selective_scan_config, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(selective_scan_config, "capability", lambda: (9, 0))
+    found = chosen(*sizes)
     assert tuple(config.lanes for config in found) == lanes
+    assert [config.segment for config in found] == [cut, cut]
+
+
+@pytest.mark.parametrize("segment", [0, 63, 96, True, 64.0])
+def test_a_segment_is_whole_chunks(segment):
+    with pytest.raises(ValueError, match="segment must be a multiple of 64 or None, got"):
+        SelectiveConfig(segment=segment)
 
 
 @pytest.mark.parametrize("value", [0, 3, 64, 2.0, True])

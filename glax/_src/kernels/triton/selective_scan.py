@@ -2,7 +2,9 @@
 
     h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t        y_t = sum over n of C_t[n] h_t[n] + D x_t        for every channel d
 
-A program is one warp with a block of channels of one sequence, whose states stay in registers. Its tiles are
+A program is one warp with a block of channels of one segment, whose states stay in registers. A segment is a sequence, or a part
+of one where programs are few. A state passes a segment times exp(A sum dt). So `ends` scans every segment from zeros, `enter` goes
+from one to the next and computes the states that enter them, and the scan itself follows. Its tiles are
 [own, groups, 4, LANES, across]: LANES lanes share a channel. A lane holds `own` neighbouring channels, and of their states
 `groups` times four neighbouring numbers, or fewer where a state has fewer, so that its loads are wide and most sums over n are
 its own. Nothing is shared between programs, and no program waits for another.
@@ -18,12 +20,13 @@ its own. Nothing is shared between programs, and no program waits for another.
     g = dh exp(dt A) h_before        dA += dt g        ddt = x q + sum over n of A g        dx = dt q + D dy
     dh = exp(dt A) dh
 
-dB and dC are stored for every block of channels, dA and dD for every sequence, and XLA adds them in a fixed order: nothing is
+dB and dC are stored for every block of channels, dA and dD for every segment, and XLA adds them in a fixed order: nothing is
 added atomically, so every bit repeats. The tokens behind the last whole span are taken one by one. Sums are float32. exp is
 2^(dt (A log2 e)).
 """
 
 import math
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -34,8 +37,55 @@ from glax._src.kernels.triton.config import DTYPES
 from glax._src.kernels.triton.launch import launch, tl, triton
 from glax._src.kernels.triton.selective_scan_config import CHUNK, SelectiveConfig
 
+
+class Segments(NamedTuple):
+    """Hold the parts of sequences that programs scan, in the order of the scan, as the kernels read them. [segments] each."""
+
+    begin: Int[Array, "segments"]  # the first row in memory
+    end: Int[Array, "segments"]  # behind the last row
+    chunk: Int[Array, "segments"]  # the place of the state before the first chunk
+    sequence: Int[Array, "segments"]
+    is_first: Int[Array, "segments"]  # of its sequence
+    is_last: Int[Array, "segments"]
+    passes: Int[Array, "segments"]  # whether no token starts from zeros
+
+    @classmethod
+    def of(cls, p: SelectiveOperands, length: int | None, reverse: bool) -> tuple["Segments", Array, Array]:
+        """Return the segments of `length` tokens or fewer, whole sequences if None, and the first and last of each sequence.
+
+        Behind those of the last sequence may stand segments without tokens. A sequence of no token has one.
+        """
+        G, T = p.x.shape[:2]
+        edges = jnp.arange(G + 1) * T if p.packing.cuts is None else p.packing.cuts.astype(jnp.int32)
+        begin, end = edges[:-1], edges[1:]
+        sizes, length = end - begin, length or max(G * T, 1)
+        counts = jnp.maximum(-(-sizes // length), 1)
+        behind = jnp.cumsum(counts)
+        count = len(sizes) + (G * T // length if p.packing.cuts is not None else G * (max(-(-T // length), 1) - 1))
+        i = jnp.arange(count)
+        sequence = jnp.minimum(jnp.searchsorted(behind, i, side="right"), len(sizes) - 1)
+        place = i - (behind - counts)[sequence]
+        first = jnp.minimum(place * length, sizes[sequence])
+        last = jnp.minimum(first + length, sizes[sequence])
+        rows = (
+            (end[sequence] - last, end[sequence] - first)
+            if reverse
+            else (begin[sequence] + first, begin[sequence] + last)
+        )
+        passes = jnp.ones(count, bool)
+        if p.packing.resets is not None:
+            before = jnp.pad(jnp.cumsum(p.packing.resets.reshape(-1).astype(jnp.int32)), (1, 0))
+            passes = before[rows[0]] == before[rows[1]]
+        chunk = begin[sequence] // CHUNK + sequence + place * (length // CHUNK)
+        own = place < counts[sequence]
+        fields = *rows, chunk, sequence, place == 0, own & (place == counts[sequence] - 1), passes
+        return cls(*(x.astype(jnp.int32) for x in fields)), behind - counts, behind - 1
+
+
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
+FIELDS = tl.constexpr(len(Segments._fields))
+ENTRIES = 256  # numbers of states of a program of `enter`
 
 
 @triton.jit
@@ -59,17 +109,18 @@ def places(block, D: tl.constexpr):
 
 
 @triton.jit
-def own_part(A, skip, edges, D: tl.constexpr):
-    """Return a program's sequence, what `places` returns of its block of channels, the sequence's first row in memory, its first
-    row in the order of the scan, its number of rows, and of the channels A to base 2 and D, 0 without `skip`."""
-    sequence = tl.program_id(0) // D.NK
+def own_part(A, skip, table, D: tl.constexpr):
+    """Return a program's segment, what `places` returns of its block of channels, the place of the segment's first chunk, its
+    first row in the order of the scan, its number of rows, and of the channels A to base 2 and D, 0 without `skip`."""
+    segment = tl.program_id(0) // D.NK
     channel, number, place, exists = places(tl.program_id(0) % D.NK, D)
-    begin = tl.load(edges + sequence)
-    end = tl.load(edges + sequence + 1)
+    begin = tl.load(table + segment * FIELDS)
+    end = tl.load(table + segment * FIELDS + 1)
+    chunk = tl.load(table + segment * FIELDS + 2)
     first = begin if D.SIGN == 1 else end - 1
     decay = tl.load(A + place, mask=exists, other=0.0) * LOG2E
     factor = tl.load(skip + channel, mask=channel < D.K, other=0.0) if D.SKIP else 0.0
-    return sequence, channel, number, place, exists, begin, first, end - begin, decay, factor
+    return segment, channel, number, place, exists, chunk, first, end - begin, decay, factor
 
 
 @triton.jit
@@ -127,12 +178,12 @@ def load_span(x, dt, channel, D: tl.constexpr, SPAN: tl.constexpr):
 
 
 @triton.jit
-def outputs(x, dt, A, B, C, skip, states, edges, resets, y, final, starts, D: tl.constexpr):
-    """Compute y [rows, K], the final states [sequences, K, V], and the states before chunks [chunks, K, V]."""
+def outputs(x, dt, A, B, C, skip, states, table, resets, y, final, starts, D: tl.constexpr):
+    """Compute y [rows, K], the final states of segments [segments, K, V], and the states before chunks [chunks, K, V]."""
     SPAN: tl.constexpr = D.SPAN
-    sequence, channel, number, place, exists, begin, first, count, decay, factor = own_part(A, skip, edges, D)
-    h = tl.load(row_of(states, sequence, D.K * D.V) + place, mask=exists, other=0.0)
-    chunks = row_of(starts, begin // D.C + sequence, D.K * D.V) + place
+    segment, channel, number, place, exists, chunk, first, count, decay, factor = own_part(A, skip, table, D)
+    h = tl.load(row_of(states, segment, D.K * D.V) + place, mask=exists, other=0.0)
+    chunks = row_of(starts, chunk, D.K * D.V) + place
     spans = count // SPAN
     if spans > 0:
         xs, dts = load_span(row_of(x, first, D.K), row_of(dt, first, D.K), channel, D, SPAN)
@@ -144,11 +195,13 @@ def outputs(x, dt, A, B, C, skip, states, edges, resets, y, final, starts, D: tl
             next_xs, next_dts = load_span(row_of(x, following, D.K), row_of(dt, following, D.K), channel, D, SPAN)
             row = first + D.SIGN * step
             yt, Bt, Ct = row_of(y, row, D.K), row_of(B, row, D.BV), row_of(C, row, D.BV)
+            outs = ()  # stored behind the span: no load may pass a store
             for k in tl.static_range(SPAN):
                 h = tl.exp2(decay * dts[k]) * unless_reset(h, resets + row, k, D)
                 h += load_numbers(Bt, k, number, D) * (dts[k] * xs[k])
-                out = over_numbers(h * load_numbers(Ct, k, number, D))
-                store_rows(yt, k, channel, out + factor * xs[k], D)
+                outs += (over_numbers(h * load_numbers(Ct, k, number, D)) + factor * xs[k],)
+            for k in tl.static_range(SPAN):
+                store_rows(yt, k, channel, outs[k], D)
             xs, dts = next_xs, next_dts
     if D.GRADIENT and (spans * SPAN % D.C == 0) & (spans * SPAN < count):
         tl.store(row_of(chunks, spans * SPAN // D.C, D.K * D.V), h, mask=exists)
@@ -158,7 +211,66 @@ def outputs(x, dt, A, B, C, skip, states, edges, resets, y, final, starts, D: tl
         h = advanced(h, x, dt, B, resets, row, 0, decay, channel, number, D)
         out = over_numbers(h * load_numbers(row_of(C, row, D.BV), 0, number, D))
         store_rows(row_of(y, row, D.K), 0, channel, out + factor * tx, D)
-    tl.store(row_of(final, sequence, D.K * D.V) + place, h, mask=exists)
+    tl.store(row_of(final, segment, D.K * D.V) + place, h, mask=exists)
+
+
+@triton.jit
+def ends(x, dt, A, B, table, resets, final, total, D: tl.constexpr):
+    """Compute what each segment adds to the state behind it, [segments, K, V], and the sum of its dt, [segments, K].
+
+    With ADJOINT x is dy and B is C, the scan goes against time, and what it adds is the gradient of the state before it.
+    """
+    SPAN: tl.constexpr = D.SPAN
+    segment, channel, number, place, exists, _, first, count, decay, _ = own_part(A, A, table, D)
+    h = tl.zeros(place.shape, tl.float32)
+    through = tl.zeros(channel.shape, tl.float32)
+    spans = count // SPAN
+    if spans > 0:
+        xs, dts = load_span(row_of(x, first, D.K), row_of(dt, first, D.K), channel, D, SPAN)
+        for i in range(spans):
+            following = first + D.SIGN * tl.minimum((i + 1) * SPAN, (spans - 1) * SPAN)
+            next_xs, next_dts = load_span(row_of(x, following, D.K), row_of(dt, following, D.K), channel, D, SPAN)
+            row = first + D.SIGN * (i * SPAN)
+            for k in tl.static_range(SPAN):
+                h = passed(h, xs[k], dts[k], row_of(B, row, D.BV), resets + row, k, decay, number, D)
+                through += dts[k]
+            xs, dts = next_xs, next_dts
+    for step in range(spans * SPAN, count):
+        row = first + D.SIGN * step
+        td = load_rows(row_of(dt, row, D.K), 0, channel, D)
+        tx = load_rows(row_of(x, row, D.K), 0, channel, D)
+        h = passed(h, tx, td, row_of(B, row, D.BV), resets + row, 0, decay, number, D)
+        through += td
+    tl.store(row_of(final, segment, D.K * D.V) + place, h, mask=exists)
+    store_rows(row_of(total, segment, D.K), 0, channel, through, D)
+
+
+@triton.jit
+def passed(h, x, dt, B, resets, k, decay, number, D: tl.constexpr):
+    """Return the state behind a token, or with ADJOINT its gradient before it."""
+    through = tl.exp2(decay * dt)
+    if D.ADJOINT:
+        return unless_reset(through * (h + load_numbers(B, k, number, D) * x), resets, k, D)
+    return through * unless_reset(h, resets, k, D) + load_numbers(B, k, number, D) * (dt * x)
+
+
+@triton.jit
+def enter(added, total, A, states, table, into, D: tl.constexpr):
+    """Compute the states that enter H segments, [segments, K, V], from what each adds, and `states`, that enter sequences. With
+    ADJOINT from the last segment to the first."""
+    place = tl.program_id(0) * D.BK + tl.arange(0, D.BK)
+    exists = place < D.K * D.V
+    decay = tl.load(A + place, mask=exists, other=0.0) * LOG2E
+    S = tl.zeros((D.BK,), tl.float32)
+    for i in range(D.H):
+        e = D.H - 1 - i if D.ADJOINT else i
+        row = table + e * FIELDS
+        given = tl.load(row_of(states, tl.load(row + 3), D.K * D.V) + place, mask=exists, other=0.0)
+        S = tl.where(tl.load(row + (5 if D.ADJOINT else 4)) != 0, given, S)
+        tl.store(row_of(into, e, D.K * D.V) + place, S, mask=exists)
+        through = tl.exp2(decay * tl.load(row_of(total, e, D.K) + place // D.V, mask=exists, other=0.0))
+        S = tl.where(tl.load(row + 6) != 0, S * through, 0.0)
+        S += tl.load(row_of(added, e, D.K * D.V) + place, mask=exists, other=0.0)
 
 
 @triton.jit
@@ -251,20 +363,20 @@ def against_time(
 
 @triton.jit
 def gradient(
-    x, dt, A, B, C, skip, edges, resets, starts, dy, d_final, size,
+    x, dt, A, B, C, skip, table, resets, starts, dy, d_final, size,
     dx, ddt, dA, dB, dC, d_skip, d_states, scratch, D: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients. dA [sequences, K, V] and d_skip [sequences, K] are those of a sequence, and dB and dC
+    """Compute the gradients. dA [segments, K, V] and d_skip [segments, K] are those of a segment, and dB and dC
     [blocks, rows, BV] those of a block of channels. size: the number of rows."""
     SPAN: tl.constexpr = D.SPAN
-    sequence, channel, number, place, exists, begin, first, count, decay, factor = own_part(A, skip, edges, D)
-    chunks = row_of(starts, begin // D.C + sequence, D.K * D.V) + place
+    segment, channel, number, place, exists, chunk, first, count, decay, factor = own_part(A, skip, table, D)
+    chunks = row_of(starts, chunk, D.K * D.V) + place
     block = tl.program_id(0) % D.NK
     spans = row_of(scratch, tl.program_id(0), D.C // SPAN * D.BK * D.BV) + ((channel - block * D.BK) * D.BV + number)
     of_block = block.to(tl.int64) * tl.load(size) * D.BV
     dB += of_block
     dC += of_block
-    dh = tl.load(row_of(d_final, sequence, D.K * D.V) + place, mask=exists, other=0.0)
+    dh = tl.load(row_of(d_final, segment, D.K * D.V) + place, mask=exists, other=0.0)
     carried = (dh, tl.zeros(place.shape, tl.float32), tl.zeros(channel.shape, tl.float32))
     for back in range(0, tl.cdiv(count, D.C)):
         c = tl.cdiv(count, D.C) - 1 - back
@@ -297,10 +409,10 @@ def gradient(
             )
         tl.debug_barrier()
     dh, total, of_skip = carried
-    tl.store(row_of(d_states, sequence, D.K * D.V) + place, dh, mask=exists)
-    tl.store(row_of(dA, sequence, D.K * D.V) + place, total, mask=exists)
+    tl.store(row_of(d_states, segment, D.K * D.V) + place, dh, mask=exists)
+    tl.store(row_of(dA, segment, D.K * D.V) + place, total, mask=exists)
     if D.SKIP:
-        store_rows(row_of(d_skip, sequence, D.K), 0, channel, of_skip, D)
+        store_rows(row_of(d_skip, segment, D.K), 0, channel, of_skip, D)
 
 
 # ---- launches ----------------------------------------------------------------------------------------------------------
@@ -311,29 +423,50 @@ def padded(B: Float[Array, "G T N"]) -> Float[Array, "G T _"]:
     return jnp.pad(B.astype(jnp.float32), ((0, 0), (0, 0), (0, bucket(B.shape[2]) - B.shape[2])))
 
 
-def edges_of(p: SelectiveOperands) -> Int[Array, "edges"]:
-    """Return the first row of every sequence, and one behind the last row of the last."""
-    if p.packing.cuts is not None:
-        return p.packing.cuts.astype(jnp.int32)
-    G, T = p.x.shape[:2]
-    return jnp.arange(G + 1, dtype=jnp.int32) * T
-
-
 def prepared(p: SelectiveOperands, skip: Float[Array, "D"] | None, config: SelectiveConfig, reverse: bool):
-    """Return what the kernels read besides x and dt, and the constants of a launch."""
+    """Return what the kernels read besides x and dt, the marks of tokens that start from zeros, and the constants of a launch."""
     resets = p.packing.resets
     D, N = p.A.shape
     constants = dict(
         H=1, K=D, V=N, C=CHUNK, BK=config.channels, BV=bucket(N), LANES=config.lanes, OWN=config.own, SPAN=config.span,
-        SIGN=-1 if reverse else 1, RESETS=resets is not None, SKIP=skip is not None, warps=1, stages=1,
+        SIGN=-1 if reverse else 1, RESETS=resets is not None, warps=1, stages=1,
     )  # fmt: skip
     marks = jnp.zeros(1, jnp.int32) if resets is None else resets.astype(jnp.int32)
     factor = jnp.zeros(1, jnp.float32) if skip is None else skip.astype(jnp.float32)
-    return (p.A, padded(p.B), padded(p.C), factor), (edges_of(p), marks), constants
+    return (p.A, padded(p.B), padded(p.C), factor), marks, constants
 
 
 def readable(x: Array) -> Array:
     return x if str(x.dtype) in DTYPES else x.astype(jnp.float32)
+
+
+def entering(
+    x: Array,
+    B: Array,
+    p: SelectiveOperands,
+    states: Float[Array, "sequences D N"],
+    segments: Segments,
+    marks: Array,
+    constants: dict[str, Any],
+    *,
+    adjoint: bool,
+) -> Float[Array, "segments D N"]:
+    """Return the states that enter segments, with `states` before sequences.
+
+    A token adds dt x B to the state. If `adjoint`, it adds x B to the gradient of the state, and `states` are behind sequences.
+    """
+    count, (D, N) = len(segments.begin), p.A.shape
+    if count == len(states):
+        return states
+    table, of_segments = jnp.stack(segments, 1), ((count, D, N), jnp.float32)
+    sign = -constants["SIGN"] if adjoint else constants["SIGN"]
+    added, total = launch(
+        ends, count * -(-D // constants["BK"]), (x, readable(p.dt), p.A, B, table, marks),
+        [of_segments, ((count, D), jnp.float32)], ADJOINT=adjoint, **constants | dict(SIGN=sign),
+    )  # fmt: skip
+    sizes = dict(H=count, K=D, V=N, BK=ENTRIES, ADJOINT=adjoint, warps=4, stages=1)
+    (into,) = launch(enter, -(-D * N // ENTRIES), (added, total, p.A, states, table), [of_segments], **sizes)
+    return into
 
 
 def forward(
@@ -346,15 +479,18 @@ def forward(
 ) -> tuple[Array, Array, Array]:
     """Return y [G, T, D] in the dtype of x, with D x if `skip` is D; the final states [sequences, D, N]; and the states before
     chunks, of which there are none without residuals. y of rows of no sequence is undefined."""
-    operands, (edges, marks), constants = prepared(p, skip, config, reverse)
-    sequences, (G, T, D) = p.states.shape[0], p.x.shape
-    chunks = G * T // CHUNK + sequences if saves_residuals else 1
-    results = [(p.x.shape, p.x.dtype), (p.states.shape, jnp.float32), ((chunks, *p.A.shape), jnp.float32)]
+    operands, marks, constants = prepared(p, skip, config, reverse)
+    segments, _, last = Segments.of(p, config.segment, reverse)
+    states = entering(p.x, operands[1], p, p.states, segments, marks, constants, adjoint=False)
+    (G, T, D), count = p.x.shape, len(states)
+    chunks = G * T // CHUNK + len(p.states) if saves_residuals else 1
+    results = [(p.x.shape, p.x.dtype), (states.shape, jnp.float32), ((chunks, *p.A.shape), jnp.float32)]
+    operands = p.x, readable(p.dt), *operands, states, jnp.stack(segments, 1), marks
     y, final, starts = launch(
-        outputs, sequences * -(-D // config.channels), (p.x, readable(p.dt), *operands, p.states, edges, marks), results,
-        GRADIENT=saves_residuals, **constants,
+        outputs, count * -(-D // config.channels), operands, results,
+        SKIP=skip is not None, GRADIENT=saves_residuals, **constants,
     )  # fmt: skip
-    return y, final, starts
+    return y, final if count == len(p.states) else final[last], starts
 
 
 def gradients(
@@ -369,21 +505,25 @@ def gradients(
 ) -> tuple[tuple[Array, ...], Array | None]:
     """Return the gradients of x, dt, A, B, C and the states, in their dtypes, and the one of `skip`, None if there is none.
     Those of rows of no sequence are undefined."""
-    operands, tables, constants = prepared(p, skip, config, reverse)
-    sequences, (G, T, D), BV = p.states.shape[0], p.x.shape, constants["BV"]
+    operands, marks, constants = prepared(p, skip, config, reverse)
+    segments, first, _ = Segments.of(p, config.segment, reverse)
+    behind = entering(d_y, operands[2], p, d_final, segments, marks, constants, adjoint=True)
+    (G, T, D), count, BV = p.x.shape, len(behind), constants["BV"]
     blocks = -(-D // config.channels)
-    programs, partial = sequences * blocks, ((blocks, G, T, BV), jnp.float32)
-    of_states = (p.states.shape, jnp.float32)
+    programs, partial = count * blocks, ((blocks, G, T, BV), jnp.float32)
+    of_states = (behind.shape, jnp.float32)
     dt = readable(p.dt)
     results = [
         (p.x.shape, p.x.dtype), (dt.shape, dt.dtype), of_states, partial, partial,
-        ((sequences, D) if skip is not None else (1,), jnp.float32), of_states,
+        ((count, D) if skip is not None else (1,), jnp.float32), of_states,
         ((programs, CHUNK // config.span, config.channels, BV), jnp.float32),
     ]  # fmt: skip
     size = jnp.full(1, G * T, jnp.int32)
+    operands = p.x, dt, *operands, jnp.stack(segments, 1), marks, starts, d_y, behind, size
     dx, ddt, dA, dB, dC, d_skip, d_states, _ = launch(
-        gradient, programs, (p.x, dt, *operands, *tables, starts, d_y, d_final, size), results, **constants,
-    )  # fmt: skip
+        gradient, programs, operands, results, SKIP=skip is not None, **constants
+    )
     dB, dC = (each.sum(0)[..., : p.A.shape[1]] for each in (dB, dC))
+    d_states = d_states if count == len(p.states) else d_states[first]
     found = tuple(d.astype(x.dtype) for d, x in zip((dx, ddt, dA.sum(0), dB, dC, d_states), p[:-1], strict=True))
     return found, None if skip is None else d_skip.sum(0).astype(skip.dtype)

@@ -18,6 +18,8 @@ WIDEST = 128  # numbers of a state
 MOST_NUMBERS = 2**31  # of all states of a sequence, and rows: offsets within them are int32
 WARP = 32
 QUARTERS = 4  # of a multiprocessor; each begins one instruction in a cycle
+WARPS = 16  # on a quarter, for which sequences are cut
+SHORTEST = 4 * CHUNK  # tokens of a segment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +34,13 @@ class SelectiveConfig(Config):
     lanes: int = 2
     own: int = 1
     span: int = 8
+    segment: int | None = None
 
     def __post_init__(self):
         for name, most in (("lanes", WARP), ("own", 16), ("span", CHUNK)):
             check_field(name, getattr(self, name), 1, most, power_of_two=True)
+        if self.segment is not None and (type(self.segment) is not int or self.segment < CHUNK or self.segment % CHUNK):
+            raise ValueError(f"segment must be a multiple of {CHUNK} or None, got {self.segment!r:.80}")
 
     @property
     def channels(self) -> int:
@@ -44,28 +49,46 @@ class SelectiveConfig(Config):
 
 
 def forward_config(operands: SelectiveOperands) -> SelectiveConfig:
-    """Return a config with up to 8 numbers in a lane."""
-    return with_more_lanes(SelectiveConfig(max(1, bucket(operands.A.shape[1]) // 8), 1, 8), operands)
+    """Return a config with up to 8 numbers in a lane, or 4 where sequences are not cut and a quarter has fewer than 4 warps."""
+    start = SelectiveConfig(max(1, bucket(operands.A.shape[1]) // 8), 1, 8)
+    config = filling(start, operands)
+    if config == start and warps(config, operands) < 4:
+        return wider(config, operands) or config
+    return config
 
 
 def gradient_config(operands: SelectiveOperands) -> SelectiveConfig:
     """Return a config with up to 8 numbers in a lane, of two channels. With more tokens together registers have no room for three
     warps on each quarter of a multiprocessor."""
     span = 4 if capability()[0] == 9 else 2
-    return with_more_lanes(SelectiveConfig(max(1, bucket(operands.A.shape[1]) // 4), 2, span), operands)
+    return filling(SelectiveConfig(max(1, bucket(operands.A.shape[1]) // 4), 2, span), operands)
 
 
-def with_more_lanes(config: SelectiveConfig, operands: SelectiveOperands) -> SelectiveConfig:
-    """Return the config with more lanes to a channel, where quarters of multiprocessors would have no warp.
+def warps(config: SelectiveConfig, operands: SelectiveOperands) -> float:
+    """Return the number of warps for each quarter of a multiprocessor, where no sequence is cut."""
+    return operands.states.shape[0] * -(-operands.A.shape[0] // config.channels) / (QUARTERS * multiprocessors())
 
-    A lane has two numbers or more: with fewer, sums over numbers take the time.
+
+def wider(config: SelectiveConfig, operands: SelectiveOperands) -> SelectiveConfig | None:
+    """Return the config with twice the lanes to a channel, None if one had fewer than two numbers: sums would take the time."""
+    lanes = 2 * config.lanes
+    return dataclasses.replace(config, lanes=lanes) if lanes <= min(WARP, bucket(operands.A.shape[1]) // 2) else None
+
+
+def filling(config: SelectiveConfig, operands: SelectiveOperands) -> SelectiveConfig:
+    """Return the config with segments where a quarter of a multiprocessor has fewer than two warps, so that it has some sixteen.
+
+    What enters segments takes about half of a scan more. Short sequences get more lanes to a channel instead, until each quarter
+    has a warp.
     """
-    D, N = operands.A.shape
-    wider = dataclasses.replace(config, lanes=min(2 * config.lanes, WARP))
-    warps = operands.states.shape[0] * -(-D // wider.channels)
-    if 2 * wider.lanes > bucket(N) or wider == config or warps > QUARTERS * multiprocessors():
-        return config
-    return with_more_lanes(wider, operands)
+    (G, T), sequences = operands.x.shape[:2], operands.states.shape[0]
+    tokens = G * T // max(sequences, 1)  # of a sequence, on average
+    found = warps(config, operands)
+    if 0 < found < 2 and tokens >= 2 * SHORTEST:
+        parts = min(int(WARPS / found), tokens // SHORTEST)
+        return dataclasses.replace(config, segment=-(-tokens // (parts * CHUNK)) * CHUNK)
+    more = wider(config, operands)
+    return filling(more, operands) if more and warps(more, operands) <= 1 else config
 
 
 def refusal(operands: SelectiveOperands) -> str | None:
