@@ -3,11 +3,12 @@
     h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t        y_t = sum over n of C_t[n] h_t[n] + D x_t        for every channel d
 
 A program is one warp with a block of channels of one segment, whose states stay in registers. A segment is a sequence, or a part
-of one where programs are few. A state passes a segment times exp(A sum dt). So `ends` scans every segment from zeros, `enter` goes
-from one to the next and computes the states that enter them, and the scan itself follows. Its tiles are
-[own, groups, 4, LANES, across]: LANES lanes share a channel. A lane holds `own` neighbouring channels, and of their states
-`groups` times four neighbouring numbers, or fewer where a state has fewer, so that its loads are wide and most sums over n are
-its own. Nothing is shared between programs, and no program waits for another.
+of one where programs are few. `ends` then scans every segment from zeros first. `enter` computes the states that enter segments,
+from one to the next, for a segment multiplies a state by exp(A sum dt).
+
+Tiles are [own, groups, 4, LANES, across]: LANES lanes share a channel. A lane holds `own` neighbouring channels, and of their
+states `groups` times four neighbouring numbers, or fewer where a state has fewer, so that its loads are wide and most sums over n
+are its own. Nothing is shared between programs, and no program waits for another.
 
 `outputs` reads x and dt of the next SPAN tokens while it computes these. It stores the state before every CHUNK tokens for
 `gradient`, which takes chunks from the last to the first:
