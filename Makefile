@@ -114,7 +114,7 @@ hopper-compiler: $(STAMP)
 
 hopper-budgets: hopper-compiler
 	@PYTHONPATH=build/hopper-$$($(BIN)/python -c '$(JAX_VERSION)') JAX_PLATFORMS=cpu \
-	  $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -rP tests/hardware/test_hopper_compile.py $(ARGS)
+	  $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -rP tests/hardware/test_hopper_compile.py $(BUDGETS)
 
 NVRTC := 13.0.88
 cuda-compiler: $(STAMP)

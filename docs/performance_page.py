@@ -325,9 +325,7 @@ def whole_models(results: list[Result]) -> str:
 
 def parallel(results: list[Result]) -> str:
     rows = []
-    chosen = [
-        x for x in results if x.get("devices", 1) > 1 and x.get("speedup") and not x.get("case")
-    ]  # else it trains
+    chosen = [x for x in results if x.get("devices", 1) > 1 and x.get("speedup") and x.get("mode") != "training"]
     for devices, group in sorted(grouped(chosen, lambda x: x.get("devices")).items()):
         both = [[x.get(name) for x in group if x.get(name)] for name in ("speedup", "speedup_waited")]
         rows.append((devices, len(group), *(ratio(f(values)) for values in both for f in (statistics.median, min))))

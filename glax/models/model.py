@@ -18,7 +18,7 @@ from glax.models.config import ModelConfig, Options, padding
 from glax.models.names import Names, parameters
 from glax.models.shardings import states_on_mesh
 from glax.nn.automatic import automatic, first_array, like, replicated, rows_of
-from glax.nn.layer import Layer, from_pool, into_pool, parallel_rows, token_rows
+from glax.nn.layer import Layer, from_pool, into_pool, parallel_rows, token_rows, with_signature
 from glax.nn.losses import checked_targets, next_token_loss
 from glax.nn.parts import EMBED, VOCABULARY, annotated, kernel_of, linear, soft_cap
 from glax.nn.passes import Rows
@@ -73,20 +73,21 @@ def layers_of_blocks(patterns: Sequence[Pattern]) -> list[range]:
 Mixing = Any  # a module with `mix` and `empty_state`; see CausalLM
 
 
+@with_signature
 class CausalLM(nnx.Module):
     """Map tokens to logits of the next token by an embedding, blocks, a norm and a head. `from_config` and `from_pretrained` make
     models; model(tokens [B, T], segment_ids=None, pad_id=None) returns logits [B, T, vocabulary], as `__call__` says.
 
     A function that makes models of a type passes these arguments: config, blocks, norm, names, and the others by keyword.
 
-    config:    the `ModelConfig` of the checkpoint. names: the names of the parameters in the checkpoint.
+    config:    the `ModelConfig` of the checkpoint. names: a `glax.models.names.Names`, of parameters and names in a checkpoint.
     blocks:    modules with `mix(x, state, rows) -> (x, state)` and `empty_state(batch, max_length)`. x are the activations of
                tokens, [..., width]. state is a dict of arrays. rows is a `glax.nn.passes.Rows`, which knows the sequences that
                these tokens belong to.
     norm:      a function of the activations after the last block, [..., width].
     vocabulary, width: the number of tokens, and the number of channels of x.
     tied:      whether the head is the embedding's transpose; `head` is then None.
-    precision: the dtypes of activations and parameters, and the rngs of their first values.
+    precision: a `glax.models.model.Precision`: the dtypes of activations and parameters, and the rngs of their first values.
     deviation: the standard deviation of the first values of embedding and head, which are normal.
     padding:   a token whose embedding gets no gradient as an input, as in the models' own code, or None.
     logit_cap: c of logits c tanh(z / c), or None.

@@ -581,7 +581,10 @@ def with_terms(config: TrainingConfig, model: CausalLM) -> CausalLM:
 
 
 def outlined(config: TrainingConfig, mesh: Mesh | None) -> CausalLM:
-    """Return the model of a run: with the parameters of a folder, or with shapes where they are drawn. mesh: None for one."""
+    """Return the model of a run: with the parameters of a folder, or with shapes where they are drawn.
+
+    mesh: None for one device.
+    """
     source = folder_of_weights(config)
     if source is None:
         model = nnx.eval_shape(lambda: with_terms(config, built(config)))
@@ -598,7 +601,7 @@ def outlined(config: TrainingConfig, mesh: Mesh | None) -> CausalLM:
 
 
 def drawn(config: TrainingConfig, mesh: Mesh | None, model: CausalLM) -> nnx.State:
-    """Return the values of a model of shapes, with their shardings. mesh: None for one device."""
+    """Draw the parameters of a model whose arrays are shapes, and return them, on the mesh. mesh: None for one device."""
 
     def values() -> nnx.State:
         return nnx.state(with_terms(config, built(config)))
@@ -771,8 +774,9 @@ def record_of(config: TrainingConfig, model: CausalLM, tokenizer: Tokenizer, dat
     These are batch, length, learning_rate, warmup, weight_decay, clip, dtype, seed, lora_rank, lora_targets, lora_alpha, frozen,
     schedule, decay, optimizer, moment_dtype, ema and z_loss, and, each as {source, sha256}, model, text and tokenizer.
 
-    model, tokenizer: as `make_model` returns them. data: what the run trains on, a `glax.models.training.Data`. `Checkpoints`
-    takes the record; `glax.models.runs.refuse_another` compares it with the record in a checkpoint.
+    model, tokenizer: as `make_model` returns them; drawn parameters may be shapes. data: what the run trains on, a
+    `glax.models.training.Data`. `Checkpoints` takes the record; `glax.models.runs.refuse_another` compares it with the record in
+    a checkpoint.
     """
     options = hashlib.sha256(model.config.text.encode())
     source = f"random parameters, seed {config.seed}"
@@ -797,7 +801,7 @@ class Run:
     layers: how the model's layers are stacked. They are stacked in `state` and `frozen`, and apart in checkpoints and in the
     model that is written. graph: the model's graph as it is trained on the mesh. alone: the graph of the model that is written,
     and the shapes of its parameters, the optimizer's state and its other variables. frozen: the model's other variables.
-    compiling: the compilation of `update`, which its first call waits for.
+    compiling: the compilation of `update`, if it has begun; `train` waits for it.
     """
 
     def __init__(self, config: TrainingConfig, mesh: Mesh, model: CausalLM, data: Data, checkpoints: Checkpoints):
@@ -827,7 +831,7 @@ class Run:
         beside = mesh.size == 1 or jax.default_backend() != "cpu"
         if beside and not frozen and (newest is None or newest < config.steps):
             self.compiling = self.begin_compiling(shapes, data)
-        is_outline = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((params, frozen)))
+        is_outline = all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((params, frozen)))
         if is_outline and (frozen or newest is None):
             values = drawn(config, None if mesh.size == 1 else mesh, outline)
             params, frozen = nnx.split_state(values, is_trained, ...)

@@ -1,7 +1,5 @@
 """Provide the layers of this family's models in Flax NNX. It needs flax, which `import glax` does not."""
 
-import inspect
-
 from glax.nn.attention import Attention
 from glax.nn.convolution import ShortConvolution
 from glax.nn.delta import Comba, DeltaNet, GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
@@ -9,6 +7,7 @@ from glax.nn.gated_slot_attention import GatedSlotAttention
 from glax.nn.gla import GatedLinearAttention, SimpleGatedLinearAttention
 from glax.nn.hgrn import HGRN2Attention, HGRNAttention
 from glax.nn.latent_attention import MultiHeadLatentAttention
+from glax.nn.layer import with_signature as _with_signature
 from glax.nn.mamba1 import Mamba1
 from glax.nn.mamba2 import Mamba2
 from glax.nn.mamba3 import Mamba3
@@ -27,7 +26,5 @@ __all__ = [
     "RWKV7Attention", "RWKV7FeedForward", "ShortConvolution", "SimpleGatedLinearAttention", "SparseMLP", "SwiGLU",
 ]  # fmt: skip
 
-# Flax's metaclass takes (*args, **kwargs), which help() and documentation would show in place of the arguments.
-for _layer in (globals()[name] for name in __all__):
-    _of_init = inspect.signature(_layer.__init__)
-    _layer.__signature__ = _of_init.replace(parameters=[*_of_init.parameters.values()][1:])
+for _name in __all__:
+    _with_signature(globals()[_name])

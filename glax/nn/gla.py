@@ -83,7 +83,7 @@ class SimpleGatedLinearAttention(LinearAttention):
         g_t = log_sigmoid(W_g x_t + b) / temperature            S_t = exp(g_t) S_{t-1} + k_t v_t^T
 
     width, num_heads, temperature: as in GatedLinearAttention. use_short_conv: whether q, k and v pass through convolutions
-    with SiLU. The other arguments are those of `glax.nn.linear_attention.Options`.
+    with SiLU. The other arguments, norm_eps and recurrence among them, are those of `glax.nn.linear_attention.Options`.
 
     layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
     The state is the dict of `glax.nn.linear_attention.LinearAttention`, or S [N, H, K, V] in float32 without use_short_conv.

@@ -160,7 +160,8 @@ class MultiHeadLatentAttention(Layer):
         """Return o [*rows, H, value_width] and the new cache, where queries read the rows of the cache as they are.
 
         q, q_shared: as `queries` returns them, with q_shared rotated. stored: the new rows of the cache, [*rows, 1,
-        latent_width + shared_width]. state: the cache. rows: as in `glax.nn.layer.Layer.mix`.
+        latent_width + shared_width]: the latents behind their norm, and then the rotated shared keys. state: the cache. rows: as
+        in `glax.nn.layer.Layer.mix`.
         """
         kernel = kernel_of(self.expand).astype(q.dtype).reshape(self.latent_width, self.num_heads, -1)
         to_key, to_value = kernel[..., : self.head_width], kernel[..., self.head_width :]

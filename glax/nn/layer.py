@@ -1,5 +1,8 @@
 """Define what all layers with a state have in common: a parallel pass, a prefill into pools, and a step."""
 
+import inspect
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -20,11 +23,23 @@ from glax.nn.automatic import automatic, like, rows_of, state_of
 from glax.nn.parts import check_floats
 from glax.nn.passes import Parallel, Rows, State, Step
 
+M = TypeVar("M", bound=type)
+
 
 def check_rows(x, width: int, form: str, *ranks: int):
     check_floats("x", x)
     if x.ndim not in ranks or x.shape[-1] != width:
         raise ValueError(f"x must be {form}, with width={width}, got shape {x.shape}")
+
+
+def with_signature(module: M) -> M:
+    """Return the class of a module, changed in place, with the signature of its __init__.
+
+    Flax's metaclass takes (*args, **kwargs), which help() and documentation would show in place of the arguments.
+    """
+    signature = inspect.signature(module.__init__)
+    setattr(module, "__signature__", signature.replace(parameters=[*signature.parameters.values()][1:]))  # noqa: B010
+    return module
 
 
 class Layer(nnx.Module):

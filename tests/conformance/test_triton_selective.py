@@ -5,6 +5,7 @@ import functools
 import importlib.util
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,7 +19,7 @@ triton_interpreter.install()
 import glax  # noqa: E402
 from glax._src.core.backend import Backend  # noqa: E402
 from glax._src.kernels.common.selective import Packing, SelectiveOperands  # noqa: E402
-from glax._src.kernels.triton import selective_scan_config  # noqa: E402
+from glax._src.kernels.triton import selective_scan, selective_scan_config  # noqa: E402
 from glax._src.kernels.triton.selective_scan_config import SelectiveConfig, refusal  # noqa: E402
 from glax._src.solve import selective_scan as solver  # noqa: E402
 from tests.close import assert_close  # noqa: E402
@@ -73,6 +74,7 @@ CUT = {
     for case in (
         NamedCase("whole", "selective_scan", B=2, T=130, K=3, V=4),
         NamedCase("packed-reverse", "selective_scan", T=150, K=3, V=4, cuts=(0, 3, 3, 131, 132, 148), reverse=True),
+        NamedCase("wide", "selective_scan", T=150, K=23, V=12, cuts=(0, 5, 5, 140, 147)),
         NamedCase("segments", "selective_scan", T=150, K=3, V=4, ids=((0,) * 70 + (1,) * 58 + (2,) * 22,)),
         NamedCase("segments-reverse", "selective_scan", T=130, K=3, V=4, ids=((0,) * 3 + (1,) * 127,), reverse=True),
     )
@@ -89,6 +91,22 @@ def test_cut_sequences_equal_the_loop_over_tokens(monkeypatch, name, forward, gr
         monkeypatch.setattr(solver, table, (first, *others))
     jax.clear_caches()  # the heuristics are no part of a trace's key
     checked(CUT[name], "triton", FEW[0])
+
+
+@pytest.mark.parametrize("segment, kernels", [(None, ["outputs"]), (64, ["ends", "enter", "outputs"])])
+def test_whole_sequences_take_one_kernel(monkeypatch, segment, kernels):
+    names, whole = [], selective_scan.launch
+
+    def launch(kernel, *rest, **options):
+        names.append(kernel.__name__)
+        return whole(kernel, *rest, **options)
+
+    monkeypatch.setattr(selective_scan, "launch", launch)
+    x, B = jnp.ones((1, 100, 3)), jnp.ones((1, 100, 4))
+    packing = Packing(jnp.array([0, 40, 100]), None)
+    p = SelectiveOperands(x, x, -jnp.ones((3, 4)), B, B, jnp.zeros((2, 3, 4)), packing)
+    selective_scan.forward(p, None, SelectiveConfig(2, 1, 8, segment), reverse=False, saves_residuals=False)
+    assert names == kernels
 
 
 def test_vmap_second_derivatives_and_resumed_prompts():

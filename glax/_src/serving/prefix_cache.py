@@ -240,7 +240,10 @@ class PrefixCache:
             heapq.heappush(self.droppable, (block.last_use, block))
 
     def drop_one(self):
-        """Drop the least recently used block that may be dropped, if there is one."""
+        """Drop the least recently used block without references and without blocks behind it, and free its slot.
+
+        Nothing happens if there is none.
+        """
         while self.droppable:
             last_use, block = heapq.heappop(self.droppable)
             block.is_queued = False

@@ -69,7 +69,8 @@ class Draft:
 
     @property
     def as_arguments(self) -> dict[str, Any]:
-        """Return the arrays by the names of the arguments of `recurrent_verify`; None for each that is absent."""
+        """Return key, value, slots, g_gamma, g, gk, gv, beta, erase, write and erase_along by these names, which are those of
+        `recurrent_verify`; None for each that is absent."""
         d, erasure = self.decay, self.erasure or Erasure()
         gates = dict(g_gamma=d.constant, g=d.head, gk=d.key, gv=d.value)
         erasing = dict(beta=erasure.beta, erase=erasure.erase, write=erasure.write, erase_along=erasure.along)

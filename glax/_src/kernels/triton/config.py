@@ -145,7 +145,7 @@ class TritonChunkedConfig(Config):
     def storing(cls, r: Recurrence) -> Self:
         """Return the config of two kernels, of which the first stores the states at all chunks, for bfloat16 with K above 128.
 
-        Where the states would take more than MOST_STATES bytes, it is `scan`. Chunks have 128 tokens with constant gates or none
+        Where the states would take more than 2^33 bytes, it is `scan`. Chunks have 128 tokens with constant gates or none
         if `has_large_tiles`, and 64 otherwise. Chunks of 128 halve the bytes of the states. With per-key gates they would have
         more scores that are exact products, and with per-head gates they are not measured. Without large tiles, 4 warps would
         spill registers where V is at least 128 and no gates are per key; there a program has 8.
@@ -315,8 +315,8 @@ class GradientConfig(Config):
     def erasing(cls, r: Recurrence) -> Self:
         """Return the config for a call r with beta or erase. Its tiles are smaller where they would spill registers:
 
-            per-key gates, `is_direct(r)`    along(narrow(r without its erasure), r, block)
-            other per-key gates              narrow(r without its erasure), with at most 3 stages
+            per-key gates, `is_direct(r)`    `along`, of `narrow` of r without its erasure
+            other per-key gates              `narrow` of r without its erasure, with at most 3 stages
             float32                          64 rows of a state, in blocks of 16 columns
             other dtypes                     all columns, 16 rows of a state
 
@@ -429,7 +429,7 @@ class TritonReplayConfig(TokenConfig):
         """Return the config whose programs hold 4096 numbers of the state, in at least 32 columns if V has as many.
 
         Columns are halved, to no fewer than 16, while there are fewer than two programs for each multiprocessor. For a state in
-        8 bits they are all of V. A program has 4 to 16 warps: as many as give a thread HELD_BY_REPLAY numbers.
+        8 bits they are all of V. A program has 4 to 16 warps: as many as give a thread 32 numbers.
         """
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
         columns = min(V, max(32, 2**12 // K))

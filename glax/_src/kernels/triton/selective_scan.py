@@ -3,8 +3,8 @@
     h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t        y_t = sum over n of C_t[n] h_t[n] + D x_t        for every channel d
 
 A program is one warp with a block of channels of one segment, whose states stay in registers. A segment is a sequence, or a part
-of one where programs are few. `ends` then scans every segment from zeros first. `enter` computes the states that enter segments,
-from one to the next, for a segment multiplies a state by exp(A sum dt).
+of one where programs are few. `ends` then scans every segment from zeros first. A segment multiplies the state before it by
+exp(A sum dt), unless a token in it starts from zeros. So `enter` computes the states that enter segments, from one to the next.
 
 Tiles are [own, groups, 4, LANES, across]: LANES lanes share a channel. A lane holds `own` neighbouring channels, and of their
 states `groups` times four neighbouring numbers, or fewer where a state has fewer, so that its loads are wide and most sums over n
@@ -48,13 +48,14 @@ class Segments(NamedTuple):
     sequence: Int[Array, "segments"]
     is_first: Int[Array, "segments"]  # of its sequence
     is_last: Int[Array, "segments"]
-    passes: Int[Array, "segments"]  # whether no token starts from zeros
+    keeps: Int[Array, "segments"]  # whether the state before it reaches its end: no token starts from zeros
 
     @classmethod
     def of(cls, p: SelectiveOperands, length: int | None, reverse: bool) -> tuple["Segments", Array, Array]:
         """Return the segments of `length` tokens or fewer, whole sequences if None, and the first and last of each sequence.
 
-        Behind those of the last sequence may stand segments without tokens. A sequence of no token has one.
+        A sequence of no token has one. The number of segments is that of the most unfavourable boundaries, so that the last may
+        have no tokens and no sequence.
         """
         G, T = p.x.shape[:2]
         edges = jnp.arange(G + 1) * T if p.packing.cuts is None else p.packing.cuts.astype(jnp.int32)
@@ -62,7 +63,9 @@ class Segments(NamedTuple):
         sizes, length = end - begin, length or max(G * T, 1)
         counts = jnp.maximum(-(-sizes // length), 1)
         behind = jnp.cumsum(counts)
-        count = len(sizes) + (G * T // length if p.packing.cuts is not None else G * (max(-(-T // length), 1) - 1))
+        count = len(sizes) + (
+            max(G * T - 1, 0) // length if p.packing.cuts is not None else G * (max(-(-T // length), 1) - 1)
+        )
         i = jnp.arange(count)
         sequence = jnp.minimum(jnp.searchsorted(behind, i, side="right"), len(sizes) - 1)
         place = i - (behind - counts)[sequence]
@@ -73,19 +76,20 @@ class Segments(NamedTuple):
             if reverse
             else (begin[sequence] + first, begin[sequence] + last)
         )
-        passes = jnp.ones(count, bool)
+        keeps = jnp.ones(count, bool)
         if p.packing.resets is not None:
             before = jnp.pad(jnp.cumsum(p.packing.resets.reshape(-1).astype(jnp.int32)), (1, 0))
-            passes = before[rows[0]] == before[rows[1]]
+            keeps = before[rows[0]] == before[rows[1]]
         chunk = begin[sequence] // CHUNK + sequence + place * (length // CHUNK)
         own = place < counts[sequence]
-        fields = *rows, chunk, sequence, place == 0, own & (place == counts[sequence] - 1), passes
+        fields = *rows, chunk, sequence, place == 0, own & (place == counts[sequence] - 1), keeps
         return cls(*(x.astype(jnp.int32) for x in fields)), behind - counts, behind - 1
 
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
 FIELDS = tl.constexpr(len(Segments._fields))
+BEGIN, END, CHUNK_OF, SEQUENCE, IS_FIRST, IS_LAST, KEEPS = (tl.constexpr(i) for i in range(len(Segments._fields)))
 ENTRIES = 256  # numbers of states of a program of `enter`
 
 
@@ -115,9 +119,9 @@ def own_part(A, skip, table, D: tl.constexpr):
     first row in the order of the scan, its number of rows, and of the channels A to base 2 and D, 0 without `skip`."""
     segment = tl.program_id(0) // D.NK
     channel, number, place, exists = places(tl.program_id(0) % D.NK, D)
-    begin = tl.load(table + segment * FIELDS)
-    end = tl.load(table + segment * FIELDS + 1)
-    chunk = tl.load(table + segment * FIELDS + 2)
+    begin = tl.load(table + segment * FIELDS + BEGIN)
+    end = tl.load(table + segment * FIELDS + END)
+    chunk = tl.load(table + segment * FIELDS + CHUNK_OF)
     first = begin if D.SIGN == 1 else end - 1
     decay = tl.load(A + place, mask=exists, other=0.0) * LOG2E
     factor = tl.load(skip + channel, mask=channel < D.K, other=0.0) if D.SKIP else 0.0
@@ -219,7 +223,8 @@ def outputs(x, dt, A, B, C, skip, states, table, resets, y, final, starts, D: tl
 def ends(x, dt, A, B, table, resets, final, total, D: tl.constexpr):
     """Compute what each segment adds to the state behind it, [segments, K, V], and the sum of its dt, [segments, K].
 
-    With ADJOINT x is dy and B is C, the scan goes against time, and what it adds is the gradient of the state before it.
+    With ADJOINT x is dy, B is C, and the scan goes against time. It then computes what each segment adds to the gradient of the
+    state before it.
     """
     SPAN: tl.constexpr = D.SPAN
     segment, channel, number, place, exists, _, first, count, decay, _ = own_part(A, A, table, D)
@@ -266,11 +271,11 @@ def enter(added, total, A, states, table, into, D: tl.constexpr):
     for i in range(D.H):
         e = D.H - 1 - i if D.ADJOINT else i
         row = table + e * FIELDS
-        given = tl.load(row_of(states, tl.load(row + 3), D.K * D.V) + place, mask=exists, other=0.0)
-        S = tl.where(tl.load(row + (5 if D.ADJOINT else 4)) != 0, given, S)
+        given = tl.load(row_of(states, tl.load(row + SEQUENCE), D.K * D.V) + place, mask=exists, other=0.0)
+        S = tl.where(tl.load(row + (IS_LAST if D.ADJOINT else IS_FIRST)) != 0, given, S)
         tl.store(row_of(into, e, D.K * D.V) + place, S, mask=exists)
         through = tl.exp2(decay * tl.load(row_of(total, e, D.K) + place // D.V, mask=exists, other=0.0))
-        S = tl.where(tl.load(row + 6) != 0, S * through, 0.0)
+        S = tl.where(tl.load(row + KEEPS) != 0, S * through, 0.0)
         S += tl.load(row_of(added, e, D.K * D.V) + place, mask=exists, other=0.0)
 
 
@@ -491,7 +496,7 @@ def forward(
         outputs, count * -(-D // config.channels), operands, results,
         SKIP=skip is not None, GRADIENT=saves_residuals, **constants,
     )  # fmt: skip
-    return y, final if count == len(p.states) else final[last], starts
+    return y, (final if count == len(p.states) else final[last]), starts
 
 
 def gradients(

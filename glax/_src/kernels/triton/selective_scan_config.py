@@ -18,7 +18,7 @@ WIDEST = 128  # numbers of a state
 MOST_NUMBERS = 2**31  # of all states of a sequence, and rows: offsets within them are int32
 WARP = 32
 QUARTERS = 4  # of a multiprocessor; each begins one instruction in a cycle
-WARPS = 16  # on a quarter, for which sequences are cut
+WARPS = 16  # on a quarter, at most, of sequences that are cut
 SHORTEST = 4 * CHUNK  # tokens of a segment
 
 
@@ -27,8 +27,9 @@ class SelectiveConfig(Config):
     """Configure a Triton kernel of the selective scan. Its programs have one warp.
 
     lanes: the lanes that share a channel, up to 32. own: the neighbouring channels that a lane holds, up to 16. span: the tokens
-    that are unrolled, up to 64; x and dt are read so far ahead. All are powers of two. Raises ValueError, which names the field,
-    for any other value.
+    that are unrolled, up to 64; x and dt are read so far ahead. These are powers of two. segment: the tokens of a part of a
+    sequence that a program scans, a multiple of 64, or None for whole sequences. Raises ValueError, which names the field, for
+    any other value.
     """
 
     lanes: int = 2
@@ -76,10 +77,11 @@ def wider(config: SelectiveConfig, operands: SelectiveOperands) -> SelectiveConf
 
 
 def filling(config: SelectiveConfig, operands: SelectiveOperands) -> SelectiveConfig:
-    """Return the config with segments where a quarter of a multiprocessor has fewer than two warps, so that it has some sixteen.
+    """Return the config with segments, or with more lanes, where a quarter of a multiprocessor has few warps.
 
-    What enters segments takes about half of a scan more. Short sequences get more lanes to a channel instead, until each quarter
-    has a warp.
+    With fewer than two, sequences of 512 tokens or more on average are cut into segments of at least 256, of which a quarter then
+    has up to 16 warps. All are cut alike, so that one long sequence among many short ones stays whole. Of other sequences more
+    lanes share a channel, as long as no quarter has two warps.
     """
     (G, T), sequences = operands.x.shape[:2], operands.states.shape[0]
     tokens = G * T // max(sequences, 1)  # of a sequence, on average
