@@ -54,8 +54,8 @@ class Segments(NamedTuple):
     def of(cls, p: SelectiveOperands, length: int | None, reverse: bool) -> tuple["Segments", Array, Array]:
         """Return the segments of `length` tokens or fewer, whole sequences if None, and the first and last of each sequence.
 
-        A sequence of no token has one. There are as many as any boundaries need, so that the last may have no tokens and belong to
-        no sequence.
+        A sequence of no token has one. There are as many as any boundaries need, so that the last may have no tokens, and belong
+        to no sequence.
         """
         G, T = p.x.shape[:2]
         edges = jnp.arange(G + 1) * T if p.packing.cuts is None else p.packing.cuts.astype(jnp.int32)
