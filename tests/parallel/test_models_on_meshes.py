@@ -41,18 +41,9 @@ def expected(name: str):
     return load_file(FIXTURES / name / "expected.safetensors")
 
 
-def assert_near(got, want, bar, scale=1e-12):
+def assert_near(got, want, bar):
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert np.linalg.norm(got - want) <= bar * max(np.linalg.norm(want), scale)
-
-
-def bias_scale(want: dict, key: str) -> float:
-    """Return the norm that the gradient of a bias has for all its weights alike, 1e-12 for another parameter.
-
-    A bias is the weight of an input of 1. Its gradient may be small because its terms cancel, and has their rounding too.
-    """
-    weight = want.get(f"gradient.{key.removesuffix('.bias')}.weight") if key.endswith(".bias") else None
-    return 1e-12 if weight is None or weight.ndim != 2 else np.linalg.norm(weight) / np.sqrt(weight.shape[1])
+    assert np.linalg.norm(got - want) <= bar * max(np.linalg.norm(want), 1e-12)
 
 
 def spec_of(x) -> P:
@@ -97,7 +88,7 @@ def test_logits_and_gradients_on_explicit_axes_are_those_of_the_models_own_code(
     for path, gradient in glax.models.names.parameters(nnx.merge(nnx.graphdef(model), gradients)):
         key, (_, to, _) = glax.models.names.checkpoint_name(model, path)
         if "*" not in key:
-            assert_near(to(np.asarray(gradient[...])), want[f"gradient.{key}"], GRADIENTS, bias_scale(want, key))
+            assert_near(to(np.asarray(gradient[...])), want[f"gradient.{key}"], GRADIENTS)
             compared += 1
     assert compared
 

@@ -63,19 +63,16 @@ class Segments(NamedTuple):
         sizes, length = end - begin, length or max(G * T, 1)
         counts = jnp.maximum(-(-sizes // length), 1)
         behind = jnp.cumsum(counts)
-        count = len(sizes) + (
-            max(G * T - 1, 0) // length if p.packing.cuts is not None else G * (max(-(-T // length), 1) - 1)
-        )
+        most = max(G * T - 1, 0) // length  # more segments than sequences, by any boundaries
+        count = len(sizes) + (G * (max(T - 1, 0) // length) if p.packing.cuts is None else most)
         i = jnp.arange(count)
         sequence = jnp.minimum(jnp.searchsorted(behind, i, side="right"), len(sizes) - 1)
         place = i - (behind - counts)[sequence]
         first = jnp.minimum(place * length, sizes[sequence])
         last = jnp.minimum(first + length, sizes[sequence])
-        rows = (
-            (end[sequence] - last, end[sequence] - first)
-            if reverse
-            else (begin[sequence] + first, begin[sequence] + last)
-        )
+        rows = begin[sequence] + first, begin[sequence] + last
+        if reverse:
+            rows = end[sequence] - last, end[sequence] - first
         keeps = jnp.ones(count, bool)
         if p.packing.resets is not None:
             before = jnp.pad(jnp.cumsum(p.packing.resets.reshape(-1).astype(jnp.int32)), (1, 0))
@@ -202,8 +199,7 @@ def outputs(x, dt, A, B, C, skip, states, table, resets, y, final, starts, D: tl
             yt, Bt, Ct = row_of(y, row, D.K), row_of(B, row, D.BV), row_of(C, row, D.BV)
             outs = ()  # stored behind the span: no load may pass a store
             for k in tl.static_range(SPAN):
-                h = tl.exp2(decay * dts[k]) * unless_reset(h, resets + row, k, D)
-                h += load_numbers(Bt, k, number, D) * (dts[k] * xs[k])
+                h = passed(h, xs[k], dts[k], Bt, resets + row, k, decay, number, D)
                 outs += (over_numbers(h * load_numbers(Ct, k, number, D)) + factor * xs[k],)
             for k in tl.static_range(SPAN):
                 store_rows(yt, k, channel, outs[k], D)
@@ -283,9 +279,8 @@ def enter(added, total, A, states, table, into, D: tl.constexpr):
 def advanced(h, x, dt, B, resets, row, k, decay, channel, number, D: tl.constexpr):
     """Return the state behind the token k rows on from `row`."""
     td = load_rows(row_of(dt, row, D.K), k, channel, D)
-    u = td * load_rows(row_of(x, row, D.K), k, channel, D)
-    through = tl.exp2(decay * td)
-    return through * unless_reset(h, resets + row, k, D) + load_numbers(row_of(B, row, D.BV), k, number, D) * u
+    tx = load_rows(row_of(x, row, D.K), k, channel, D)
+    return passed(h, tx, td, row_of(B, row, D.BV), resets + row, k, decay, number, D)
 
 
 @triton.jit
