@@ -289,7 +289,7 @@ def training(results: list[Result]) -> str:
     def title(x):
         model = x.get("model") or x.about["method"].split(", batch")[0]
         model = f"{model}, {x.get('problem')}" if x.get("mode") in ("training", "lora", "full") else model
-        if x.get("devices", 1) > 1:
+        if x.get("devices", 1) > 1:  # a case is "model/axis", such as gla-1.3b/fsdp
             model += f", {x.get('case').split('/')[1]} = {x.get('devices')}"
         return (model, x.get("implementation"), x.device)
 

@@ -66,6 +66,7 @@ if __name__ == "__main__":
         for each in shipped(name, dtype, int(N)):
             usage = compiled(each, int(sys.argv[1]))
             D = dict(each.constants)["D"]
+            # `enter` has no span, and 4 warps.
             entries = D.SPAN * D.BK * D.BV / 32 if D.SPAN else D.BK / 128
             per_entry = longest_loop(binaries[-1].asm["cubin"]) / entries
             row = dict(

@@ -555,11 +555,15 @@ def make_model(config: TrainingConfig, mesh: Mesh | None = None) -> tuple[Causal
     >>> make_model(TrainingConfig(sizes, text="book.txt"))[0].vocabulary
     256
     """
-    mesh = None if mesh is None or mesh.size == 1 else mesh
     model = outlined(config, mesh)
     if folder_of_weights(config) is None:
         nnx.update(model, drawn(config, mesh, model))
     return model, tokenizer_of(config, model)
+
+
+def of_several(mesh: Mesh | None) -> Mesh | None:
+    """Return a mesh of several devices, and None for one device."""
+    return None if mesh is None or mesh.size == 1 else mesh
 
 
 def folder_of_weights(config: TrainingConfig) -> Path | None:
@@ -581,11 +585,8 @@ def with_terms(config: TrainingConfig, model: CausalLM) -> CausalLM:
 
 
 def outlined(config: TrainingConfig, mesh: Mesh | None) -> CausalLM:
-    """Return the model of a run: with the parameters of a folder, or with shapes where they are drawn.
-
-    mesh: None for one device.
-    """
-    source = folder_of_weights(config)
+    """Return the model of a run, with the parameters of a folder, or with shapes where they are drawn. mesh: of `make_model`."""
+    source, mesh = folder_of_weights(config), of_several(mesh)
     if source is None:
         model = nnx.eval_shape(lambda: with_terms(config, built(config)))
     elif config.lora_rank is None:
@@ -601,7 +602,8 @@ def outlined(config: TrainingConfig, mesh: Mesh | None) -> CausalLM:
 
 
 def drawn(config: TrainingConfig, mesh: Mesh | None, model: CausalLM) -> nnx.State:
-    """Draw the parameters of a model whose arrays are shapes, and return them, on the mesh. mesh: None for one device."""
+    """Draw the parameters of a model whose arrays are shapes, and return them, on the mesh. mesh: as `make_model` has it."""
+    mesh = of_several(mesh)
 
     def values() -> nnx.State:
         return nnx.state(with_terms(config, built(config)))
@@ -725,8 +727,7 @@ def train(
     mesh = training_mesh({name: getattr(config, name) for name in AXES})
     config.check_shards(mesh.shape)
     try:
-        on_one = None if mesh.size == 1 else mesh
-        model = outlined(config, on_one)
+        model = outlined(config, mesh)
         tokenizer = tokenizer_of(config, model)
         if config.end_token is not None and config.end_token >= model.vocabulary:
             raise ValueError(f"end_token must be below vocab_size={model.vocabulary}, got {config.end_token}")
@@ -826,14 +827,15 @@ class Run:
         self.shardings = of_params, shardings_like(shapes[1], by_name(of_params), everywhere)
         self.compile(optimizer)
         newest = checkpoints.newest()
-        self.compiling = []
+        self.compiling = None
         # XLA's CPU client compiles in the threads that run programs, and a collective that finds no thread ends the process.
-        beside = mesh.size == 1 or jax.default_backend() != "cpu"
-        if beside and not frozen and (newest is None or newest < config.steps):
+        can_compile = mesh.size == 1 or jax.default_backend() != "cpu"
+        # The shardings of frozen variables are known once they are there, and whether a checkpoint is this run's once it is read.
+        if can_compile and not frozen and newest is None:
             self.compiling = self.begin_compiling(shapes, data)
         is_outline = all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((params, frozen)))
-        if is_outline and (frozen or newest is None):
-            values = drawn(config, None if mesh.size == 1 else mesh, outline)
+        if is_outline and (frozen or newest is None):  # a checkpoint has no frozen variables
+            values = drawn(config, mesh, outline)
             params, frozen = nnx.split_state(values, is_trained, ...)
         self.frozen = self.layers.stacked(frozen, others)
         if newest is None:
@@ -881,7 +883,7 @@ class Run:
 
         self.update, self.evaluate = update, evaluate
 
-    def begin_compiling(self, shapes, data: Data) -> list[Future]:
+    def begin_compiling(self, shapes, data: Data) -> Future:
         """Trace `update` for the shapes of the state, of a model without frozen variables, and begin to compile it in a thread.
 
         The call of a step then finds it compiled, if its arguments have the same dtypes and shardings.
@@ -897,7 +899,8 @@ class Run:
         marks = None if segments is None else blank(segments)
         rows = self.placed(blank(tokens), marks, data.rows, self.config.batch)
         state = jax.tree.map(shape, shapes, self.shardings)
-        return start_compiling([self.update.lower(state, nnx.State({}), *rows, self.on_each_device(False))])
+        (compiling,) = start_compiling([self.update.lower(state, nnx.State({}), *rows, self.on_each_device(False))])
+        return compiling
 
     def accumulated(self, one: Callable, batch: tuple) -> tuple[jax.Array, Any]:
         """Return the loss and the gradient of a batch: the means of those of its parts, weighted by their numbers of targets.
@@ -939,8 +942,8 @@ class Run:
         config, waiting, stop = self.config, collections.deque(), False
         first, last = config.profile or (0, 0)
         self.restore_held_out()
-        for compiling in self.compiling:
-            compiling.result()
+        if self.compiling is not None:
+            self.compiling.result()
         self.since = time.perf_counter()
         for step in range(self.done + 1, config.steps + 1):
             if step == first:

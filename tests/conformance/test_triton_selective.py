@@ -94,7 +94,7 @@ def test_cut_sequences_equal_the_loop_over_tokens(monkeypatch, name, forward, gr
 
 
 @pytest.mark.parametrize("segment, kernels", [(None, ["outputs"]), (64, ["ends", "enter", "outputs"])])
-def test_whole_sequences_take_one_kernel(monkeypatch, segment, kernels):
+def test_whole_sequences_take_one_kernel_and_cut_ones_three(monkeypatch, segment, kernels):
     names, whole = [], selective_scan.launch
 
     def launch(kernel, *rest, **options):

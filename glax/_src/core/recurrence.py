@@ -94,7 +94,7 @@ class Recurrence:
 
     @property
     def start_state(self) -> Float[Array, "N H K V"]:
-        """Return the initial state, `state_shape` in `dtype`, the one of sums; zeros if there is none."""
+        """Return the initial state, of shape `state_shape`, in `dtype`, in which sums are formed; zeros if there is none."""
         if self.initial_state is None:
             return varying_like(jnp.zeros(self.state_shape, self.dtype), self.q)
         return self.initial_state.astype(self.dtype)

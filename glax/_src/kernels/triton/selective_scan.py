@@ -44,7 +44,7 @@ class Segments(NamedTuple):
 
     begin: Int[Array, "segments"]  # the first row in memory
     end: Int[Array, "segments"]  # behind the last row
-    chunk: Int[Array, "segments"]  # the place of the state before the first chunk
+    chunk: Int[Array, "segments"]  # where `starts` has the state before it
     sequence: Int[Array, "segments"]
     is_first: Int[Array, "segments"]  # of its sequence
     is_last: Int[Array, "segments"]
@@ -52,10 +52,11 @@ class Segments(NamedTuple):
 
     @classmethod
     def of(cls, p: SelectiveOperands, length: int | None, reverse: bool) -> tuple["Segments", Array, Array]:
-        """Return the segments of `length` tokens or fewer, whole sequences if None, and the first and last of each sequence.
+        """Return the segments of at most `length` tokens, whole sequences if None, and the indices of the first and the last
+        segment of each sequence.
 
-        A sequence of no token has one. There are as many as any boundaries need, so that the last may have no tokens, and belong
-        to no sequence.
+        An empty sequence has one empty segment. Shapes do not depend on the boundaries. So segments that are left over come last,
+        are empty, and are neither first nor last of a sequence.
         """
         G, T = p.x.shape[:2]
         edges = jnp.arange(G + 1) * T if p.packing.cuts is None else p.packing.cuts.astype(jnp.int32)
@@ -74,7 +75,7 @@ class Segments(NamedTuple):
         if reverse:
             rows = end[sequence] - last, end[sequence] - first
         keeps = jnp.ones(count, bool)
-        if p.packing.resets is not None:
+        if count > len(sizes) and p.packing.resets is not None:  # whole sequences pass no state on
             before = jnp.pad(jnp.cumsum(p.packing.resets.reshape(-1).astype(jnp.int32)), (1, 0))
             keeps = before[rows[0]] == before[rows[1]]
         chunk = begin[sequence] // CHUNK + sequence + place * (length // CHUNK)
@@ -197,7 +198,7 @@ def outputs(x, dt, A, B, C, skip, states, table, resets, y, final, starts, D: tl
             next_xs, next_dts = load_span(row_of(x, following, D.K), row_of(dt, following, D.K), channel, D, SPAN)
             row = first + D.SIGN * step
             yt, Bt, Ct = row_of(y, row, D.K), row_of(B, row, D.BV), row_of(C, row, D.BV)
-            outs = ()  # stored behind the span: no load may pass a store
+            outs = ()  # stored behind the span: the compiler moves no load over a store
             for k in tl.static_range(SPAN):
                 h = passed(h, xs[k], dts[k], Bt, resets + row, k, decay, number, D)
                 outs += (over_numbers(h * load_numbers(Ct, k, number, D)) + factor * xs[k],)
@@ -249,7 +250,8 @@ def ends(x, dt, A, B, table, resets, final, total, D: tl.constexpr):
 
 @triton.jit
 def passed(h, x, dt, B, resets, k, decay, number, D: tl.constexpr):
-    """Return the state behind a token, or with ADJOINT its gradient before it."""
+    """Return the state behind a token. With ADJOINT x is dy, B is C, and h is the gradient of the state behind the token: return
+    the one before it."""
     through = tl.exp2(decay * dt)
     if D.ADJOINT:
         return unless_reset(through * (h + load_numbers(B, k, number, D) * x), resets, k, D)

@@ -18,8 +18,8 @@ WIDEST = 128  # numbers of a state
 MOST_NUMBERS = 2**31  # of all states of a sequence, and rows: offsets within them are int32
 WARP = 32
 QUARTERS = 4  # of a multiprocessor; each begins one instruction in a cycle
-WARPS = 16  # on a quarter, at most, of sequences that are cut
-SHORTEST = 4 * CHUNK  # tokens of a segment
+MOST_WARPS = 16  # on a quarter, of sequences that are cut
+SHORTEST = 4 * CHUNK  # tokens of a segment, at least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class SelectiveConfig(Config):
 
 
 def forward_config(operands: SelectiveOperands) -> SelectiveConfig:
-    """Return a config with up to 8 numbers in a lane, or 4 where sequences are not cut and a quarter has fewer than 4 warps."""
+    """Return a config with up to 8 numbers in a lane, or half as many where nothing is cut and a quarter has under 4 warps."""
     start = SelectiveConfig(max(1, bucket(operands.A.shape[1]) // 8), 1, 8)
     config = filling(start, operands)
     if config == start and warps(config, operands) < 4:
@@ -71,7 +71,7 @@ def warps(config: SelectiveConfig, operands: SelectiveOperands) -> float:
 
 
 def wider(config: SelectiveConfig, operands: SelectiveOperands) -> SelectiveConfig | None:
-    """Return the config with twice the lanes to a channel, None if one had fewer than two numbers: sums would take the time."""
+    """Return the config with twice the lanes to a channel, None if these were more than 32 or one held fewer than two numbers."""
     lanes = 2 * config.lanes
     return dataclasses.replace(config, lanes=lanes) if lanes <= min(WARP, bucket(operands.A.shape[1]) // 2) else None
 
@@ -80,14 +80,14 @@ def filling(config: SelectiveConfig, operands: SelectiveOperands) -> SelectiveCo
     """Return the config with segments, or with more lanes, where a quarter of a multiprocessor has few warps.
 
     With fewer than two, sequences of 512 tokens or more on average are cut into segments of at least 256, of which a quarter then
-    has up to 16 warps. All are cut alike, so that one long sequence among many short ones stays whole. Of other sequences more
-    lanes share a channel, as long as no quarter has two warps.
+    has up to 16 warps. The length is one for all, from the average: a long sequence among many short ones stays whole. Where
+    nothing is cut, the lanes of a channel are doubled while that leaves at most one warp a quarter.
     """
     (G, T), sequences = operands.x.shape[:2], operands.states.shape[0]
     tokens = G * T // max(sequences, 1)  # of a sequence, on average
     found = warps(config, operands)
     if 0 < found < 2 and tokens >= 2 * SHORTEST:
-        parts = min(int(WARPS / found), tokens // SHORTEST)
+        parts = min(int(MOST_WARPS / found), tokens // SHORTEST)
         return dataclasses.replace(config, segment=-(-tokens // (parts * CHUNK)) * CHUNK)
     more = wider(config, operands)
     return filling(more, operands) if more and warps(more, operands) <= 1 else config
