@@ -1,7 +1,8 @@
 """Compile the kernels of softmax attention without a GPU, and report the resources of each.
 
 python -m tests.triton_softmax_compile 90 "softmax256 bfloat16 256" prints a line of JSON per kernel of the forward and the
-gradient, in the form of `tests.triton_compile`. The last two words are a dtype and the width of heads.
+gradient, in the form of `tests.triton_compile`. The last two words are a dtype and the width of heads. A first word that begins
+with "step" is a step over caches, or with "latent" over caches whose keys hold their values, with 64 other channels.
 """
 
 import json
@@ -11,9 +12,9 @@ import sys
 import jax
 import jax.numpy as jnp
 
-from glax._src.kernels.common.softmax import SoftmaxOperands
-from glax._src.kernels.triton import config, softmax
-from glax._src.kernels.triton.softmax_config import forward_config, gradient_config
+from glax._src.kernels.common.softmax import SoftmaxOperands, StepOperands
+from glax._src.kernels.triton import config, softmax, softmax_step
+from glax._src.kernels.triton.softmax_config import forward_config, gradient_config, step_config
 from tests.triton_compile import Launch, compiled, launches
 
 
@@ -35,11 +36,28 @@ def shipped(dtype: str, width: int) -> list[Launch]:
     return found + launches(gradient, operands, operands.q, log_total)
 
 
+def step(dtype: str, width: int, within: bool) -> list[Launch]:
+    """Return the launch of the heuristic config of a step."""
+
+    def call():
+        heads, key = ((32, 1), width + 64) if within else ((16, 4), width)
+        q, k, v = (
+            jnp.zeros(x, dtype) for x in ((8, 1, heads[0], key), (8, 2048, heads[1], key), (8, 2048, heads[1], width))
+        )
+        place = jnp.zeros((8, 1), jnp.int32)
+        return StepOperands(q, k, None if within else v, place, place, place[:, 0])
+
+    operands = jax.eval_shape(call)
+    return launches(lambda x: softmax_step.forward(x, 0.1, width, step_config(x, width)), operands)
+
+
 if __name__ == "__main__":
     config.capability = lambda: divmod(int(sys.argv[1]), 10)  # what the heuristics ask about the GPU
     for what in sys.argv[2:]:
-        _, dtype, width = what.split()
-        for each in shipped(dtype, int(width)):
+        kind, dtype, width = what.split()
+        is_step = kind.startswith(("step", "latent"))
+        found = step(dtype, int(width), kind.startswith("latent")) if is_step else shipped(dtype, int(width))
+        for each in found:
             usage = compiled(each, int(sys.argv[1]))
             matrix = sorted(set(re.findall(r"wgmma|mma\.sync|tcgen05\.mma", usage.ptx)))
             row = dict(kernel=each.kernel.__name__, runs=what, registers=usage.registers, matrix=matrix)

@@ -20,10 +20,9 @@ from glax._src.core.bind import known_values
 from glax._src.core.recurrence import to_int32
 from glax._src.core.segments import differs_from_padding
 from glax._src.kernels.common.softmax import Intervals
-from glax._src.kernels.xla.softmax import attend_step
 from glax._src.serving.decode_step import recurrent_step
 from glax._src.serving.state_pool import put, take
-from glax._src.solve.softmax import attend_by_sequence, attend_in_blocks, attend_whole
+from glax._src.solve.softmax import attend_by_sequence, attend_in_blocks, attend_step, attend_whole
 
 State = Mapping[str, Array]
 Entry = Any  # an array of a State, or None for zeros; one token of each sequence always comes with arrays
@@ -400,22 +399,9 @@ class Step:
         at = (rows, place)
         cache = extended(cache, at, k, v, length)
         seen = intervals(jnp.zeros_like(place)[:, None], place[:, None], window)
-        keys, values, width = cache["key"], cache.get("value"), v.shape[-1]
-        if self.slots is None or 2 * len(q) < len(keys):
-            slots = None if self.slots is None else rows
-            o = attend_step(q[:, None], keys, values, seen, scale, width=width, slots=slots)
-        else:  # rows in the order of the pool: a copy of its keys in the order of the rows would take longer
-            first, last, ordered = (
-                self.in_pool(x, len(keys), fill) for x, fill in ((seen.first, 0), (seen.last, -1), (q, 0))
-            )
-            of_pool = Intervals(first, last)
-            o = self.read(attend_step(ordered[:, None], keys, values, of_pool, scale, width=width))
+        slots = None if self.slots is None else rows
+        o = attend_step(q[:, None], cache["key"], cache.get("value"), seen, scale, width=v.shape[-1], slots=slots)
         return nan_unless(place < L, o[:, 0]), cache
-
-    def in_pool(self, x: Array, size: int, fill: int) -> Array:
-        """Return x of the tokens at their slots of a pool of `size` rows, and `fill` elsewhere."""
-        pool = jnp.full((size, *x.shape[1:]), fill, x.dtype)
-        return pool.at[self.unused_to_end(self.slots, pool)].set(x, mode="drop")
 
     def read(self, state: Array) -> Array:
         return state if self.slots is None else take(state, self.unused_to_end(self.slots, state))

@@ -116,6 +116,13 @@ SOFTMAX = {
     ("softmax128/float32", "query_gradient"): [(106_496, 255, 288), (106_496, 255, 328), (106_496, 255, 360)],
     ("softmax128/float32", "key_gradient"): [(98_304, 255, 304), (98_304, 255, 280), (98_304, 255, 264)],
 }
+# A step of it over caches, in the same form.
+SOFTMAX_STEP = {
+    ("step128", "part_outputs"): [(71_680, 161, 0), (71_680, 130, 0), (71_680, 127, 0)],
+    ("step256", "part_outputs"): [(74_752, 198, 0), (74_752, 174, 0), (74_752, 172, 0)],
+    ("step128/float32", "part_outputs"): [(86_016, 255, 48), (86_016, 254, 64), (86_016, 254, 64)],
+    ("latent512", "part_outputs"): [(93_184, 255, 0), (93_184, 255, 0), (93_184, 255, 0)],
+}
 # Products of grouped rows, in the same form.
 GROUPED = {
     ("prefill", "row_products"): [(32_768, 174, 0), (147_456, 208, 0), (147_472, 172, 0)],
@@ -252,6 +259,12 @@ def test_budgets_of_a_step_of_ringed_states(capability):
 def test_budgets_of_softmax_attention(capability):
     calls = "softmax128 bfloat16 128", "softmax256 bfloat16 256", "softmax128/float32 float32 128"
     check_budgets(capability, usages(capability, *calls, module="tests.triton_softmax_compile"), SOFTMAX)
+
+
+@pytest.mark.parametrize("capability", LIMITS)
+def test_budgets_of_a_step_of_softmax_attention(capability):
+    calls = "step128 bfloat16 128", "step256 bfloat16 256", "step128/float32 float32 128", "latent512 bfloat16 512"
+    check_budgets(capability, usages(capability, *calls, module="tests.triton_softmax_compile"), SOFTMAX_STEP)
 
 
 @pytest.mark.parametrize("capability", LIMITS)

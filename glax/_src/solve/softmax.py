@@ -1,7 +1,7 @@
 """Choose the kernels that run softmax attention and its gradient, and insert them into the program.
 
 There are two: Triton's for GPUs of NVIDIA, which is chosen wherever it is able, and XLA's, in one of three forms: `whole`,
-`in_blocks` and `by_sequence`.
+`in_blocks` and `by_sequence`. A step over caches has kernels of its own, and its gradient is XLA's.
 """
 
 import dataclasses
@@ -16,8 +16,9 @@ from jaxtyping import Array, Float, Int
 from glax._src.core.backend import Backend, computes_on
 from glax._src.core.recurrence import aligned, varying_like
 from glax._src.core.registry import Platform
-from glax._src.kernels.common.softmax import Intervals, SoftmaxOperands
+from glax._src.kernels.common.softmax import Intervals, SoftmaxOperands, StepOperands
 from glax._src.kernels.triton import softmax_config
+from glax._src.kernels.xla import softmax as xla
 from glax._src.kernels.xla.softmax import by_sequence, in_blocks, whole
 from glax._src.solve.autodiff import float0_zeros
 from glax._src.solve.dispatch import executor
@@ -25,9 +26,9 @@ from glax._src.tuning.op import FunctionKernel
 
 
 class SoftmaxKernel(FunctionKernel):
-    """Hold an implementation of softmax attention or of its gradient."""
+    """Hold an implementation of softmax attention, of its gradient, or of its step."""
 
-    op_ids = ("softmax/triton/gpu", "softmax.vjp/triton/gpu")
+    op_ids = ("softmax/triton/gpu", "softmax.vjp/triton/gpu", "softmax.step/triton/gpu")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,6 +91,54 @@ def refusal(operands: SoftmaxOperands, scale: float) -> str | None:
     return softmax_config.refusal(operands, scale)
 
 
+# ---- a step ------------------------------------------------------------------------------------------------------------
+
+
+def attend_step(
+    q, k, v, intervals: Intervals, scale: float | None, *, width: int, slots: Int[Array, "B"] | None = None
+) -> Float[Array, "B 1 Hq V"]:
+    """Return the attention of one row of q for each sequence over caches, as `glax._src.kernels.xla.softmax.attend_step` says, by
+    Triton's kernel where it is able."""
+    operands, scale = StepOperands(q, k, v, *intervals, slots), q.shape[-1] ** -0.5 if scale is None else scale
+    why = f"needs a gpu, {computes_on()}" if Backend.here() is not Backend.GPU else None
+    why = why or softmax_config.step_refusal(operands, scale, width)
+    if why is not None:
+        by_form = SoftmaxKernel("softmax.step/xla/any", step_by_xla)
+        return executor(by_form, operands, scale=scale, width=width, refused={TRITON_STEP.op_id: why})
+    return step(scale, width, aligned(operands))
+
+
+def step_by_xla(operands: StepOperands, *, cfg=None, scale: float, width: int) -> Float[Array, "B 1 Hq V"]:
+    q, k, v, first, last, slots = operands
+    return xla.attend_step(q, k, v, Intervals(first, last), scale, width=width, slots=slots)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def step(scale: float, width: int, operands: StepOperands) -> Float[Array, "B 1 Hq V"]:
+    by_xla = functools.partial(step_by_xla, scale=scale, width=width)
+    kernel = dataclasses.replace(
+        TRITON_STEP, heuristic=functools.partial(softmax_config.step_config, value_width=width)
+    )
+    return placed(functools.partial(executor, kernel, scale=scale, width=width), by_xla, operands)
+
+
+def step_fwd(scale: float, width: int, operands: StepOperands):
+    return step(scale, width, operands), operands
+
+
+def step_bwd(scale: float, width: int, operands: StepOperands, d_o):
+    def of_floats(floats):
+        return step_by_xla(operands._replace(**floats), scale=scale, width=width)
+
+    floats = dict(q=operands.q, k=operands.k, v=operands.v)
+    (found,) = jax.vjp(of_floats, floats)[1](d_o)
+    first, last, slots = jax.tree.map(float0_zeros, tuple(operands[3:]))
+    return (StepOperands(**found, first=first, last=last, slots=slots),)
+
+
+step.defvjp(step_fwd, step_bwd)
+
+
 # ---- the kernels -------------------------------------------------------------------------------------------------------
 
 
@@ -105,21 +154,31 @@ def run_gradient(operands: SoftmaxOperands, o, log_total, d_o, *, cfg, scale: fl
     return tuple(softmax.gradient(in_range(operands), o, log_total, d_o, scale, cfg))
 
 
-def in_range(operands: SoftmaxOperands) -> SoftmaxOperands:
+def run_step(operands: StepOperands, *, cfg, scale: float, width: int):
+    from glax._src.kernels.triton import softmax_step  # imports Triton
+
+    return softmax_step.forward(in_range(operands), scale, width, cfg)
+
+
+def in_range(operands):
     """Return the operands with intervals of keys that exist, as int32. The forward and the gradient form them of the same
     operands, which stay as they were given: XLA takes these in the place of either."""
     first, last = jnp.maximum(operands.first, 0), jnp.minimum(operands.last, operands.k.shape[1] - 1)
     return operands._replace(first=first.astype(jnp.int32), last=last.astype(jnp.int32))
 
 
-FORWARD_ID, GRADIENT_ID = SoftmaxKernel.op_ids
+FORWARD_ID, GRADIENT_ID, STEP_ID = SoftmaxKernel.op_ids
 TRITON = SoftmaxKernel(FORWARD_ID, run_forward, softmax_config.forward_config)
 TRITON_GRADIENT = SoftmaxKernel(GRADIENT_ID, run_gradient, softmax_config.gradient_config)
+TRITON_STEP = SoftmaxKernel(
+    STEP_ID, run_step
+)  # `step` adds the rule for its config, which depends on the width of values
 
 
 def placed(run: Callable, by_xla: Callable, *operands):
     """Return run(*operands), or by_xla(*operands) where the program is lowered for another backend or exported for several
-    devices. An axis of vmap joins the batch."""
+    devices; a step also where it is compiled for several. An axis of vmap joins the batch, unless rows of several sequences do or
+    slots name rows of a pool."""
     from glax._src.solve.lowering import Kernel as Inserted  # loads modules of JAX that are not a part of `import jax`
     from glax._src.solve.partitioning import is_on_one_device
 
@@ -127,7 +186,8 @@ def placed(run: Callable, by_xla: Callable, *operands):
         is_able = Backend.here() is Backend.GPU and platform is not Platform.XLA
         return run(*operands) if is_able else by_xla(*operands)
 
-    kernel = Inserted(run, again, opaque=True)
+    is_step = isinstance(operands[0], StepOperands)
+    kernel = Inserted(run, again, opaque=True, is_divisible=not is_step)
     call = jax.custom_batching.custom_vmap(lambda *operands: kernel.bind(not is_on_one_device(), *operands))
 
     @call.def_vmap
@@ -136,7 +196,7 @@ def placed(run: Callable, by_xla: Callable, *operands):
             return x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
 
         operands = jax.tree.map(spread, operands, tuple(batched))
-        if operands[0].cuts is not None:
+        if is_step or operands[0].cuts is not None:
             results = jax.lax.map(lambda each: call(*each), operands)
         else:
             joined = call(*jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), operands))

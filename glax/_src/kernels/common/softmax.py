@@ -38,6 +38,21 @@ class SoftmaxOperands(NamedTuple):
     cuts: Int[Array, "ends"] | None
 
 
+class StepOperands(NamedTuple):
+    """Hold q [B, 1, Hq, D], and pools k [P, S, Hk, D] and v [P, S, Hk, V] of caches, of any dtype. Row b reads the keys first[b]
+    to last[b] of row slots[b] of the pools, and none of a row from P on.
+
+    v: None for values that are the first channels of the keys. first, last: [B, 1]. slots: None for row b.
+    """
+
+    q: Float[Array, "B 1 Hq D"]
+    k: Float[Array, "P S Hk D"]
+    v: Float[Array, "P S Hk V"] | None
+    first: Int[Array, "B 1"]
+    last: Int[Array, "B 1"]
+    slots: Int[Array, "B"] | None
+
+
 class RowBlocks(NamedTuple):
     """Hold blocks of at most `size` neighbouring rows, in order: each row of a batch element lies in one block.
 

@@ -55,7 +55,8 @@ class Dimensions:
     state to the next; ALONG: whether what is erased is taken along another key; SCALED: the rows of a state in 8 bits that share
     a scale. TRANSPOSED: whether the second factor of a product is. Of the selective scan: LANES share a channel, and each has
     as many channels as OWN says; SPAN: the tokens that are unrolled; whether there are RESETS and a SKIP. Of grouped rows: H
-    groups; ROWS: the rows of a block, and GROUP the blocks of rows that run beside each other.
+    groups; ROWS: the rows of a block, and GROUP the blocks of rows that run beside each other. Of a step of softmax attention:
+    PARTS of the keys; VALUE: whether there is an array of values.
     """
 
     H: int
@@ -85,6 +86,7 @@ class Dimensions:
     GK: int | None = None
     GV: int | None = None
     PAIRS: int | None = None
+    PARTS: int | None = None
     ROWS: int | None = None
     HEAD: str | None = None
     KEY: bool | None = None

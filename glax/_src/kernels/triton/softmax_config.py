@@ -7,12 +7,15 @@ import dataclasses
 
 from glax._src.core.known_miscompiles import known_miscompile
 from glax._src.core.recurrence import is_symbol
-from glax._src.core.registry import Config
-from glax._src.kernels.common.softmax import SoftmaxOperands
-from glax._src.kernels.triton.config import DTYPES, check_block, has_large_tiles
+from glax._src.core.registry import Config, check_field
+from glax._src.kernels.common.gpu import multiprocessors
+from glax._src.kernels.common.softmax import SoftmaxOperands, StepOperands
+from glax._src.kernels.triton.config import DTYPES, check_block, has_large_tiles, width
 from glax._src.kernels.triton.support import installation
 
 WIDEST, WIDEST_FLOAT32 = 256, 128  # wider ones would spill the registers of whole tiles
+WIDEST_VALUES_WITHIN, WIDEST_REST = 512, 128  # of keys whose first channels are values, and of their other channels
+MOST_PARTS, PART_KEYS = 256, 128  # of a step: the most parts, and the keys below which a part is not cut
 FEW_ROWS, FEW_SCORES = 16, 2**15  # with fewer rows and up to so many scores one product is faster
 
 
@@ -60,6 +63,25 @@ class SoftmaxGradientConfig(Config):
             raise ValueError(f"read_rows must divide rows, {self.rows}, got {self.read_rows}")
 
 
+@dataclasses.dataclass(frozen=True)
+class SoftmaxStepConfig(Config):
+    """Configure the Triton kernel of a step of softmax attention.
+
+    keys: those whose scores are formed together. rows: the most heads of q that a program takes. Both are powers of two from 16
+    to 256. parts: into which the keys of a sequence are cut. warps, stages: as in `SoftmaxConfig`.
+    """
+
+    keys: int = 32
+    rows: int = 16
+    parts: int = 1
+    warps: int = 4
+    stages: int = 3
+
+    def __post_init__(self):
+        check_block(self, "keys", "rows", "warps", "stages")
+        check_field("parts", self.parts, 1, MOST_PARTS)
+
+
 def widest(operands: SoftmaxOperands) -> int:
     return max(operands.q.shape[-1], operands.v.shape[-1])
 
@@ -86,6 +108,23 @@ def gradient_config(operands: SoftmaxOperands) -> SoftmaxGradientConfig:
     return narrow if is_narrow else SoftmaxGradientConfig(128, 32, 8, 2, 128, 32, 8, 2, apart=True)
 
 
+def step_config(operands: StepOperands, value_width: int) -> SoftmaxStepConfig:
+    """Return the sizes of a step. Keys and values of one block take 40 KB or less, so that two programs with three stages share a
+    multiprocessor. The caches are cut into parts until there are two programs for each multiprocessor. Values of more than 256
+    columns leave registers for 16 rows alone."""
+    q, k = operands.q, operands.k
+    columns = k.shape[3] + (0 if operands.v is None else value_width)
+    keys = 128
+    while keys > 16 and keys * columns * k.dtype.itemsize > 40 * 1024:
+        keys //= 2
+    is_wide, group = width(value_width) > 256, q.shape[2] // k.shape[2]
+    rows = 16 if is_wide else min(width(group), 64)
+    programs = q.shape[0] * k.shape[2] * -(-group // rows)
+    parts = min(-(-2 * multiprocessors() // programs), k.shape[1] // PART_KEYS, MOST_PARTS)
+    warps = 8 if is_wide or rows > 32 or q.dtype == "float32" else 4
+    return SoftmaxStepConfig(keys, rows, max(parts, 1), warps, 3)
+
+
 def refusal(operands: SoftmaxOperands, scale: float) -> str | None:
     """Return why the Triton kernels do not support a call, or None."""
     q, k, v = operands.q, operands.k, operands.v
@@ -104,3 +143,28 @@ def refusal(operands: SoftmaxOperands, scale: float) -> str | None:
     if q.shape[1] < FEW_ROWS and q.shape[1] * k.shape[1] <= FEW_SCORES:
         return f"takes {FEW_ROWS} rows or more than {FEW_SCORES} scores, got {q.shape[1]} rows of {k.shape[1]} keys"
     return known_miscompile("softmax/triton/gpu") or installation()
+
+
+def step_refusal(operands: StepOperands, scale: float, value_width: int) -> str | None:
+    """Return why the Triton kernel does not support a step, or None."""
+    q, k, v = operands.q, operands.k, operands.v
+    sizes = (*q.shape, *k.shape, value_width)
+    if any(is_symbol(n) for n in sizes):
+        return "takes shapes that are known while tracing, got symbols"
+    if 0 in sizes:
+        return f"takes arrays with elements, got query {list(q.shape)} and key {list(k.shape)}"
+    dtypes = [str(x.dtype) for x in (q, k, v) if x is not None]
+    if not set(dtypes) <= set(DTYPES):
+        return f"takes query, key and value in {' or '.join(DTYPES)}, got {', '.join(dtypes)}"
+    if v is None:
+        rest = k.shape[3] - value_width
+        if value_width > WIDEST_VALUES_WITHIN or rest > WIDEST_REST or q.dtype == "float32":
+            return (
+                f"takes keys whose first {WIDEST_VALUES_WITHIN} channels or fewer are values, with {WIDEST_REST} others or "
+                f"fewer, and query of two bytes, got {value_width}, {rest} and {q.dtype}"
+            )
+    elif max(k.shape[3], value_width) > (most := WIDEST_FLOAT32 if q.dtype == "float32" else WIDEST):
+        return f"takes heads of {q.dtype} up to {most} wide, got query {k.shape[3]} and value {value_width} wide"
+    if scale <= 0:
+        return f"takes a scale above 0, got {scale}"
+    return known_miscompile("softmax.step/triton/gpu") or installation()

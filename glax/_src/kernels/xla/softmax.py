@@ -51,7 +51,18 @@ def attend_step(
     row b of q reads row b if None.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return step(scale, width, q, k, v, intervals, slots)
+    if slots is None or 2 * len(q) < len(k):
+        return step(scale, width, q, k, v, intervals, slots)
+    # Rows in the order of the pool: a copy of its keys in the order of the rows would take longer.
+    first, last, ordered = (
+        in_pool(x, slots, len(k), fill) for x, fill in ((intervals.first, 0), (intervals.last, -1), (q, 0))
+    )
+    return rows_of(step(scale, width, ordered, k, v, Intervals(first, last), None), slots)
+
+
+def in_pool(x: Array, slots: Int[Array, "B"], size: int, fill: int) -> Array:
+    """Return x of the tokens at their slots of a pool of `size` rows, and `fill` elsewhere."""
+    return jnp.full((size, *x.shape[1:]), fill, x.dtype).at[slots].set(x, mode="drop")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
