@@ -1,6 +1,7 @@
 """Choose the next tokens from logits, and find the texts that end a sequence."""
 
 import dataclasses
+import enum
 import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -85,28 +86,42 @@ class SequenceOptions(NamedTuple):
     frequency: Float[Array, "B"]
 
 
+class Draws(enum.IntEnum):
+    """Say what a program that chooses tokens must be able to do. A higher one is able to do what a lower one does.
+
+    A program that asks its arrays whether to sort makes a GPU's host wait for them, and lower ones ask nothing.
+    """
+
+    LIKELIEST = 0  # all temperatures are 0
+    UNLIMITED = 1  # no sequence has top_k or top_p
+    ANY = 2
+
+
 def chosen_by_options(
-    logits: Float[Array, "B V"], options: SequenceOptions, in_prompt: Bool[Array, "B V"], counts: Int[Array, "B V"]
+    logits: Float[Array, "B V"],
+    options: SequenceOptions,
+    in_prompt: Bool[Array, "B V"],
+    counts: Int[Array, "B V"],
+    draws: Draws = Draws.ANY,
 ) -> Int[Array, "B"]:
     """Return the next token of each sequence, as `chosen` does with its key, whatever the options of the others are.
 
-    in_prompt: which tokens the prompts hold. counts: how often the continuations hold each token.
+    in_prompt: which tokens the prompts hold. counts: how often the continuations hold each token. draws: what the options ask
+    for.
     """
     logits = penalised(logits.astype(jnp.float32), in_prompt | (counts > 0), options.repetition[:, None])
     logits = logits - options.presence[:, None] * (counts > 0) - options.frequency[:, None] * counts
     likeliest = logits.argmax(-1).astype(jnp.int32)
-
-    def sampled(logits):
-        logits = tempered(logits, options.temperature[:, None])
-        is_limited = (options.top_k > 0) | (options.top_p < 1)
+    if draws is Draws.LIKELIEST:
+        return likeliest
+    logits = tempered(logits, options.temperature[:, None])
+    if draws is Draws.ANY:  # sorting is left out where no sequence needs it
+        is_limited = (options.temperature > 0) & ((options.top_k > 0) | (options.top_p < 1))
         logits = jax.lax.cond(
             is_limited.any(), limited, lambda logits, *_: logits, logits, options.top_k, options.top_p
         )
-        return jax.vmap(draw)(jax.random.wrap_key_data(options.key_data), options.number, logits)
-
-    # Sorting and drawing are left out where no sequence needs them.
-    is_drawn = options.temperature > 0
-    return jnp.where(is_drawn, jax.lax.cond(is_drawn.any(), sampled, lambda _: likeliest, logits), likeliest)
+    token = jax.vmap(draw)(jax.random.wrap_key_data(options.key_data), options.number, logits)
+    return jnp.where(options.temperature > 0, token, likeliest)
 
 
 def limited(logits: Float[Array, "B V"], top_k: Int[Array, "B"], top_p: Float[Array, "B"]) -> Float[Array, "B V"]:

@@ -536,11 +536,10 @@ class Scheduler:
     def keep(self, tickets: Collection[Ticket], found: dict):
         """Keep what a program finds until `hand_out` takes it, and save the states behind whole blocks that it has read.
 
-        found: as of `glax.server.slots.drawn`.
+        found: as of `glax.server.slots.draw`.
         """
-        wanted = any(x.request.logprobs is not None for x in tickets)
-        names = ("token", "is_sound", *(("logprob", "likeliest", "logprobs") if wanted else ()))
-        found = {name: found[name] for name in names}
+        if all(x.request.logprobs is None for x in tickets):
+            found = {name: found[name] for name in ("token", "is_sound")}
         for x in found.values():
             x.copy_to_host_async()
         calls = collections.deque(Called(x, x.slot, x.length, self.save_block(x)) for x in tickets)

@@ -3,12 +3,13 @@
     empty    makes the arrays of empty slots
     admit    clears a slot, and sets how the request in it draws tokens
     load     brings a stored prefix into a slot
-    read     reads pieces of prompts, packed one behind another, and draws the first token behind prompts that end
-    write    reads the last token of each running request, and draws its next
+    read     reads pieces of prompts, packed one behind another
+    write    reads the last token of each running request
+    draw     draws the next tokens behind either: a program for each of `Draws`
     save     stores the states of a slot, behind a block of tokens
     resize   moves requests to pools of another number of slots, or with room for other lengths
 
-Each is one compiled program for each size of the pools, whatever the requests ask for. All but `empty` and `resize` update the
+Each is one compiled program for each size of the pools, but `draw`. All but `empty` and `resize` update the
 arrays in place. Models that differ in their arrays alone share their programs.
 """
 
@@ -29,7 +30,7 @@ from glax._src.core.explicit_axes import spec_of, with_automatic_axes
 from glax._src.serving.state_pool import in_bounds, take
 from glax.models.generation import ROOM
 from glax.models.model import CausalLM
-from glax.models.sampling import SequenceOptions, chosen_by_options
+from glax.models.sampling import Draws, SequenceOptions, chosen_by_options
 from glax.models.shardings import states_on_mesh
 from glax.models.structure import Structure
 from glax.nn.automatic import first_array
@@ -116,48 +117,57 @@ def save(store: PrefixStore, pools, slot: Int[Array, ""], block: Int[Array, ""],
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def read(
-    structure: Structure, parameters, arrays: dict, tokens, slots: Int[Array, "N"], cu_seqlens, ends: Bool[Array, "N"]
-):
-    """Read packed pieces of prompts into slots, of which -1 is none, and draw the first token of those whose prompt ends.
+def read(structure: Structure, parameters, pools, tokens, slots: Int[Array, "N"], cu_seqlens):
+    """Read packed pieces of prompts into slots, of which -1 is none. Return (pools, logits [C, V] behind the piece in each slot,
+    zeros for a slot without one)."""
 
-    Return (arrays, what `drawn` returns).
-    """
-
-    def run(arrays, parameters, tokens, slots, cu_seqlens, ends):
-        model, capacity = structure.model(parameters), arrays["token"].shape[0]
-        x, pools = model.prefill_hidden(tokens, arrays["pools"], slots, cu_seqlens)
-        logits = model.logits(x[jnp.maximum(cu_seqlens[1:] - 1, 0)]).astype(jnp.float32)
+    def run(pools, parameters, tokens, slots, cu_seqlens):
+        model, capacity = structure.model(parameters), jax.tree.leaves(pools)[0].shape[0]
+        x, pools = model.prefill_hidden(tokens, pools, slots, cu_seqlens)
+        logits = model.logits(x[jnp.maximum(cu_seqlens[1:] - 1, 0)])
         at, _ = in_bounds(slots, capacity)
-        logits = jnp.zeros((capacity, model.vocabulary)).at[at].set(logits, mode="drop")
-        return drawn(arrays | dict(pools=pools), logits, jnp.zeros(capacity, bool).at[at].set(ends, mode="drop"))
+        return pools, jnp.zeros((capacity, model.vocabulary), logits.dtype).at[at].set(logits, mode="drop")
 
-    return on_axes_of(arrays, run, parameters, tokens, slots, cu_seqlens, ends, with_found=True)
+    return on_axes_of(pools, run, parameters, tokens, slots, cu_seqlens, with_found=True)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def write(structure: Structure, parameters, arrays: dict, active: Bool[Array, "C"]):
-    """Read the last token of each active slot, and draw its next. Return (arrays, what `drawn` returns)."""
+def write(structure: Structure, parameters, pools, token: Int[Array, "C"], active: Bool[Array, "C"]):
+    """Read the last token of each active slot. Return (pools, logits [C, V])."""
 
-    def run(arrays, parameters, active):
-        model = structure.model(parameters)
+    def run(pools, parameters, token, active):
         slots = jnp.where(active, jnp.arange(len(active), dtype=jnp.int32), -1)
-        logits, pools = model.step(arrays["token"], arrays["pools"], slots)
-        return drawn(arrays | dict(pools=pools), logits.astype(jnp.float32), active)
+        logits, pools = structure.model(parameters).step(token, pools, slots)
+        return pools, logits
 
-    return on_axes_of(arrays, run, parameters, active, with_found=True)
+    return on_axes_of(pools, run, parameters, token, active, with_found=True)
 
 
-def drawn(arrays: dict, logits: Float[Array, "C V"], active: Bool[Array, "C"]) -> tuple[dict, dict]:
-    """Draw the next token of active slots. Return (arrays, dict of arrays [C]).
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def draw(draws: Draws, arrays: dict, logits: Float[Array, "C V"], active: Bool[Array, "C"]):
+    """Draw the next token of active slots. arrays: all but the pools. Return (arrays, dict of arrays [C]).
 
-    token: the next token. is_sound: whether all logits are finite. logprob: the logarithm of the token's probability. likeliest,
-    logprobs: [C, MOST_LOGPROBS] likeliest tokens, and theirs. The last three are zeros if no slot wants them.
+    token: the next token. is_sound: whether all logits are finite. And if draws is ANY: logprob: the logarithm of the token's
+    probability. likeliest, logprobs: [C, MOST_LOGPROBS] likeliest tokens, and theirs. The last three are zeros if no slot wants
+    them.
     """
-    options = SequenceOptions(**arrays["options"])
-    token = jnp.where(
-        active, chosen_by_options(logits, options, arrays["in_prompt"], arrays["counts"]), arrays["token"]
-    )
+
+    def run(arrays, logits, active):
+        options, logits = SequenceOptions(**arrays["options"]), logits.astype(jnp.float32)
+        token = chosen_by_options(logits, options, arrays["in_prompt"], arrays["counts"], draws)
+        token = jnp.where(active, token, arrays["token"])
+        found = dict(token=token, is_sound=jnp.isfinite(logits).all(1))
+        if draws is Draws.ANY:
+            found |= with_logprobs((arrays["wants_logprobs"] & active).any(), logits, token)
+        counts = arrays["counts"].at[jnp.arange(len(token)), token].add(active.astype(jnp.int32))
+        options = arrays["options"] | dict(number=options.number + active)
+        return arrays | dict(token=token, counts=counts, options=options), found
+
+    return on_axes_of(arrays, run, logits, active, with_found=True)
+
+
+def with_logprobs(is_wanted: Bool[Array, ""], logits: Float[Array, "C V"], token: Int[Array, "C"]) -> dict:
+    """Return what `draw` finds of probabilities, or zeros if they are not wanted."""
     count = min(MOST_LOGPROBS, logits.shape[1])
 
     def wanted(logits, token):
@@ -168,13 +178,8 @@ def drawn(arrays: dict, logits: Float[Array, "C V"], active: Bool[Array, "C"]) -
         nothing = jnp.zeros((len(token), count))
         return nothing[:, 0], nothing, nothing.astype(jnp.int32)
 
-    logprob, logprobs, likeliest = lax.cond((arrays["wants_logprobs"] & active).any(), wanted, unwanted, logits, token)
-    found = dict(
-        token=token, is_sound=jnp.isfinite(logits).all(1), logprob=logprob, logprobs=logprobs, likeliest=likeliest
-    )
-    counts = arrays["counts"].at[jnp.arange(len(token)), token].add(active.astype(jnp.int32))
-    number = options.number + active
-    return arrays | dict(token=token, counts=counts, options=arrays["options"] | dict(number=number)), found
+    logprob, logprobs, likeliest = lax.cond(is_wanted, wanted, unwanted, logits, token)
+    return dict(logprob=logprob, logprobs=logprobs, likeliest=likeliest)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -195,6 +200,14 @@ def resize(structure: Structure, room: int, parameters, arrays: dict, sources: I
         return others | dict(pools=jax.tree.map(fitted, arrays["pools"], wanted))
 
     return on_axes_of(arrays, run, parameters, sources)
+
+
+def draws_of(entries: dict) -> Draws:
+    """Return what a request with these `Slots.entries` asks of a program that draws its tokens."""
+    options, is_drawn = entries["options"], entries["options"]["temperature"] > 0
+    if entries["wants_logprobs"] or (is_drawn and (options["top_k"] > 0 or options["top_p"] < 1)):
+        return Draws.ANY
+    return Draws.UNLIMITED if is_drawn else Draws.LIKELIEST
 
 
 def integer(x: int) -> np.signedinteger:
@@ -228,6 +241,7 @@ class Slots:
         self.grows = self.token_bytes > 0
         self.room = self.room_for(1)
         self.arrays: dict[str, Any] = {}  # empty before `make` and after `drop`
+        self.draws: dict[int, Draws] = {}  # what the request in each slot asks for
         if not self.capacity_with(self.room):
             raise ValueError(
                 f"state_bytes must be at least {self.slot_bytes(self.room)}, the bytes of one request's states, got "
@@ -308,8 +322,13 @@ class Slots:
     ) -> Iterator[jax.stages.Lowered]:
         """Yield the programs of pools with this room, the slowest to compile first. source: the arrays that are moved there."""
         parameters, zero, capacity = self.parameters, np.int32(0), self.capacity_with(room)
-        yield read.lower(self.structure, parameters, arrays, *self.packed(size, ()))
-        yield write.lower(self.structure, parameters, arrays, np.zeros(capacity, bool))
+        others = {name: x for name, x in arrays.items() if name != "pools"}
+        active, pools = np.zeros(capacity, bool), arrays["pools"]
+        yield read.lower(self.structure, parameters, pools, *self.packed(size, ()))
+        writing = write.lower(self.structure, parameters, pools, arrays["token"], active)
+        yield writing
+        for draws in Draws:
+            yield draw.lower(draws, others, writing.out_info[1], active)
         yield admit.lower(arrays, zero, integer(0), self.entries(Request([0], 1), np.zeros(1, np.int32)))
         if store is not None:
             yield load.lower(arrays, store, zero, self.padded((), room, store))
@@ -334,6 +353,7 @@ class Slots:
 
     def admit(self, slot: int, seed: int, own: dict):
         """Clear a slot for a request with these `entries`, whose draws have this seed."""
+        self.draws[slot] = draws_of(own)
         self.arrays = admit(self.arrays, np.int32(slot), integer(seed), own)
 
     def load(self, store: PrefixStore, slot: int, blocks: Sequence[int]):
@@ -352,30 +372,43 @@ class Slots:
 
     def read(self, size: int, pieces: Sequence[tuple[int, np.ndarray, bool]]) -> dict:
         """Read pieces of prompts, (slot, tokens, whether the prompt ends), which together have at most `size` tokens."""
-        packed = self.packed(size, pieces)
-        self.arrays, found = read(self.structure, self.parameters, self.arrays, *packed)
-        return found
+        packed, ends = self.packed(size, pieces), [slot for slot, _, is_end in pieces if is_end]
+        self.arrays["pools"], logits = read(self.structure, self.parameters, self.arrays["pools"], *packed)
+        return self.draw(logits, ends)
 
     def packed(self, size: int, pieces: Sequence[tuple[int, np.ndarray, bool]]) -> tuple[np.ndarray, ...]:
-        """Return the tokens, the slots, the boundaries and the ends that the program `read` takes for pieces of prompts."""
+        """Return the tokens, the slots and the boundaries that the program `read` takes for pieces of prompts."""
         tokens, slots = np.zeros(size, np.int32), np.full(min(PROMPTS, self.most_slots), -1, np.int32)
-        cuts, ends = np.zeros(len(slots) + 1, np.int32), np.zeros(len(slots), bool)
-        for n, (slot, piece, is_end) in enumerate(pieces):
-            slots[n], ends[n] = slot, is_end
+        cuts = np.zeros(len(slots) + 1, np.int32)
+        for n, (slot, piece, _) in enumerate(pieces):
+            slots[n] = slot
             cuts[n + 1 :] = cuts[n] + len(piece)
             tokens[cuts[n] : cuts[n + 1]] = piece
-        return tokens, slots, cuts, ends
+        return tokens, slots, cuts
 
     def write(self, slots: Sequence[int]) -> dict:
+        pools, token = self.arrays["pools"], self.arrays["token"]
+        self.arrays["pools"], logits = write(self.structure, self.parameters, pools, token, self.active(slots))
+        return self.draw(logits, slots)
+
+    def draw(self, logits: Array, slots: Sequence[int]) -> dict:
+        """Draw the next token in some slots, of logits that may hold those of others too, and return what `draw` finds."""
+        others = {name: x for name, x in self.arrays.items() if name != "pools"}
+        draws = max((self.draws[slot] for slot in slots), default=Draws.LIKELIEST)
+        others, found = draw(draws, others, logits, self.active(slots))
+        self.arrays |= others
+        return found
+
+    def active(self, slots: Sequence[int]) -> Bool[np.ndarray, "C"]:
         active = np.zeros(self.capacity, bool)
         active[list(slots)] = True
-        self.arrays, found = write(self.structure, self.parameters, self.arrays, active)
-        return found
+        return active
 
     def resize(self, room: int, slots: Sequence[int]):
         """Move the requests in `slots` to the first slots, in order, of pools with another room."""
         sources = np.full(self.capacity_with(room), -1, np.int32)
         sources[: len(slots)] = slots
+        self.draws = {new: self.draws[slot] for new, slot in enumerate(slots)}
         self.arrays = resize(self.structure, room, self.parameters, self.arrays, sources)
         self.room = room
 

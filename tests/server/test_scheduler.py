@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 
 import glax.models
 from glax.cli import serve
+from glax.models.sampling import Draws
 from glax.server.request import Finished, QueueFull, Request, Stopped, Token
 from glax.server.scheduler import Scheduler
-from glax.server.slots import Slots, nbytes, read, write
+from glax.server.slots import Slots, draw, nbytes, read, write
 from tests.compiling import Compiled
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "models" / "fixtures"
@@ -178,6 +179,24 @@ def test_one_program_writes_whatever_requests_ask_for():
     scheduler.answers([request for request, _ in drawn_requests()])
     scheduler.answers([Request([1, 2], 3, logprobs=4, frequency_penalty=1.0)])
     assert write._cache_size() <= before + 1
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (dict(top_k=5, top_p=0.5, repetition_penalty=1.5), [Draws.LIKELIEST]),
+        (dict(temperature=1.0), [Draws.UNLIMITED, Draws.LIKELIEST]),  # the other request is longer
+        (dict(temperature=1.0, top_k=5), [Draws.ANY, Draws.LIKELIEST]),
+        (dict(temperature=1.0, top_p=0.5), [Draws.ANY, Draws.LIKELIEST]),
+        (dict(logprobs=0), [Draws.ANY, Draws.LIKELIEST]),
+    ],
+    ids=str,
+)
+def test_a_program_does_no_more_than_the_requests_that_run_ask_for(monkeypatch, options, wanted):
+    scheduler, found = small_scheduler(), []
+    monkeypatch.setattr("glax.server.slots.draw", lambda draws, *rest: (found.append(draws), draw(draws, *rest))[1])
+    scheduler.answers([Request([1, 2, 3], 4, **options), Request([4, 5], 12)])
+    assert list(dict.fromkeys(found)) == wanted
 
 
 def test_a_request_without_a_seed_is_drawn_anew():
@@ -675,15 +694,19 @@ def test_programs_update_rows_in_place():
     """All arrays are donated and none is copied for a read, whose other arrays are those of the draws."""
     held = Slots(model_of("bamba"), 512, 64, None)
     held.make()
-    nothing = (np.zeros(16, np.int32), np.full(8, -1, np.int32), np.zeros(9, np.int32), np.zeros(8, bool))
-    for lowered in (
-        write.lower(held.structure, held.parameters, held.arrays, np.zeros(512, bool)),
-        read.lower(held.structure, held.parameters, held.arrays, *nothing),
+    nothing, active = (np.zeros(16, np.int32), np.full(8, -1, np.int32), np.zeros(9, np.int32)), np.zeros(512, bool)
+    pools, token = held.arrays["pools"], held.arrays["token"]
+    others = {name: x for name, x in held.arrays.items() if name != "pools"}
+    writing = write.lower(held.structure, held.parameters, pools, token, active)
+    for lowered, updated in (
+        *((draw.lower(draws, others, writing.out_info[1], active), nbytes(others)) for draws in Draws),
+        (writing, held.nbytes),
+        (read.lower(held.structure, held.parameters, pools, *nothing), held.nbytes),
     ):
         memory = lowered.compile().memory_analysis()
         if memory is None:
             pytest.skip("this backend does not report its memory")
-        assert memory.alias_size_in_bytes >= nbytes(held.arrays) > held.nbytes
+        assert memory.alias_size_in_bytes >= updated
     assert memory.temp_size_in_bytes < held.nbytes / 3
 
 
@@ -780,15 +803,17 @@ def test_a_slot_is_given_on_in_the_round_that_cancels_its_request():
 
 
 def test_programs_are_compiled_ahead():
-    """One makes the arrays, one admits, one reads and one writes; the first request compiles none."""
+    """One makes the arrays, one admits, one reads, one writes and three draw; no request compiles one."""
     jax.clear_caches()
     loaded, request = model_of(), Request([1, 2, 3] * 10, LONGEST)
     with Compiled() as compiled:
         scheduler = small_scheduler(rows=24)
         scheduler.warm_up()
-    assert compiled.count == 4
+    assert compiled.count == 7
     with Compiled() as compiled:
         found = scheduler.answers([request])[0].tolist()
+        for options in (dict(temperature=1.0), dict(temperature=1.0, top_p=0.5), dict(logprobs=3)):
+            scheduler.answers([dataclasses.replace(request, **options)])
     assert compiled.count == 0
     assert found == alone(loaded, request)
 
@@ -806,7 +831,7 @@ def test_what_serve_compiles_while_it_reads_is_what_its_scheduler_calls(tmp_path
     with Compiled() as compiled:
         scheduler = Scheduler(loaded, **own)
         scheduler.warm_up()
-    assert compiled.count == 1  # what makes the arrays; those that admit, read and write are there
+    assert compiled.count == 1  # what makes the arrays; those that admit, read, write and draw are there
     request = Request([1, 2, 3] * 10, 8)
     assert scheduler.answers([request])[0].tolist() == alone(model, request)
 
