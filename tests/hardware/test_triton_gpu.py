@@ -1,5 +1,5 @@
 """The Triton kernels on a GPU: arrays and states beyond 2^31 elements, repeats that agree in every bit, grouped rows, selective
-scans."""
+scans, steps of softmax attention."""
 
 import functools
 
@@ -13,8 +13,12 @@ from glax import serving
 from glax._src.core.bind import bind
 from glax._src.core.registry import kernel_registry
 from glax._src.kernels import load_kernels
+from glax._src.kernels.common.softmax import Intervals
+from glax._src.kernels.triton.softmax_config import step_config
+from glax._src.kernels.xla.softmax import attend_step as attend_step_by_xla
 from glax._src.solve.grouped import grouped_product
-from tests import strengths
+from glax._src.solve.softmax import attend_step
+from tests import softmax_steps, strengths
 from tests.cases import Case, cotangents, recurrence
 from tests.conformance import test_selective_scan as selective
 from tests.suite import at_each
@@ -187,6 +191,40 @@ def test_grouped_rows_beyond_2_31_elements():
     alone = jax.jit(values_and_gradients)(x[-own:], w[1:], d_y[-own:], jnp.array([own], jnp.int32))
     for got, want in zip((found[0][-own:], found[1][-own:], found[2][1:]), alone, strict=True):
         assert_same(got, want)
+
+
+@pytest.mark.parametrize("name", list(softmax_steps.CASES))
+def test_a_step_of_softmax_attention(name):
+    """Beside sums in float64, as cut into parts by its config and as by the heuristic."""
+    case = softmax_steps.CASES[name]
+    operands, wanted = case.operands(), case.wanted(0.3)
+    for config in (case.config, step_config(operands, case.V)):
+        run = jax.jit(functools.partial(attend_step, width=case.V))
+        with glax.overlay({"softmax.step/triton/gpu": config}):
+            found, again = (run(*operands[:3], Intervals(*operands[3:5]), 0.3, slots=operands[5]) for _ in range(2))
+        assert np.asarray(found).tobytes() == np.asarray(again).tobytes()
+        np.testing.assert_allclose(np.asarray(found, np.float64)[:, 0], wanted, rtol=case.bound, atol=case.bound)
+
+
+@pytest.mark.parametrize("width", [64, 128, 256, 512])
+def test_steps_of_long_caches_equal_those_of_xla(width):
+    """512 is the width of the values within the keys of latent attention."""
+    B, S, within = 33, 3000, width > 256
+    heads, key = ((40, 1), width + 64) if within else ((24, 4), width)
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (B, 1, heads[0], key), (B + 2, S, heads[1], key), (B + 2, S, heads[1], width)
+    q, k, v = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
+    last = (jnp.arange(B, dtype=jnp.int32) * 911 % S)[:, None]
+    first, slots = jnp.maximum(last - 2000, 0), (jnp.arange(B, dtype=jnp.int32) * 5) % (B + 2)
+    found = jax.jit(functools.partial(attend_step, scale=None, width=width))(
+        q, k, None if within else v, Intervals(first, last), slots=slots
+    )
+    with jax.default_matmul_precision("highest"):
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+        exact = jax.jit(functools.partial(attend_step_by_xla, scale=None, width=width))(
+            q, k, None if within else v, Intervals(first, last), slots=slots
+        )
+    assert_same(found, exact)
 
 
 @pytest.mark.parametrize("name", list(SELECTIVE_CASES))
