@@ -199,9 +199,9 @@ def test_a_step_of_softmax_attention(name):
     case = softmax_steps.CASES[name]
     operands, wanted = case.operands(), case.wanted(0.3)
     for config in (case.config, step_config(operands, case.V)):
-        run = jax.jit(functools.partial(attend_step, width=case.V))
+        run = jax.jit(functools.partial(attend_step, scale=0.3, width=case.V))
         with glax.overlay({"softmax.step/triton/gpu": config}):
-            found, again = (run(*operands[:3], Intervals(*operands[3:5]), 0.3, slots=operands[5]) for _ in range(2))
+            found, again = (run(*operands[:3], Intervals(*operands[3:5]), slots=operands[5]) for _ in range(2))
         assert np.asarray(found).tobytes() == np.asarray(again).tobytes()
         np.testing.assert_allclose(np.asarray(found, np.float64)[:, 0], wanted, rtol=case.bound, atol=case.bound)
 
@@ -215,7 +215,7 @@ def test_steps_of_long_caches_equal_those_of_xla(width):
     shapes = (B, 1, heads[0], key), (B + 2, S, heads[1], key), (B + 2, S, heads[1], width)
     q, k, v = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
     last = (jnp.arange(B, dtype=jnp.int32) * 911 % S)[:, None]
-    first, slots = jnp.maximum(last - 2000, 0), (jnp.arange(B, dtype=jnp.int32) * 5) % (B + 2)
+    first, slots = jnp.maximum(last - 2000, 0), (jnp.arange(B, dtype=jnp.int32) * 6) % (B + 2)
     found = jax.jit(functools.partial(attend_step, scale=None, width=width))(
         q, k, None if within else v, Intervals(first, last), slots=slots
     )
