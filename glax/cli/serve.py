@@ -79,6 +79,7 @@ def loaded(args):
     from glax.models.load import opened_model
     from glax.models.tokens import find_tokenizer
     from glax.server.protocol import Served, name_of
+    from glax.server.scheduler import default_rows
     from glax.server.slots import Slots
     from glax.server.templates import find_template
     from glax.server.text import TokenBytes
@@ -92,7 +93,7 @@ def loaded(args):
         print(f"glax serve: not supported, and not done: {rest} in generation_config.json", file=sys.stderr)
     if args.tensor == 1:
         slots = Slots(model, args.capacity, args.max_length, args.state_bytes)
-        beside(functools.partial(slots.compile, args.rows), read)
+        beside(functools.partial(slots.compile, default_rows() if args.rows is None else args.rows), read)
     else:
         read()
     return model, Served(

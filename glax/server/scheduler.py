@@ -13,13 +13,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 import jax
 import numpy as np
 
+from glax._src.core.backend import Backend
 from glax.models.generation import end_tokens
 from glax.models.model import CausalLM, require_whole
 from glax.server.request import Event, Finished, QueueFull, Request, Stopped, Token, is_integer
-from glax.server.slots import PROMPTS, Slots
+from glax.server.slots import Slots, most_pieces
 from glax.serving import Prefix, PrefixCache, PrefixStore
 
 logger = logging.getLogger("glax")
+PREFIX_BLOCKS, PREFIX_BYTES = 256, 1 << 30  # that a scheduler stores unless told
 
 
 @dataclasses.dataclass(eq=False)
@@ -124,7 +126,8 @@ class Scheduler:
     """Serve requests by one model. A request's answer does not depend on the other requests.
 
     capacity:     the most requests that run at a time; each has a slot.
-    rows:         the most tokens of prompts that a round reads. A longer prompt is read in several rounds.
+    rows:         the most tokens of prompts that a round reads; 128 on a CPU and 2,048 elsewhere if None. A longer prompt is read
+                  in several rounds.
     max_length:   the most tokens of a prompt and its answer together.
     queue:        the most requests that wait.
     state_bytes:  the most bytes of the states of running requests; no limit if None. Where a model has caches of keys and values,
@@ -133,7 +136,8 @@ class Scheduler:
                   requests fit in state_bytes when each has room for the prompt and max_tokens of the longest of them. When
                   slots grow, the old states and the new ones exist together until the copy ends. state_bytes counts one of
                   them, so memory needs up to twice as much.
-    prefix_bytes: the most bytes of stored prefixes; 0 for none, else at least those of one block.
+    prefix_bytes: the most bytes of stored prefixes; 0 for none, else at least those of one block. If None, those of PREFIX_BLOCKS
+                  blocks, or of as many as PREFIX_BYTES hold.
     block:        the tokens of a stored block. A prompt is read in pieces that end where blocks end.
     ends:         the tokens that end an answer; those of the checkpoint if None.
 
@@ -153,23 +157,24 @@ class Scheduler:
         model: CausalLM,
         *,
         capacity: int = 8,
-        rows: int = 128,
+        rows: int | None = None,
         max_length: int = 4096,
         queue: int = 64,
         state_bytes: int | None = None,
-        prefix_bytes: int = 0,
+        prefix_bytes: int | None = 0,
         block: int = 128,
         ends: Iterable[int] | None = None,
     ):
+        rows = default_rows() if rows is None else rows
         sizes = dict(capacity=capacity, rows=rows, max_length=max_length, queue=queue, block=block)
         sizes |= {} if state_bytes is None else dict(state_bytes=state_bytes)
         for name, value in sizes.items():
             if not is_integer(value) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        if not is_integer(prefix_bytes) or prefix_bytes < 0:
-            raise ValueError(f"prefix_bytes must be an integer of at least 0, got {prefix_bytes!r}")
+        if prefix_bytes is not None and (not is_integer(prefix_bytes) or prefix_bytes < 0):
+            raise ValueError(f"prefix_bytes must be None or an integer of at least 0, got {prefix_bytes!r}")
         self.model, self.rows, self.max_length, self.queue = model, rows, max_length, queue
-        self.prefix_bytes, self.block = prefix_bytes, block
+        self.block = block
         self.ends = frozenset(end_tokens(model) if ends is None else ends)
         require_whole(model)
         self.slots = Slots(model, capacity, max_length, state_bytes)
@@ -180,7 +185,11 @@ class Scheduler:
         self.running: list[Ticket] = []  # in the order of their admission
         self.totals: collections.Counter[str] = collections.Counter()
         self.finished: collections.Counter[str] = collections.Counter()
-        self.block_bytes = self.slots.store_bytes(block) if prefix_bytes else 0
+        self.block_bytes = 0 if prefix_bytes == 0 else self.slots.store_bytes(block)
+        if prefix_bytes is None:
+            prefix_bytes = min(PREFIX_BLOCKS, PREFIX_BYTES // self.block_bytes) * self.block_bytes
+            self.block_bytes = self.block_bytes if prefix_bytes else 0  # a block is too large
+        self.prefix_bytes = prefix_bytes
         if self.block_bytes > prefix_bytes:
             raise ValueError(
                 f"prefix_bytes must be 0, or at least {self.block_bytes}, the bytes of one block, got {prefix_bytes}"
@@ -508,7 +517,7 @@ class Scheduler:
         for ticket in self.fitting():
             if not ticket.is_reading:
                 continue
-            if not room or count == PROMPTS:
+            if not room or count == most_pieces(self.rows):
                 return
             end = len(ticket.prompt)
             if self.prefixes is not None:
@@ -675,6 +684,11 @@ class Scheduler:
         self.called.clear()
         self.slots.drop()
         self.prefixes = self.store = None
+
+
+def default_rows() -> int:
+    """Return the tokens of prompts that a round reads: on a GPU, as many as take little longer than the weights are read."""
+    return 128 if Backend.here() is Backend.CPU else 2048
 
 
 def is_due(ticket: Ticket) -> bool:

@@ -37,7 +37,10 @@ from glax.nn.automatic import first_array
 from glax.server.request import GREEDY, MOST_LOGPROBS, Request
 from glax.serving import PrefixStore
 
-PROMPTS = 8  # the most prompts of one packed read, each of which has its states gathered
+FEWEST_PIECES, PIECE = (
+    8,
+    128,
+)  # of one packed read: pieces of prompts, each of which has its states gathered, and their tokens
 
 
 # ---- programs ------------------------------------------------------------------------------------------------------------
@@ -200,6 +203,11 @@ def resize(structure: Structure, room: int, parameters, arrays: dict, sources: I
         return others | dict(pools=jax.tree.map(fitted, arrays["pools"], wanted))
 
     return on_axes_of(arrays, run, parameters, sources)
+
+
+def most_pieces(size: int) -> int:
+    """Return the most pieces of prompts that a read of `size` tokens takes. Pieces of a stored block, PIECE tokens, fill it."""
+    return max(FEWEST_PIECES, size // PIECE)
 
 
 def draws_of(entries: dict) -> Draws:
@@ -378,7 +386,7 @@ class Slots:
 
     def packed(self, size: int, pieces: Sequence[tuple[int, np.ndarray, bool]]) -> tuple[np.ndarray, ...]:
         """Return the tokens, the slots and the boundaries that the program `read` takes for pieces of prompts."""
-        tokens, slots = np.zeros(size, np.int32), np.full(min(PROMPTS, self.most_slots), -1, np.int32)
+        tokens, slots = np.zeros(size, np.int32), np.full(min(most_pieces(size), self.most_slots), -1, np.int32)
         cuts = np.zeros(len(slots) + 1, np.int32)
         for n, (slot, piece, _) in enumerate(pieces):
             slots[n] = slot

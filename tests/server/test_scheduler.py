@@ -918,10 +918,32 @@ def test_a_scheduler_of_no_size_is_refused(size, value):
 
 
 def test_prefix_bytes_are_checked():
-    with pytest.raises(ValueError, match=r"prefix_bytes must be an integer of at least 0, got -1"):
+    with pytest.raises(ValueError, match=r"prefix_bytes must be None or an integer of at least 0, got -1"):
         small_scheduler(prefix_bytes=-1)
     with pytest.raises(ValueError, match=r"prefix_bytes must be 0, or at least \d+, the bytes of one block, got 7"):
         small_scheduler(prefix_bytes=7)
+
+
+def test_prefixes_are_stored_in_as_many_blocks_as_fit_unless_told(monkeypatch):
+    monkeypatch.setattr("glax.server.scheduler.PREFIX_BLOCKS", 3)
+    scheduler = small_scheduler(prefix_bytes=None)
+    assert scheduler.prefix_bytes == 3 * scheduler.block_bytes
+    scheduler.answers([Request([1, 2, 3, 4] * 5, 4)] * 2)
+    assert scheduler.counts().cached_tokens == 16
+    monkeypatch.setattr("glax.server.scheduler.PREFIX_BYTES", scheduler.block_bytes - 1)
+    without = small_scheduler(prefix_bytes=None)
+    assert without.store is None and without.prefix_bytes == 0
+
+
+def test_a_round_reads_as_many_short_prompts_as_its_rows_hold(monkeypatch):
+    monkeypatch.setattr("glax.server.slots.PIECE", 8)
+    scheduler = small_scheduler(capacity=14, rows=80)
+    requests = [Request([n, 2, 3, 4, 5], 3) for n in range(1, 15)]
+    consumers = [Consumer(scheduler, request) for request in requests]
+    scheduler.round()
+    assert scheduler.counts().read_tokens == 10 * 5
+    run(scheduler)
+    assert all(one.tokens == alone(model_of(), one.request) for one in consumers)
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def forward(
     (B, _, HQ, K), (P, S, HK, _), V = q.shape, k.shape, value_width
     group, parts = HQ // HK, config.parts
     slots = jnp.arange(B) if slots is None else slots
-    rows = min(width(group), config.rows)
+    rows = config.rows
     o, log_total = launch(
         part_outputs, B * HK * -(-group // rows) * parts,
         (
