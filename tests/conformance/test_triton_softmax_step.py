@@ -141,6 +141,7 @@ def test_refusals_state_the_reason(change, why):
 def test_blocks_of_a_step(monkeypatch):
     """Of a batch that fills a GPU, of one sequence, and of latent attention with 128 heads."""
     monkeypatch.setattr(softmax_config, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(softmax_config, "has_large_tiles", lambda: True)
 
     def config(B: int, heads: tuple[int, int], D: int, V: int, within: bool = False) -> SoftmaxStepConfig:
         shapes = (B, 1, heads[0], D), (B, 4096, heads[1], D), (B, 4096, heads[1], V)
@@ -149,7 +150,8 @@ def test_blocks_of_a_step(monkeypatch):
         q, k, v = arrays
         return softmax_config.step_config(StepOperands(q, k, None if within else v, place, place, None), V)
 
-    assert config(256, (16, 4), 256, 256) == SoftmaxStepConfig(keys=32, rows=16, parts=1, warps=4, stages=3)
+    assert config(256, (16, 4), 256, 256) == SoftmaxStepConfig(keys=32, rows=16, parts=1, warps=4, stages=4)
+    assert config(64, (16, 4), 256, 256).parts == 1  # two would not run at the same time
     assert config(1, (16, 4), 256, 256).parts == 32  # of 128 keys
-    assert config(64, (8, 8), 64, 64).keys == 128
-    assert config(8, (128, 1), 576, 512, within=True) == SoftmaxStepConfig(keys=32, rows=16, parts=5, warps=8, stages=3)
+    assert config(33, (8, 8), 64, 64).parts == 1 < config(16, (8, 8), 64, 64).parts
+    assert config(8, (128, 1), 576, 512, within=True) == SoftmaxStepConfig(keys=32, rows=64, parts=8, warps=8, stages=3)

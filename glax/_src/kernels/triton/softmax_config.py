@@ -109,20 +109,17 @@ def gradient_config(operands: SoftmaxOperands) -> SoftmaxGradientConfig:
 
 
 def step_config(operands: StepOperands, value_width: int) -> SoftmaxStepConfig:
-    """Return the sizes of a step. Keys and values of one block take 40 KB or less, so that two programs with three stages share a
-    multiprocessor. The caches are cut into parts until there are two programs for each multiprocessor. Values of more than 256
-    columns leave registers for 16 rows alone."""
+    """Return the sizes of a step. The caches are cut into parts as long as all programs run at the same time: two to a
+    multiprocessor, whose stages take half of its memory each. Values of more than 256 columns leave room for one, which takes 64
+    heads of q, so that its products read keys from shared memory, or 16 where fewer heads read a head of k."""
     q, k = operands.q, operands.k
-    columns = k.shape[3] + (0 if operands.v is None else value_width)
-    keys = 128
-    while keys > 16 and keys * columns * k.dtype.itemsize > 40 * 1024:
-        keys //= 2
     is_wide, group = width(value_width) > 256, q.shape[2] // k.shape[2]
-    rows = 16 if is_wide else min(width(group), 64)
+    rows = (64 if group > 16 and has_large_tiles() else 16) if is_wide else min(width(group), 64)
     programs = q.shape[0] * k.shape[2] * -(-group // rows)
-    parts = min(-(-2 * multiprocessors() // programs), k.shape[1] // PART_KEYS, MOST_PARTS)
-    warps = 8 if is_wide or rows > 32 or q.dtype == "float32" else 4
-    return SoftmaxStepConfig(keys, rows, max(parts, 1), warps, 3)
+    parts = min((1 if is_wide else 2) * multiprocessors() // programs, k.shape[1] // PART_KEYS, MOST_PARTS)
+    if is_wide:
+        return SoftmaxStepConfig(32, rows, max(parts, 1), 8, 3)
+    return SoftmaxStepConfig(32, rows, max(parts, 1), 8 if rows > 32 or q.dtype == "float32" else 4, 4)
 
 
 def refusal(operands: SoftmaxOperands, scale: float) -> str | None:
