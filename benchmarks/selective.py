@@ -31,7 +31,13 @@ N, MOST = 16, 512  # numbers of a state; rows and channels of which errors are f
 
 
 # One layer of Mamba-2.8B: training, one prompt, a long one; and one of Mamba-130M.
+GATE, MODES = "selective scan", dict(forward="forward", train="with gradient")  # as results/README.md names them
 ROWS = dict(training=(4, 2048, 5120), prompt=(1, 2048, 5120), long=(1, 32_768, 5120), narrow=(8, 2048, 1536))
+
+
+def title(row: str) -> str:
+    """Return a row's B, T, D, N."""
+    return ",".join(map(str, (*ROWS[row], N)))
 
 
 def arrays_of(B: int, T: int, D: int, dtype=jnp.bfloat16) -> tuple[dict[str, jax.Array], jax.Array]:
@@ -76,7 +82,7 @@ def measured(row: str, mode: str, gbytes: float, ways: list[str]) -> list[dict]:
     """Return a line for each way, timed in turns."""
     lines, running, floor = [], {}, floor_ms(mode, *ROWS[row], gbytes)
     for name in ways:
-        line = dict(problem=row, mode=mode, implementation=name, dtype="bfloat16", floor_ms=floor)
+        line = dict(problem=title(row), gate=GATE, mode=MODES[mode], implementation=name, dtype="bfloat16", floor_ms=floor)
         try:
             one = way(name, mode, *arrays_of(*ROWS[row]))
             one.wait(one.run())
@@ -118,7 +124,7 @@ def main():
         for mode in ("forward", "train"):
             found = measured(row, mode, gbytes, options.ways)
             if mode == "train":
-                found.append(dict(problem=row, mode="errors", implementation="glax", error=error(*ROWS[row])))
+                found.append(dict(problem=title(row), gate=GATE, mode="errors", implementation="glax", error=error(*ROWS[row])))
             lines += [line | (dict(config=str(configs)) if configs else {}) for line in found]
             print(table(found), flush=True)
     if options.json:

@@ -87,7 +87,7 @@ def measured(row: Row, config: SoftmaxStepConfig | None, options) -> list[dict]:
         run = functools.partial(jax.jit(functools.partial(attended, way, row)), *arrays)
         jax.block_until_ready(run())
         running.append(Way(way, run))
-        line: dict[str, Any] = dict(problem=row.name, implementation=way)
+        line: dict[str, Any] = dict(problem=row.name, gate="softmax", mode="decode", implementation=way)
         lines.append(line | (dict(config=str(config)) if config else {}))
     for line, way, time in zip(lines, running, interleaved(running, options.iters), strict=True):
         line |= dict(ms=time.median, p20=time.p20, p80=time.p80)
@@ -118,7 +118,7 @@ def main():
             lines += found
             print(table(found), flush=True)
         if not configs:
-            lines.append(dict(problem=row.name, mode="errors", implementation="glax", error=error(row)))
+            lines.append(dict(problem=row.name, gate="softmax", mode="errors", implementation="glax", error=error(row)))
             print(f"{row.name}: error {lines[-1]['error']:.1e}", flush=True)
     if options.json:
         write(Path(options.json), lines)
