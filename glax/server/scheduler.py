@@ -21,7 +21,7 @@ from glax.server.slots import Slots, most_pieces
 from glax.serving import Prefix, PrefixCache, PrefixStore
 
 logger = logging.getLogger("glax")
-PREFIX_BLOCKS, PREFIX_BYTES = 256, 1 << 30  # that a scheduler stores unless told
+PREFIX_BLOCKS, PREFIX_BYTES = 256, 1 << 30  # the default limits of stored prefixes
 
 
 @dataclasses.dataclass(eq=False)

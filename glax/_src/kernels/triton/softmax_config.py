@@ -114,12 +114,14 @@ def step_config(operands: StepOperands, value_width: int) -> SoftmaxStepConfig:
     heads of q, so that its products read keys from shared memory, or 16 where fewer heads read a head of k."""
     q, k = operands.q, operands.k
     is_wide, group = width(value_width) > 256, q.shape[2] // k.shape[2]
-    rows = (64 if group > 16 and has_large_tiles() else 16) if is_wide else min(width(group), 64)
-    programs = q.shape[0] * k.shape[2] * -(-group // rows)
-    parts = min((1 if is_wide else 2) * multiprocessors() // programs, k.shape[1] // PART_KEYS, MOST_PARTS)
+    rows, together = min(width(group), 64), 2 * multiprocessors()
     if is_wide:
-        return SoftmaxStepConfig(32, rows, max(parts, 1), 8, 3)
-    return SoftmaxStepConfig(32, rows, max(parts, 1), 8 if rows > 32 or q.dtype == "float32" else 4, 4)
+        rows, together = 64 if group > 16 and has_large_tiles() else 16, multiprocessors()
+    programs = q.shape[0] * k.shape[2] * -(-group // rows)
+    parts = max(1, min(together // programs, k.shape[1] // PART_KEYS, MOST_PARTS))
+    if is_wide:
+        return SoftmaxStepConfig(32, rows, parts, 8, 3)
+    return SoftmaxStepConfig(32, rows, parts, 8 if rows > 32 or q.dtype == "float32" else 4, 4)
 
 
 def refusal(operands: SoftmaxOperands, scale: float) -> str | None:
