@@ -1,6 +1,7 @@
 """Softmax attention by a kernel that XLA cannot divide, in programs for several devices. XLA's form stands in for the kernel."""
 
 import dataclasses
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,14 @@ DATA, HEADS, BOTH = P("data", None, "model"), P(None, None, ("data", "model")), 
 
 
 @pytest.fixture
-def shapes(monkeypatch):
+def fresh():
+    """Let go of earlier programs: the callbacks of one that is alive serve an equal one, and would call its stand-ins."""
+    jax.clear_caches()
+    gc.collect()
+
+
+@pytest.fixture
+def shapes(monkeypatch, fresh):
     """Return the shapes of q of all calls of the stand-ins."""
     found = []
 
@@ -88,6 +96,56 @@ def test_a_device_runs_the_kernel_on_its_batch_and_heads(shapes, monkeypatch, sp
     assert set(shapes[-2:]) == {own}
     monkeypatch.undo()
     tree_close(found, values_and_gradients(*floats, seen, cuts))
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["values", "within"])
+@pytest.mark.parametrize("slots", [None, (3, 0)], ids=["in order", "slots"])
+@pytest.mark.parametrize(
+    "spec, heads, own",
+    [
+        (HEADS, (8, 4), (2, 1, 2, D)),
+        (HEADS, (4, 4), (2, 1, 1, D)),
+        (BOTH, (8, 4), (2, 1, 4, D)),
+        (BOTH, (8, 1), (2, 1, 4, D)),  # one head of k for all of q
+        (HEADS, (8, 2), (2, 1, 8, D)),  # two heads of k for four devices: gathered
+        (DATA, (8, 4), (1, 1, 4, D)),
+    ],
+)
+def test_a_device_runs_the_kernel_of_a_step_on_its_heads(monkeypatch, fresh, spec, heads, own, slots, within):
+    found, (HQ, HK), draw = [], heads, np.random.default_rng(0)
+
+    def step(operands, *, cfg, scale, width):
+        found.append(operands.q.shape)
+        return solve.step_by_xla(operands, scale=scale, width=width)
+
+    monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.GPU))
+    monkeypatch.setattr(softmax_config, "installation", lambda: None)
+    monkeypatch.setattr(solve, "TRITON_STEP", dataclasses.replace(solve.TRITON_STEP, function=step))
+    rows = B if slots is None else 5
+    shapes = (B, 1, HQ, D), (rows, T, HK, D), (rows, T, HK, V)
+    dtype = jnp.bfloat16 if within else jnp.float32
+    q, k, v = (jnp.asarray(draw.standard_normal(shape), dtype) for shape in shapes)
+    last = jnp.array([[7], [20]], jnp.int32)
+    seen, slots = Intervals(jnp.zeros_like(last), last), None if slots is None else jnp.array(slots, jnp.int32)
+    mesh = mesh_of(data=2, model=2)
+
+    def placed(x):
+        own = [
+            None if n is None or x.shape[d] % np.prod([mesh.shape[a] for a in np.atleast_1d(n)]) else n
+            for d, n in enumerate(spec)
+        ]
+        return jax.device_put(x, NamedSharding(mesh, P(*own)))
+
+    def run(q, k, v):
+        return solve.attend_step(q, k, None if within else v, seen, None, width=V, slots=slots)
+
+    result = jax.jit(run)(*map(placed, (q, k, v)))
+    expected = own if slots is None or spec != DATA else (2, *own[1:])  # rows that slots name are not divided
+    assert found[-1] == expected
+    monkeypatch.undo()
+    np.testing.assert_allclose(
+        *(np.asarray(x, np.float32) for x in (result, run(q, k, v))), rtol=2e-2, atol=2e-2 if within else 1e-6
+    )
 
 
 def test_inside_shard_map_a_device_runs_the_kernel_on_its_arrays(shapes, monkeypatch):

@@ -29,7 +29,7 @@ from glax._src.core.decay import PARTS
 from glax._src.core.erasure import Erasure
 from glax._src.core.files import is_edited, sources
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, StoredStates, aligned, varying_axes
-from glax._src.kernels.common.softmax import SoftmaxOperands
+from glax._src.kernels.common.softmax import SoftmaxOperands, StepOperands
 
 Axis = str | tuple[str, ...] | None  # one or more axes of a mesh, the first of them outermost
 
@@ -170,8 +170,13 @@ def by_compiler(f, saves_residuals: bool, *operands, free: FreeAxis | None = Non
     from jax.experimental.custom_partitioning import custom_partitioning  # not a part of `import jax`
 
     leaves, structure = jax.tree.flatten(operands)
-    is_softmax = isinstance(operands[0], SoftmaxOperands)
-    division = softmax_division(f, operands) if is_softmax else recurrence_division(f, saves_residuals, operands)
+    match operands[0]:
+        case SoftmaxOperands():
+            division = softmax_division(f, operands)
+        case StepOperands():
+            division = step_division(f, operands[0])
+        case _:
+            division = recurrence_division(f, saves_residuals, operands)
 
     def flat(f):
         return lambda *leaves: tuple(jax.tree.leaves(f(*structure.unflatten(leaves))))
@@ -244,6 +249,35 @@ def softmax_division(f, operands) -> Division:
         return f, laid(ranks, batch, heads), laid(results, batch, heads)
 
     return Division(rule, replicated, sizes, specs, jax.tree.structure((0,) * len(found)))
+
+
+def step_division(f, operands: StepOperands) -> Division:
+    """Return the division of a step of softmax attention by heads of k, or of q where one head of k serves all; and by batch,
+    where no slots name the rows of the caches."""
+    q, k, v, _, _, slots = operands
+    HQ, HK, rows = q.shape[2], k.shape[2], "b" if slots is None else "p"
+    heads, shared, divided, sizes = "(h g)", "h", "h", dict(g=HQ // HK)
+    if 1 in (HK, HQ // HK):
+        heads, shared, divided, sizes = ("h", "h", "h", {}) if HQ == HK else ("g", "one", "g", {})
+    caches = [f"{rows} s {shared} {width}" for width, x in (("d", k), ("e", v)) if x is not None]
+    rule = ", ".join([f"b t {heads} d", *caches, "b t", "b t", *["b"] * (slots is not None)]) + f" -> b t {heads} e"
+    names = (divided,) if slots is not None else (divided, "b")
+    replicated = tuple(name for name in dict.fromkeys(re.findall(r"\w+", rule)) if name not in names)
+
+    def specs(mesh, found: list[P]):
+        def axes(place: int, count: int):
+            chosen = (x[place] for x in found[: 1 + len(caches)] if len(x) > place)
+            names = next((x for x in chosen if x is not None), None)
+            return None if count % math.prod(mesh.shape[name] for name in flat_axes(names)) else names
+
+        batch = axes(0, q.shape[0]) if slots is None else None
+        heads = axes(2, HQ if HK == 1 else HK)
+        heads = None if set(flat_axes(batch)) & set(flat_axes(heads)) else heads
+        of_q, of_caches = P(batch, None, heads), P(batch, None, None if HK == 1 else heads)
+        rest = [P(batch), P(batch), *[P()] * (slots is not None)]
+        return f, [of_q, *[of_caches] * len(caches), *rest], [of_q]
+
+    return Division(rule, replicated, sizes, specs, jax.tree.structure(0))
 
 
 def name_by_content(context, call, content: str):

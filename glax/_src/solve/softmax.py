@@ -177,8 +177,7 @@ TRITON_STEP = SoftmaxKernel(
 
 def placed(run: Callable, by_xla: Callable, *operands):
     """Return run(*operands), or by_xla(*operands) where the program is lowered for another backend or exported for several
-    devices; a step also where it is compiled for several. An axis of vmap joins the batch, unless rows of several sequences do or
-    slots name rows of a pool."""
+    devices. An axis of vmap joins the batch, unless rows of several sequences do or slots name rows of a pool."""
     from glax._src.solve.lowering import Kernel as Inserted  # loads modules of JAX that are not a part of `import jax`
     from glax._src.solve.partitioning import is_on_one_device
 
@@ -187,7 +186,7 @@ def placed(run: Callable, by_xla: Callable, *operands):
         return run(*operands) if is_able else by_xla(*operands)
 
     is_step = isinstance(operands[0], StepOperands)
-    kernel = Inserted(run, again, opaque=True, is_divisible=not is_step)
+    kernel = Inserted(run, again, opaque=True)
     call = jax.custom_batching.custom_vmap(lambda *operands: kernel.bind(not is_on_one_device(), *operands))
 
     @call.def_vmap
