@@ -82,7 +82,9 @@ def measured(row: str, mode: str, gbytes: float, ways: list[str]) -> list[dict]:
     """Return a line for each way, timed in turns."""
     lines, running, floor = [], {}, floor_ms(mode, *ROWS[row], gbytes)
     for name in ways:
-        line = dict(problem=title(row), gate=GATE, mode=MODES[mode], implementation=name, dtype="bfloat16", floor_ms=floor)
+        line = dict(
+            problem=title(row), gate=GATE, mode=MODES[mode], implementation=name, dtype="bfloat16", floor_ms=floor
+        )
         try:
             one = way(name, mode, *arrays_of(*ROWS[row]))
             one.wait(one.run())
@@ -124,7 +126,9 @@ def main():
         for mode in ("forward", "train"):
             found = measured(row, mode, gbytes, options.ways)
             if mode == "train":
-                found.append(dict(problem=title(row), gate=GATE, mode="errors", implementation="glax", error=error(*ROWS[row])))
+                found.append(
+                    dict(problem=title(row), gate=GATE, mode="errors", implementation="glax", error=error(*ROWS[row]))
+                )
             lines += [line | (dict(config=str(configs)) if configs else {}) for line in found]
             print(table(found), flush=True)
     if options.json:

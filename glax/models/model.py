@@ -93,9 +93,9 @@ class CausalLM(nnx.Module):
     logit_cap: c of logits c tanh(z / c), or None.
 
     `folder` is the folder that the model was loaded from, or None. A subclass may override four methods. embed(tokens) returns
-    the activations that the first block reads. arguments(layer) returns further arguments of that block's `mix`.
-    through(x, states, rows) returns the activations after all blocks, and the new states. before_head(x) returns what the head
-    multiplies, from the activations after the norm.
+    the activations that the first block reads. arguments(layer) returns a tuple of what that block's `mix` takes behind x, state
+    and rows; layer is its number, from 0. through(x, states, rows) returns the activations after all blocks, and the new states,
+    a list with one for each block. before_head(x) returns what the head multiplies, from the activations after the norm.
 
     Methods raise TypeError or ValueError for tokens of another shape or dtype, and for known tokens that the vocabulary does
     not have.
@@ -183,8 +183,13 @@ class CausalLM(nnx.Module):
 
         Logits are [T, vocabulary]. pools: as `initial_states` returns them. Sequence n has the tokens from cu_seqlens[n] up to,
         and without, cu_seqlens[n + 1]. It continues from row slots[n], or starts from zeros if fresh[n]. Slot -1 is no sequence:
-        its logits have no meaning, and no pool changes. fresh: None if no sequence starts from zeros. Logits are in the
-        model's dtype. Raises TypeError or ValueError, which names the argument.
+        its logits have no meaning, and no pool changes. No two sequences may name the same slot. Tokens behind the last of
+        cu_seqlens are padding, and their logits have no meaning. fresh: None if no sequence starts from zeros. Logits are in the
+        model's dtype. Tokens for which caches of keys have no row have logits of NaN.
+
+        Raises TypeError or ValueError, which names the argument, for one of another shape or dtype, for tokens that the
+        vocabulary does not have, and for slots and cu_seqlens that are wrong, as far as their values are known, which they are
+        not in jit.
         """
         x, pools = self.prefill_hidden(tokens, pools, slots, cu_seqlens, fresh)
         return self.logits(x), pools

@@ -150,7 +150,11 @@ class MultiHeadLatentAttention(Layer):
         return tokens * (2 * self.latent_width - width) < self.latent_width * width or cached > EXPANDED * tokens
 
     def expanded(self, stored: Float[Array, "*rows 1 stored"]) -> tuple[Array, Array]:
-        """Return the keys and values of rows of a cache, [*rows, H, head_width + shared_width] and [*rows, H, value_width]."""
+        """Return the keys and values of rows of a cache, [*rows, H, head_width + shared_width] and [*rows, H, value_width].
+
+        stored: rows of the array `key` of this layer's state: latents behind their norm, latent_width channels, and then the
+        shared key, which is rotated already.
+        """
         c, k_shared = stored[..., 0, : self.latent_width], stored[..., self.latent_width :]
         k, v = jnp.split(by_head(self.expand(c), self.num_heads), [self.head_width], axis=-1)
         shared = jnp.broadcast_to(k_shared, (*k.shape[:-1], self.shared_width))

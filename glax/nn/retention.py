@@ -91,7 +91,7 @@ class LightningAttention(Layer):
     act:         the name of a function, as `glax.nn.linear_attention.Options` lists them: "silu" in MiniMax-01; None for none, as
                  in Ling-2.5.
     theta:       the base of the rotation; no rotation if None. rotary_width, frequencies: as in `glax.nn.Attention`.
-    qk_norm:     whether q and k pass through RMSNorm in each head before they rotate, with norm_eps.
+    qk_norm:     whether q and k pass through RMSNorm in each head, with norm_eps, behind act and before they rotate.
     scale:       the factor of the outputs.
     bias:        whether the projections of q, k and v have a bias. output_bias: whether the output's projection has one.
 

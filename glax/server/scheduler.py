@@ -564,7 +564,8 @@ class Scheduler:
             self.called.popleft()
 
     def settle(self):
-        """Take what all programs have found, or end the requests that run if one of these failed."""
+        """Wait for all programs that were called, and give consumers the tokens that these have drawn. If one failed, end the
+        requests that run."""
         try:
             self.hand_out(0)
         except Exception as error:  # as in `round`
@@ -675,8 +676,8 @@ class Scheduler:
             self.forget()
 
     def recover(self, message: str):
-        """End the requests of a round that failed, and drop all states: the program may have taken arrays that were donated. The
-        next round makes new ones."""
+        """End the requests of a round that failed with "error", and drop all states: the program may have taken arrays that were
+        donated. The next round makes new ones. message: of `Finished`, what failed."""
         with contextlib.suppress(Exception):  # what programs found before the one that failed
             self.hand_out(0)
         for ticket in self.running[:] or self.all_waiting()[:1]:

@@ -159,14 +159,14 @@ def mamba3_step(
     MIMO_Out: Float[Array, "H R V"] | None = None,
     **options: Unpack[StepOptions],
 ) -> tuple[Float[Array, "B *R H V"], Mamba3State]:
-    """Compute one token of `mamba3` for each of B sequences, with the arguments of a token:
+    """Compute one token of `mamba3` for each of B sequences. Its arguments are those of `mamba3` without the axis T:
 
         S_t = alpha S_{t-1} + (1 - trap) DT alpha k_{t-1} v_{t-1}^T + trap DT k_t v_t^T,     o_t = S_t^T q_t + D v_t,
 
-    with alpha, trap, the rotated q and k, the gate Z and the rank of `mamba3`, whose arguments these are, without T. state: the
-    `Mamba3State` behind the token before, whose fields have an entry for each sequence, or with the option `slots` [B] for each
-    slot of a pool. Returns (o [B, H, V] in Q's dtype, or [B, R, H, V] with a rank and
-    without MIMO_Out; the new `Mamba3State`). Options and errors as in `recurrent_step`; softmax_scale is 1 if None.
+    with alpha, trap, the rotated q and k, the gate Z and the rank as `mamba3` says. state: the `Mamba3State` after the previous
+    token, whose fields have an entry for each sequence, or with the option `slots` [B] for each slot of a pool. Returns (o [B, H,
+    V] in Q's dtype, or [B, R, H, V] with a rank and without MIMO_Out; the new `Mamba3State`). Options and errors as in
+    `recurrent_step`; softmax_scale is 1 if None.
 
     Lahoti et al. 2026; https://github.com/state-spaces/mamba.
 

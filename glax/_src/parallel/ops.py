@@ -107,9 +107,10 @@ recurrent = on_mesh(
     The arrays have the shapes of the whole problem and any sharding. mesh: a jax.sharding.Mesh; None for the one that
     jax.set_mesh has set. batch_axis, head_axis, sequence_axis: the axes of the mesh that shard B, H and T; None shards nothing.
     The first two are names or tuples of names, the third one name. The size of batch_axis divides B. With cu_seqlens B is 1,
-    and batch_axis shards T instead. The size of head_axis divides H, the largest of the head counts. No size needs to divide T.
-    `Spread` has more of these. The output is sharded over the same axes, and the final states over batch and heads. The other
-    arguments, the results and the gradients are those of `glax.recurrent`.
+    and T is sharded over batch_axis and then over sequence_axis, each of which may be None. The size of head_axis divides H, the
+    largest of the head counts. No size needs to divide T. `Spread` says what the shards exchange. The output is sharded over the
+    same axes, and the final states over batch and heads; with cu_seqlens over heads alone. The other arguments, the results and
+    the gradients are those of `glax.recurrent`.
 
     Raises the errors of `glax.recurrent`. Raises ValueError if there is no mesh, if an axis is not an axis of the mesh or is
     named twice, if the size of batch_axis does not divide B, without cu_seqlens, or if the size of head_axis does not divide H.

@@ -109,10 +109,10 @@ class Spread:
     def reshard(self, arrays, specs, shape=None):
         """Reshard a tree of arrays over the explicit axes of the mesh. specs: a tree of PartitionSpecs, one for each array.
 
-        The type of a JAX array has shards of equal size. A dimension whose size its mesh axes do not divide is therefore not
-        sharded. shape: the sizes that decide this; those of each array if None. A caller that afterwards cuts padding off one
-        array passes that array and the shape that will remain, for JAX must be able to shard what remains. Automatic axes are
-        left to shard_map: without explicit axes the arrays are returned as they are.
+        A dimension whose size its mesh axes do not divide is not sharded, because the type of a JAX array has shards of equal
+        size. shape: one shape whose sizes decide this for every array of the tree; the array's own if None. A caller gives it
+        with a single array, of which it will cut padding off: the shape that remains. Without explicit axes the arrays are
+        returned as they are.
         """
         mesh = self.mesh_in_use
         kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)

@@ -225,7 +225,8 @@ class PrefixCache:
             block = block.parent
 
     def remove_reference(self, block: Block):
-        """Subtract 1 from the references of a block, the last one of a prefix that is no longer in use.
+        """Subtract 1 from the references of the block with which a prefix ends that is no longer in use. The blocks before it are
+        not counted: call it once for a prefix.
 
         A block without references and without blocks behind it joins the queue of those that are dropped when room is needed. It
         stays until then.

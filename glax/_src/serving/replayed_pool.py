@@ -446,8 +446,9 @@ class StatePool:
         """Return the pool's states, with those of the slots that are `full` advanced by their tokens in `ring`.
 
         full: [B], whether the state of each of the slots is written. Where none is, no state is computed. ring: the rings of the
-        slots, [B, C, ...] in the dtype of sums, with zeros behind their tokens. read: what was read of the states before,
-        on which the writes of a CPU depend, so that XLA need not copy the pool. None if nothing was read.
+        slots, [B, C, ...] in the dtype of sums, with zeros behind their tokens. rounding_key: a key for states in 16 bits that
+        are rounded stochastically, or None to round to nearest. read: an array that was formed of the states before this call, or
+        None. On a CPU the writes wait for it, so that XLA need not copy the pool.
         """
         to_nearest = rounding_key is None or str(self.states.dtype) not in DROPPED
         in_pool = InPool.for_writes(self.states, slots, ring) if to_nearest else None

@@ -173,11 +173,13 @@ class TritonChunkedConfig(Config):
 
     @classmethod
     def erasing(cls, r: Recurrence) -> Self:
-        """Return the config of the delta rule: `erasing_float32` in float32, unless `is_direct`, and else as follows.
+        """Return the config of the delta rule.
 
-        A program holds all K rows of its columns of the state, which are few where K is large. GPUs that multiply 64 columns at a
-        time (`has_large_tiles`) have the shared memory of three stages, or of two where `erase` or per-key gates are one operand
-        more. They take 32 columns where programs of 64 would leave half of the multiprocessors idle.
+        In float32 it is that of `erasing_float32`, unless one kernel runs the whole recurrence (`is_direct` in the same file). A
+        program holds all K rows of its columns of the state, so it has fewer columns where K is large. On GPUs that multiply 64
+        columns at a time (`has_large_tiles`) it has three stages, which their shared memory holds; two where `erase` or per-key
+        gates are one operand more; and 32 columns where programs of 64 would leave half of the multiprocessors idle. On other
+        GPUs it has the fewer columns and stages of their shared memory.
         """
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
         if r.q.dtype == "float32" and not is_direct(r):
@@ -397,10 +399,10 @@ class TokenConfig(Config):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> Self:
-        """Return the best config found on an H200.
+        """Return the best config found on an H200: a tile of all K rows and some columns of the state in float32.
 
-        A call of one token takes tiles of 16 KB of the state, whose rows are whole lines of memory, if these are at least four
-        for each multiprocessor. Other calls take tiles of 8 KB. Where K is large, a tile has more bytes, in 32 columns or in 8.
+        A call of one token takes tiles of 16 KB, and of at least 32 columns, whose rows are whole lines of memory, if there are
+        at least four such tiles for each multiprocessor. Other calls take tiles of 8 KB, and of at least 8 columns.
         """
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
         large = min(V, max(32, 2**12 // K))
