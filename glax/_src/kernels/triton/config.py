@@ -175,7 +175,7 @@ class TritonChunkedConfig(Config):
     def erasing(cls, r: Recurrence) -> Self:
         """Return the config of the delta rule.
 
-        In float32 it is that of `erasing_float32`, unless one kernel runs the whole recurrence (`is_direct` in the same file). A
+        In float32 `erasing_float32` returns it, unless one kernel runs the whole recurrence (`is_direct` in the same file). A
         program holds all K rows of its columns of the state, so it has fewer columns where K is large. On GPUs that multiply 64
         columns at a time (`has_large_tiles`) it has three stages, which their shared memory holds; two where `erase` or per-key
         gates are one operand more; and 32 columns where programs of 64 would leave half of the multiprocessors idle. On other
