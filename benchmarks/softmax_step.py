@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from meters import interleaved, kernels_ms
 from output import table, write
 
+import glax
 from glax._src.kernels.common.softmax import Intervals
-from glax._src.kernels.triton import softmax_config
 from glax._src.kernels.triton.softmax_config import SoftmaxStepConfig
 from glax._src.kernels.xla import softmax as xla
 from glax._src.solve import softmax as solve
@@ -81,7 +81,12 @@ def error(row: Row) -> float:
 
 
 def measured(row: Row, config: SoftmaxStepConfig | None, options) -> list[dict]:
-    """Return a line for each way, timed in turns."""
+    """Return a line for each way, timed in turns. config: the kernel's; by its own rule if None."""
+    with glax.overlay({} if config is None else {solve.TRITON_STEP.op_id: config}):
+        return lines_of(row, config, options)
+
+
+def lines_of(row: Row, config: SoftmaxStepConfig | None, options) -> list[dict]:
     arrays, lines, running = row.arrays(), [], []
     for way in options.ways:
         run = functools.partial(jax.jit(functools.partial(attended, way, row)), *arrays)
@@ -112,8 +117,6 @@ def main():
     configs = [SoftmaxStepConfig(*map(int, x.split(","))) for x in options.configs]
     for row in (row for row in ROWS if row.name in options.rows):
         for config in configs or [None]:
-            if config is not None:
-                softmax_config.step_config = lambda operands, value_width, config=config: config
             found = measured(row, config, options)
             lines += found
             print(table(found), flush=True)

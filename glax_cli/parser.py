@@ -250,7 +250,7 @@ def add_serve(commands):
     ):
         unless_given = {
             "--rows": "128 on a CPU, 2048 elsewhere",
-            "--prefix-bytes": "256 blocks of 128 tokens, within 1 GiB",
+            "--prefix-bytes": "256 blocks of 128 tokens, within 1 GiB, and 256 MiB on a CPU",
         }
         help = f"{meaning} (default: {unless_given.get(flag, default)})"
         most = 2**63 - 1 if flag.endswith("bytes") else INT32

@@ -2,7 +2,8 @@
 
 python -m tests.triton_softmax_compile 90 "softmax256 bfloat16 256" prints a line of JSON per kernel of the forward and the
 gradient, in the form of `tests.triton_compile`. The last two words are a dtype and the width of heads. A first word that begins
-with "step" is a step over caches, or with "latent" over caches whose keys hold their values, with 64 other channels.
+with "step" is a step over caches, or with "latent" over caches whose keys hold their values, with 64 other channels. With
+"many" in it 40 heads of q read one of k, and with "stored" the caches are float32.
 """
 
 import json
@@ -36,14 +37,14 @@ def shipped(dtype: str, width: int) -> list[Launch]:
     return found + launches(gradient, operands, operands.q, log_total)
 
 
-def step(dtype: str, width: int, within: bool) -> list[Launch]:
+def step(kind: str, dtype: str, width: int) -> list[Launch]:
     """Return the launch of the heuristic config of a step."""
 
     def call():
-        heads, key = ((32, 1), width + 64) if within else ((16, 4), width)
-        q, k, v = (
-            jnp.zeros(x, dtype) for x in ((8, 1, heads[0], key), (8, 2048, heads[1], key), (8, 2048, heads[1], width))
-        )
+        within, many = "latent" in kind, "many" in kind
+        key, (HQ, HK) = (width + 64, (40 if many else 32, 1)) if within else (width, (40, 1) if many else (16, 4))
+        q, stored = jnp.zeros((8, 1, HQ, key), dtype), "float32" if "stored" in kind else dtype
+        k, v = jnp.zeros((8, 2048, HK, key), stored), jnp.zeros((8, 2048, HK, width), stored)
         place = jnp.zeros((8, 1), jnp.int32)
         return StepOperands(q, k, None if within else v, place, place, place[:, 0])
 
@@ -56,7 +57,7 @@ if __name__ == "__main__":
     for what in sys.argv[2:]:
         kind, dtype, width = what.split()
         is_step = kind.startswith(("step", "latent"))
-        found = step(dtype, int(width), kind.startswith("latent")) if is_step else shipped(dtype, int(width))
+        found = step(kind, dtype, int(width)) if is_step else shipped(dtype, int(width))
         for each in found:
             usage = compiled(each, int(sys.argv[1]))
             matrix = sorted(set(re.findall(r"wgmma|mma\.sync|tcgen05\.mma", usage.ptx)))

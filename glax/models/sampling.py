@@ -87,9 +87,10 @@ class SequenceOptions(NamedTuple):
 
 
 class Draws(enum.IntEnum):
-    """Say what a program that chooses tokens must be able to do. A higher one is able to do what a lower one does.
+    """Say what a program that chooses tokens is able to do. A higher one is able to do what a lower one does.
 
-    A program that asks its arrays whether to sort makes a GPU's host wait for them, and lower ones ask nothing.
+    Sorting takes long, so a program that is able to sort first reads from its arrays whether a sequence needs it. On a GPU the
+    host waits for what it reads so. The other programs have nothing to read.
     """
 
     LIKELIEST = 0  # all temperatures are 0

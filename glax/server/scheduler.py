@@ -17,11 +17,11 @@ from glax._src.core.backend import Backend
 from glax.models.generation import end_tokens
 from glax.models.model import CausalLM, require_whole
 from glax.server.request import Event, Finished, QueueFull, Request, Stopped, Token, is_integer
-from glax.server.slots import Slots, most_pieces
+from glax.server.slots import Slots
 from glax.serving import Prefix, PrefixCache, PrefixStore
 
 logger = logging.getLogger("glax")
-PREFIX_BLOCKS, PREFIX_BYTES = 256, 1 << 30  # the default limits of stored prefixes
+PREFIX_BLOCKS, PREFIX_BYTES = 256, (1 << 30, 1 << 28)  # the default limits of stored prefixes; the last on CPUs
 
 
 @dataclasses.dataclass(eq=False)
@@ -177,7 +177,7 @@ class Scheduler:
         self.block = block
         self.ends = frozenset(end_tokens(model) if ends is None else ends)
         require_whole(model)
-        self.slots = Slots(model, capacity, max_length, state_bytes)
+        self.slots = Slots(model, capacity, max_length, state_bytes, block)
         # A thread has JAX's options of its own. JAX defines the attribute when it starts.
         self.precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
         self.waiting: collections.deque[Ticket] = collections.deque()
@@ -187,8 +187,9 @@ class Scheduler:
         self.finished: collections.Counter[str] = collections.Counter()
         self.block_bytes = 0 if prefix_bytes == 0 else self.slots.store_bytes(block)
         if prefix_bytes is None:
-            prefix_bytes = min(PREFIX_BLOCKS, PREFIX_BYTES // self.block_bytes) * self.block_bytes
-            self.block_bytes = self.block_bytes if prefix_bytes else 0  # a block is too large
+            most = 0 if max_length <= block else PREFIX_BYTES[Backend.here() is Backend.CPU]
+            prefix_bytes = min(PREFIX_BLOCKS, most // self.block_bytes) * self.block_bytes
+            self.block_bytes = self.block_bytes if prefix_bytes else 0  # none fits, or no prompt has one
         self.prefix_bytes = prefix_bytes
         if self.block_bytes > prefix_bytes:
             raise ValueError(
@@ -510,14 +511,14 @@ class Scheduler:
 
         A prompt whose next block another one reads in this round, or has read in the one before, waits until it is stored.
         """
-        room, count = self.rows, 0
+        room, count, most_pieces = self.rows, 0, self.slots.most_pieces(self.rows, self.slots.room)
         calls = [call for calls, _ in self.called for call in calls]
         saved = [(x.ticket.prompt, x.length) for x in calls if x.block >= 0]
         blocks = {prompt[:length].tobytes() for prompt, length in saved if length <= len(prompt)}
         for ticket in self.fitting():
             if not ticket.is_reading:
                 continue
-            if not room or count == most_pieces(self.rows):
+            if not room or count == most_pieces:
                 return
             end = len(ticket.prompt)
             if self.prefixes is not None:
@@ -688,7 +689,7 @@ class Scheduler:
 
 
 def default_rows() -> int:
-    """Return the tokens of prompts that a round reads: on a GPU, as many as take little longer than the weights are read."""
+    """Return the tokens of prompts that a round reads: where products are fast, so many that they reach their full rate."""
     return 128 if Backend.here() is Backend.CPU else 2048
 
 

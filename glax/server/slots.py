@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
@@ -37,19 +38,28 @@ from glax.nn.automatic import first_array
 from glax.server.request import GREEDY, MOST_LOGPROBS, Request
 from glax.serving import PrefixStore
 
-FEWEST_PIECES, PIECE = (
-    8,
-    128,
-)  # of one packed read: pieces of prompts, each of which has its states gathered, and their tokens
+FEWEST_PIECES, PIECE = 8, 128
 
 
 # ---- programs ------------------------------------------------------------------------------------------------------------
 
 
-def on_axes_of(arrays, f, *operands, with_found: bool = False):
-    """Return f(arrays, *operands), which lies where `arrays` do; with_found, (this, found), of which found is replicated."""
+def on_axes_of(arrays, f, *operands, found: P | None = None):
+    """Return f(arrays, *operands), which lies where `arrays` do; with a spec for what else is found, (this, found)."""
     specs = jax.tree.map(spec_of, arrays)
-    return with_automatic_axes(f, (specs, P()) if with_found else specs, arrays, *operands)
+    return with_automatic_axes(f, specs if found is None else (specs, found), arrays, *operands)
+
+
+def spec_of_logits(model: CausalLM) -> P:
+    """Return the PartitionSpec of logits [C, V], whose vocabulary lies as the head's does. For logits that every device has
+    whole,
+    XLA would gather the head."""
+    head: Any = model.head
+    while isinstance(head, nnx.LoRA):
+        head = head.base_module
+    weights, axis = (model.embedding.embedding, 0) if head is None else (head.kernel, 1)
+    spec = spec_of(weights[...])
+    return P(None, spec[axis] if len(spec) > axis else None)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -124,6 +134,8 @@ def read(structure: Structure, parameters, pools, tokens, slots: Int[Array, "N"]
     """Read packed pieces of prompts into slots, of which -1 is none. Return (pools, logits [C, V] behind the piece in each slot,
     zeros for a slot without one)."""
 
+    spec = spec_of_logits(structure.model(parameters))
+
     def run(pools, parameters, tokens, slots, cu_seqlens):
         model, capacity = structure.model(parameters), jax.tree.leaves(pools)[0].shape[0]
         x, pools = model.prefill_hidden(tokens, pools, slots, cu_seqlens)
@@ -131,19 +143,20 @@ def read(structure: Structure, parameters, pools, tokens, slots: Int[Array, "N"]
         at, _ = in_bounds(slots, capacity)
         return pools, jnp.zeros((capacity, model.vocabulary), logits.dtype).at[at].set(logits, mode="drop")
 
-    return on_axes_of(pools, run, parameters, tokens, slots, cu_seqlens, with_found=True)
+    return on_axes_of(pools, run, parameters, tokens, slots, cu_seqlens, found=spec)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def write(structure: Structure, parameters, pools, token: Int[Array, "C"], active: Bool[Array, "C"]):
     """Read the last token of each active slot. Return (pools, logits [C, V])."""
+    spec = spec_of_logits(structure.model(parameters))
 
     def run(pools, parameters, token, active):
         slots = jnp.where(active, jnp.arange(len(active), dtype=jnp.int32), -1)
         logits, pools = structure.model(parameters).step(token, pools, slots)
         return pools, logits
 
-    return on_axes_of(pools, run, parameters, token, active, with_found=True)
+    return on_axes_of(pools, run, parameters, token, active, found=spec)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -166,7 +179,7 @@ def draw(draws: Draws, arrays: dict, logits: Float[Array, "C V"], active: Bool[A
         options = arrays["options"] | dict(number=options.number + active)
         return arrays | dict(token=token, counts=counts, options=options), found
 
-    return on_axes_of(arrays, run, logits, active, with_found=True)
+    return on_axes_of(arrays, run, logits, active, found=P())
 
 
 def with_logprobs(is_wanted: Bool[Array, ""], logits: Float[Array, "C V"], token: Int[Array, "C"]) -> dict:
@@ -205,11 +218,6 @@ def resize(structure: Structure, room: int, parameters, arrays: dict, sources: I
     return on_axes_of(arrays, run, parameters, sources)
 
 
-def most_pieces(size: int) -> int:
-    """Return the most pieces of prompts that a read of `size` tokens takes. Pieces of a stored block, PIECE tokens, fill it."""
-    return max(FEWEST_PIECES, size // PIECE)
-
-
 def draws_of(entries: dict) -> Draws:
     """Return what a request with these `Slots.entries` asks of a program that draws its tokens."""
     options, is_drawn = entries["options"], entries["options"]["temperature"] > 0
@@ -235,11 +243,13 @@ class Slots:
 
     most_slots: the slots that pools have, unless state_bytes leaves fewer. max_length: the most tokens of a request.
     state_bytes: the most bytes of the pools, None for no limit: the longer the requests, the fewer slots. room: the tokens of a
-    request for which a slot of the pools has room. grows: whether a slot has more bytes with more room.
+    request for which a slot of the pools has room. grows: whether a slot has more bytes with more room. piece: the tokens of a
+    prompt behind which its states are stored, and where the piece of it that a round reads ends.
     """
 
-    def __init__(self, model: CausalLM, most_slots: int, max_length: int, state_bytes: int | None):
+    def __init__(self, model: CausalLM, most_slots: int, max_length: int, state_bytes: int | None, piece: int = PIECE):
         self.model, self.most_slots, self.max_length, self.state_bytes = model, most_slots, max_length, state_bytes
+        self.piece = piece
         self.structure, self.parameters = Structure.of(model)
         placed = getattr(first_array(model), "sharding", None)
         self.num_devices = 1 if placed is None else len(placed.device_set)
@@ -332,7 +342,7 @@ class Slots:
         parameters, zero, capacity = self.parameters, np.int32(0), self.capacity_with(room)
         others = {name: x for name, x in arrays.items() if name != "pools"}
         active, pools = np.zeros(capacity, bool), arrays["pools"]
-        yield read.lower(self.structure, parameters, pools, *self.packed(size, ()))
+        yield read.lower(self.structure, parameters, pools, *self.packed(size, (), room))
         writing = write.lower(self.structure, parameters, pools, arrays["token"], active)
         yield writing
         for draws in Draws:
@@ -380,13 +390,20 @@ class Slots:
 
     def read(self, size: int, pieces: Sequence[tuple[int, np.ndarray, bool]]) -> dict:
         """Read pieces of prompts, (slot, tokens, whether the prompt ends), which together have at most `size` tokens."""
-        packed, ends = self.packed(size, pieces), [slot for slot, _, is_end in pieces if is_end]
+        packed, ends = self.packed(size, pieces, self.room), [slot for slot, _, is_end in pieces if is_end]
         self.arrays["pools"], logits = read(self.structure, self.parameters, self.arrays["pools"], *packed)
         return self.draw(logits, ends)
 
-    def packed(self, size: int, pieces: Sequence[tuple[int, np.ndarray, bool]]) -> tuple[np.ndarray, ...]:
-        """Return the tokens, the slots and the boundaries that the program `read` takes for pieces of prompts."""
-        tokens, slots = np.zeros(size, np.int32), np.full(min(most_pieces(size), self.most_slots), -1, np.int32)
+    def most_pieces(self, size: int, room: int) -> int:
+        """Return the most pieces of prompts that a read of `size` tokens takes in pools with this room: those that fill it, and
+        at
+        least FEWEST_PIECES, but one for each slot at most. Each has its states gathered."""
+        return min(max(FEWEST_PIECES, size // self.piece), self.capacity_with(room))
+
+    def packed(self, size: int, pieces: Sequence[tuple[int, np.ndarray, bool]], room: int) -> tuple[np.ndarray, ...]:
+        """Return the tokens, the slots and the boundaries that the program `read` takes for pieces of prompts, in pools with this
+        room."""
+        tokens, slots = np.zeros(size, np.int32), np.full(self.most_pieces(size, room), -1, np.int32)
         cuts = np.zeros(len(slots) + 1, np.int32)
         for n, (slot, piece, _) in enumerate(pieces):
             slots[n] = slot

@@ -20,6 +20,7 @@ triton_interpreter.install()
 
 from glax._src.core.backend import Backend  # noqa: E402
 from glax._src.kernels.common.softmax import Intervals, StepOperands  # noqa: E402
+from glax._src.kernels.triton import config as triton_config  # noqa: E402
 from glax._src.kernels.triton import softmax_config, softmax_step  # noqa: E402
 from glax._src.kernels.triton.softmax_config import SoftmaxStepConfig  # noqa: E402
 from glax._src.solve import softmax as solve  # noqa: E402
@@ -139,9 +140,10 @@ def test_refusals_state_the_reason(change, why):
 
 
 def test_blocks_of_a_step(monkeypatch):
-    """Of a batch that fills a GPU, of one sequence, and of latent attention with 128 heads."""
+    """Of a batch that fills a GPU, of one sequence, and of latent attention with 128 heads, on an H100 and on an L4."""
+    capability = (9, 0)
     monkeypatch.setattr(softmax_config, "multiprocessors", lambda: 132)
-    monkeypatch.setattr(softmax_config, "has_large_tiles", lambda: True)
+    monkeypatch.setattr(triton_config, "capability", lambda: capability)
 
     def config(B: int, heads: tuple[int, int], D: int, V: int, within: bool = False) -> SoftmaxStepConfig:
         shapes = (B, 1, heads[0], D), (B, 4096, heads[1], D), (B, 4096, heads[1], V)
@@ -155,3 +157,7 @@ def test_blocks_of_a_step(monkeypatch):
     assert config(1, (16, 4), 256, 256).parts == 32  # of 128 keys
     assert config(33, (8, 8), 64, 64).parts == 1 < config(16, (8, 8), 64, 64).parts
     assert config(8, (128, 1), 576, 512, within=True) == SoftmaxStepConfig(keys=32, rows=64, parts=8, warps=8, stages=3)
+    capability = (8, 9)
+    assert config(64, (16, 4), 256, 256) == SoftmaxStepConfig(keys=32, rows=16, parts=1, warps=4, stages=3)
+    assert config(33, (8, 8), 64, 64).parts == 1 == config(16, (8, 8), 64, 64).parts
+    assert config(8, (128, 1), 576, 512, within=True).rows == 16

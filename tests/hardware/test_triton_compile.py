@@ -7,6 +7,7 @@ change that needs more shared memory, registers or stack must change the budget 
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -118,11 +119,24 @@ SOFTMAX = {
 }
 # A step of it over caches, in the same form.
 SOFTMAX_STEP = {
-    ("step128", "part_outputs"): [(54_272, 128, 0), (54_272, 125, 0), (54_272, 128, 0)],
-    ("step256", "part_outputs"): [(107_520, 198, 0), (107_520, 174, 0), (107_520, 172, 0)],
-    ("step128/float32", "part_outputs"): [(118_784, 255, 48), (118_784, 254, 64), (118_784, 254, 64)],
+    ("step128", "part_outputs"): [(37_888, 128, 0), (54_272, 125, 0), (54_272, 128, 0)],
+    ("step256", "part_outputs"): [(74_752, 198, 0), (107_520, 174, 0), (107_520, 172, 0)],
+    ("step128/float32", "part_outputs"): [(86_016, 255, 48), (86_016, 254, 64), (86_016, 254, 64)],
     ("latent512", "part_outputs"): [(93_184, 255, 0), (184_320, 255, 112), (180_776, 255, 112)],
+    ("step256-many", "part_outputs"): [(83_968, 245, 0), (131_072, 144, 0), (131_616, 162, 0)],
+    ("step256-many-stored", "part_outputs"): [(82_944, 253, 0), (114_688, 184, 0), (114_720, 150, 0)],
+    ("latent512-many-stored", "part_outputs"): [(92_672, 255, 128), (92_672, 255, 136), (92_672, 255, 128)],
 }
+STEPS = (
+    "step128",
+    "step256",
+    "step128/float32",
+    "latent512",
+    "step256-many",
+    "step256-many-stored",
+    "latent512-many-stored",
+)
+SMALL_LIMIT = 101_376  # bytes of shared memory on sm_86, sm_89 and sm_120
 # Products of grouped rows, in the same form.
 GROUPED = {
     ("prefill", "row_products"): [(32_768, 174, 0), (147_456, 208, 0), (147_472, 172, 0)],
@@ -261,10 +275,20 @@ def test_budgets_of_softmax_attention(capability):
     check_budgets(capability, usages(capability, *calls, module="tests.triton_softmax_compile"), SOFTMAX)
 
 
+def steps_of_softmax(capability: int) -> dict:
+    calls = [f"{kind} {'float32' if '/' in kind else 'bfloat16'} {re.findall(r'[0-9]+', kind)[0]}" for kind in STEPS]
+    return usages(capability, *calls, module="tests.triton_softmax_compile")
+
+
 @pytest.mark.parametrize("capability", LIMITS)
 def test_budgets_of_a_step_of_softmax_attention(capability):
-    calls = "step128 bfloat16 128", "step256 bfloat16 256", "step128/float32 float32 128", "latent512 bfloat16 512"
-    check_budgets(capability, usages(capability, *calls, module="tests.triton_softmax_compile"), SOFTMAX_STEP)
+    check_budgets(capability, steps_of_softmax(capability), SOFTMAX_STEP)
+
+
+def test_a_step_of_softmax_attention_fits_small_multiprocessors():
+    found = steps_of_softmax(89)
+    assert len(found) == len(STEPS)
+    assert all(usage["shared"] <= SMALL_LIMIT and usage["stack"] <= 128 for usage in found.values()), found
 
 
 @pytest.mark.parametrize("capability", LIMITS)

@@ -691,7 +691,7 @@ def test_who_waits_for_the_compiler_alone_may_leave_and_does_not_hold_up_others(
 
 
 def test_programs_update_rows_in_place():
-    """All arrays are donated and none is copied for a read, whose other arrays are those of the draws."""
+    """All arrays are donated, and none is copied."""
     held = Slots(model_of("bamba"), 512, 64, None)
     held.make()
     nothing, active = (np.zeros(16, np.int32), np.full(8, -1, np.int32), np.zeros(9, np.int32)), np.zeros(512, bool)
@@ -930,20 +930,29 @@ def test_prefixes_are_stored_in_as_many_blocks_as_fit_unless_told(monkeypatch):
     assert scheduler.prefix_bytes == 3 * scheduler.block_bytes
     scheduler.answers([Request([1, 2, 3, 4] * 5, 4)] * 2)
     assert scheduler.counts().cached_tokens == 16
-    monkeypatch.setattr("glax.server.scheduler.PREFIX_BYTES", scheduler.block_bytes - 1)
+    monkeypatch.setattr("glax.server.scheduler.PREFIX_BYTES", [scheduler.block_bytes - 1] * 2)
     without = small_scheduler(prefix_bytes=None)
     assert without.store is None and without.prefix_bytes == 0
+    monkeypatch.undo()
+    assert small_scheduler(prefix_bytes=None, max_length=8).store is None  # no prompt has a whole block
 
 
-def test_a_round_reads_as_many_short_prompts_as_its_rows_hold(monkeypatch):
-    monkeypatch.setattr("glax.server.slots.PIECE", 8)
-    scheduler = small_scheduler(capacity=14, rows=80)
+def test_a_round_reads_as_many_pieces_as_its_rows_hold():
+    scheduler = small_scheduler(capacity=14, rows=80)  # blocks of 8 tokens
     requests = [Request([n, 2, 3, 4, 5], 3) for n in range(1, 15)]
     consumers = [Consumer(scheduler, request) for request in requests]
     scheduler.round()
     assert scheduler.counts().read_tokens == 10 * 5
     run(scheduler)
     assert all(one.tokens == alone(model_of(), one.request) for one in consumers)
+
+
+def test_a_read_gathers_no_more_states_than_there_are_slots():
+    model = model_of("llama")
+    one = Slots(model, 1, 64, None)
+    held = Slots(model, 20, 64, 3 * one.slot_bytes(64), piece=8)
+    assert held.capacity_with(64) == 3 and len(held.packed(80, (), 64)[1]) == 3
+    assert len(Slots(model, 20, 64, None, piece=8).packed(80, (), 64)[1]) == 10
 
 
 @pytest.mark.parametrize(

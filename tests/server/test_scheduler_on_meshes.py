@@ -1,5 +1,7 @@
 """The scheduler over models whose parameters lie on explicit axes of a mesh of simulated devices."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -63,6 +65,21 @@ def test_answers_on_automatic_axes_are_those_of_one_device():
     for request, tokens in zip(requests, scheduler.answers(requests), strict=True):
         assert tokens.tolist() == alone(model_of("gla_hybrid"), request)
     assert scheduler.counts().cached_tokens
+
+
+@pytest.mark.parametrize("name", ["gla", "llama"])
+def test_no_device_has_the_whole_head(name):
+    """One has an untied head, the other the embedding's transpose."""
+    model = glax.models.from_pretrained(FIXTURES / name, mesh=mesh_of(AxisType.Explicit, model=2))
+    held = slots.Slots(model, 5, 64, None)
+    held.make()
+    pools, token = held.arrays["pools"], held.arrays["token"]
+    lowered = slots.write.lower(held.structure, held.parameters, pools, token, np.zeros(5, bool))
+    gathers = [line for line in lowered.compile().as_text().splitlines() if " all-gather(" in line]
+    width, vocabulary = model.width, model.vocabulary
+    wrong = [line for line in gathers if re.search(rf"\[({width},{vocabulary}|{vocabulary},{width})\]", line)]
+    assert not wrong
+    assert lowered.out_info[1].shape == (5, vocabulary)
 
 
 def test_a_warm_scheduler_on_a_mesh_compiles_nothing_for_its_first_request():

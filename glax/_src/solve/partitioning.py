@@ -215,14 +215,28 @@ def recurrence_division(f, saves_residuals: bool, operands) -> Division:
     return Division(*sharding_rule(operands, saves_residuals), specs, results)
 
 
+def letters_of_heads(HQ: int, HK: int) -> tuple[str, str, dict[str, int]]:
+    """Return the letters of the heads of q and of k in a sharding rule, and the sizes of those in a joint dimension, whose
+    factors
+    are 2 at least."""
+    if 1 in (HK, HQ // HK):
+        return ("h", "h", {}) if HQ == HK else ("g", "one", {})
+    return "(h g)", "h", dict(g=HQ // HK)
+
+
+def dividing_axes(mesh, specs: list[P], place: int, count: int) -> Axis:
+    """Return the axes of the mesh that divide the dimension `place` of the first of the arrays that is sharded there, and
+    `count`."""
+    names = next((x[place] for x in specs if len(x) > place and x[place] is not None), None)
+    return None if count % math.prod(mesh.shape[name] for name in flat_axes(names)) else names
+
+
 def softmax_division(f, operands) -> Division:
     """Return the division of softmax attention by batch and by heads of k, with the heads of q that read them; or of its
     gradient, (operands, o, log_total, d_o)."""
     first = operands[0]
     (B, _, HQ, _), HK = first.q.shape, first.k.shape[2]
-    heads, shared, sizes = "(h g)", "h", dict(g=HQ // HK)
-    if 1 in (HK, HQ // HK):  # a factor of a joint dimension is at least 2
-        heads, shared, sizes = ("h", "h", {}) if HQ == HK else ("g", "one", {})
+    heads, shared, sizes = letters_of_heads(HQ, HK)
     given = [f"b t {heads} d", f"b s {shared} d", f"b s {shared} e", "b t", "b t", *["c"] * (first.cuts is not None)]
     outputs = [f"b t {heads} e", f"b t {heads}"]
     is_gradient = len(operands) > 1
@@ -238,13 +252,8 @@ def softmax_division(f, operands) -> Division:
     def specs(mesh, found: list[P]):
         ranks, results = [x.ndim for x in jax.tree.leaves(operands)], (4, 4, 4) if is_gradient else (4, 3)
 
-        def axes(place: int, count: int):
-            """Return the axes of the mesh that divide a dimension of some operand and `count`."""
-            chosen = [x[place] for x, rank in zip(found, ranks, strict=True) if rank > max(place, 1) and len(x) > place]
-            names = next((x for x in chosen if x is not None), None)
-            return None if count % math.prod(mesh.shape[name] for name in flat_axes(names)) else names
-
-        batch, heads = axes(0, B), axes(2, HK)
+        batches, floats = ([x for x, rank in zip(found, ranks, strict=True) if rank > least] for least in (1, 2))
+        batch, heads = dividing_axes(mesh, batches, 0, B), dividing_axes(mesh, floats, 2, HK)
         heads = None if set(flat_axes(batch)) & set(flat_axes(heads)) else heads
         return f, laid(ranks, batch, heads), laid(results, batch, heads)
 
@@ -256,22 +265,17 @@ def step_division(f, operands: StepOperands) -> Division:
     where no slots name the rows of the caches."""
     q, k, v, _, _, slots = operands
     HQ, HK, rows = q.shape[2], k.shape[2], "b" if slots is None else "p"
-    heads, shared, divided, sizes = "(h g)", "h", "h", dict(g=HQ // HK)
-    if 1 in (HK, HQ // HK):
-        heads, shared, divided, sizes = ("h", "h", "h", {}) if HQ == HK else ("g", "one", "g", {})
+    heads, shared, sizes = letters_of_heads(HQ, HK)
+    divided = heads if heads == "g" else "h"
     caches = [f"{rows} s {shared} {width}" for width, x in (("d", k), ("e", v)) if x is not None]
     rule = ", ".join([f"b t {heads} d", *caches, "b t", "b t", *["b"] * (slots is not None)]) + f" -> b t {heads} e"
     names = (divided,) if slots is not None else (divided, "b")
     replicated = tuple(name for name in dict.fromkeys(re.findall(r"\w+", rule)) if name not in names)
 
     def specs(mesh, found: list[P]):
-        def axes(place: int, count: int):
-            chosen = (x[place] for x in found[: 1 + len(caches)] if len(x) > place)
-            names = next((x for x in chosen if x is not None), None)
-            return None if count % math.prod(mesh.shape[name] for name in flat_axes(names)) else names
-
-        batch = axes(0, q.shape[0]) if slots is None else None
-        heads = axes(2, HQ if HK == 1 else HK)
+        floats = found[: 1 + len(caches)]
+        batch = dividing_axes(mesh, floats, 0, q.shape[0]) if slots is None else None
+        heads = dividing_axes(mesh, floats, 2, HQ if HK == 1 else HK)
         heads = None if set(flat_axes(batch)) & set(flat_axes(heads)) else heads
         of_q, of_caches = P(batch, None, heads), P(batch, None, None if HK == 1 else heads)
         rest = [P(batch), P(batch), *[P()] * (slots is not None)]

@@ -7,7 +7,7 @@ There are two: Triton's for GPUs of NVIDIA, which is chosen wherever it is able,
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import cast
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from glax._src.kernels.xla.softmax import by_sequence, in_blocks, whole
 from glax._src.solve.autodiff import float0_zeros
 from glax._src.solve.dispatch import executor
 from glax._src.tuning.op import FunctionKernel
+
+Operands = TypeVar("Operands", SoftmaxOperands, StepOperands)
 
 
 class SoftmaxKernel(FunctionKernel):
@@ -160,7 +162,7 @@ def run_step(operands: StepOperands, *, cfg, scale: float, width: int):
     return softmax_step.forward(in_range(operands), scale, width, cfg)
 
 
-def in_range(operands):
+def in_range(operands: Operands) -> Operands:
     """Return the operands with intervals of keys that exist, as int32. The forward and the gradient form them of the same
     operands, which stay as they were given: XLA takes these in the place of either."""
     first, last = jnp.maximum(operands.first, 0), jnp.minimum(operands.last, operands.k.shape[1] - 1)
@@ -170,14 +172,13 @@ def in_range(operands):
 FORWARD_ID, GRADIENT_ID, STEP_ID = SoftmaxKernel.op_ids
 TRITON = SoftmaxKernel(FORWARD_ID, run_forward, softmax_config.forward_config)
 TRITON_GRADIENT = SoftmaxKernel(GRADIENT_ID, run_gradient, softmax_config.gradient_config)
-TRITON_STEP = SoftmaxKernel(
-    STEP_ID, run_step
-)  # `step` adds the rule for its config, which depends on the width of values
+# `step` adds the rule for its config, which depends on the width of values.
+TRITON_STEP = SoftmaxKernel(STEP_ID, run_step)
 
 
 def placed(run: Callable, by_xla: Callable, *operands):
     """Return run(*operands), or by_xla(*operands) where the program is lowered for another backend or exported for several
-    devices. An axis of vmap joins the batch, unless rows of several sequences do or slots name rows of a pool."""
+    devices. An axis of vmap joins the batch. Calls with cuts or slots, which say where rows lie, run one after another."""
     from glax._src.solve.lowering import Kernel as Inserted  # loads modules of JAX that are not a part of `import jax`
     from glax._src.solve.partitioning import is_on_one_device
 
@@ -185,7 +186,8 @@ def placed(run: Callable, by_xla: Callable, *operands):
         is_able = Backend.here() is Backend.GPU and platform is not Platform.XLA
         return run(*operands) if is_able else by_xla(*operands)
 
-    is_step = isinstance(operands[0], StepOperands)
+    first = operands[0]
+    places = first.slots if isinstance(first, StepOperands) else first.cuts
     kernel = Inserted(run, again, opaque=True)
     call = jax.custom_batching.custom_vmap(lambda *operands: kernel.bind(not is_on_one_device(), *operands))
 
@@ -195,7 +197,7 @@ def placed(run: Callable, by_xla: Callable, *operands):
             return x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
 
         operands = jax.tree.map(spread, operands, tuple(batched))
-        if is_step or operands[0].cuts is not None:
+        if places is not None:
             results = jax.lax.map(lambda each: call(*each), operands)
         else:
             joined = call(*jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), operands))

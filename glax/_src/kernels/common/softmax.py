@@ -42,7 +42,8 @@ class StepOperands(NamedTuple):
     """Hold q [B, 1, Hq, D], and pools k [P, S, Hk, D] and v [P, S, Hk, V] of caches, of any dtype. Row b reads the keys first[b]
     to last[b] of row slots[b] of the pools, and none of a row from P on.
 
-    v: None for values that are the first channels of the keys. first, last: [B, 1]. slots: None for row b.
+    v: None for values that are the first channels of the keys. first, last: [B, 1]. slots: from 0, of which none but P repeats;
+    None for row b.
     """
 
     q: Float[Array, "B 1 Hq D"]

@@ -70,6 +70,11 @@ def has_large_tiles() -> bool:
     return capability()[0] in (9, 10)
 
 
+def has_little_memory() -> bool:
+    """Return whether a multiprocessor has some 100 KB of shared memory, as those of compute capability 8.6, 8.9 and 12.0 have."""
+    return not has_large_tiles() and capability() != (8, 0)
+
+
 def segment_for(r: Recurrence, chunk: int, programs: int) -> int:
     """Return the tokens of a segment, or 0 for whole sequences.
 

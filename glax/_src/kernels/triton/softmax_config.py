@@ -10,7 +10,7 @@ from glax._src.core.recurrence import is_symbol
 from glax._src.core.registry import Config, check_field
 from glax._src.kernels.common.gpu import multiprocessors
 from glax._src.kernels.common.softmax import SoftmaxOperands, StepOperands
-from glax._src.kernels.triton.config import DTYPES, check_block, has_large_tiles, width
+from glax._src.kernels.triton.config import DTYPES, check_block, has_large_tiles, has_little_memory, width
 from glax._src.kernels.triton.support import installation
 
 WIDEST, WIDEST_FLOAT32 = 256, 128  # wider ones would spill the registers of whole tiles
@@ -110,18 +110,25 @@ def gradient_config(operands: SoftmaxOperands) -> SoftmaxGradientConfig:
 
 def step_config(operands: StepOperands, value_width: int) -> SoftmaxStepConfig:
     """Return the sizes of a step. The caches are cut into parts as long as all programs run at the same time: two to a
-    multiprocessor, whose stages take half of its memory each. Values of more than 256 columns leave room for one, which takes 64
-    heads of q, so that its products read keys from shared memory, or 16 where fewer heads read a head of k."""
+    multiprocessor with enough memory for the stages of both, and else one.
+
+    A block has 32 KB of keys and values or little more. Sums of 64 heads of q, and of 16 in float32 or of more than 256 columns,
+    are what registers hold; on GPUs with large tiles 64 rows read such keys from shared memory.
+    """
     q, k = operands.q, operands.k
-    is_wide, group = width(value_width) > 256, q.shape[2] // k.shape[2]
-    rows, together = min(width(group), 64), 2 * multiprocessors()
-    if is_wide:
-        rows, together = 64 if group > 16 and has_large_tiles() else 16, multiprocessors()
+    is_wide, group, is_float32 = width(value_width) > 256, q.shape[2] // k.shape[2], q.dtype == "float32"
+    rows = min(width(group), 64 if has_large_tiles() else 32)
+    if is_float32 or (is_wide and (group <= 16 or k.dtype.itemsize > 2 or not has_large_tiles())):
+        rows = 16
+    elif is_wide:
+        rows = 64
+    columns = k.shape[3] + (0 if operands.v is None else value_width)
+    keys = 32 if columns * k.dtype.itemsize <= 1280 else 16
+    is_narrow = rows == 16 and not is_wide and not is_float32
+    beside = 2 if rows <= 32 and not is_wide and not has_little_memory() else 1
     programs = q.shape[0] * k.shape[2] * -(-group // rows)
-    parts = max(1, min(together // programs, k.shape[1] // PART_KEYS, MOST_PARTS))
-    if is_wide:
-        return SoftmaxStepConfig(32, rows, parts, 8, 3)
-    return SoftmaxStepConfig(32, rows, parts, 8 if rows > 32 or q.dtype == "float32" else 4, 4)
+    parts = max(1, min(beside * multiprocessors() // programs, k.shape[1] // PART_KEYS, MOST_PARTS))
+    return SoftmaxStepConfig(keys, rows, parts, 4 if is_narrow else 8, 4 if is_narrow and has_large_tiles() else 3)
 
 
 def refusal(operands: SoftmaxOperands, scale: float) -> str | None:

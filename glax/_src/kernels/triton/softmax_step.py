@@ -27,8 +27,8 @@ from glax._src.kernels.triton.tiles import LOG2E, at
 def add_keys(
     highest, total, weighted, q, rest, k, v, start, end, factor, D: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """Return the sums with those of C keys from `start` on added, of which those from `end` on are none. highest is in the unit
-    of products q . k. rest: the channels of q behind the first V, with D.VALUE False."""
+    """Return the sums with those of the keys `start` to start + C added. With MASKED, the keys end before `end`. highest is in
+    the unit of products q . k. rest: the channels of q behind the first V, with D.VALUE False."""
     own, cv = tl.arange(0, D.C), tl.arange(0, D.BV)
     kh = k + start.to(tl.int64) * (D.HK * D.K)
     if D.VALUE:

@@ -47,15 +47,15 @@ def attend_step(
     """Return the same as `whole` for T = 1 over the rows of caches, of any dtype, in q's dtype.
 
     Keys are read in parts, those between the ends of all intervals, so that the cost does not depend on S. v: None for values
-    that are the first `width` channels of the keys. slots: the row of k and v of each row of q, with P for none, which gives 0;
-    row b of q reads row b if None.
+    that are the first `width` channels of the keys. slots: the row of k and v of each row of q, from 0, with P for none, which
+    gives 0; none but P repeats. Row b of q reads row b if None.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if slots is None or 2 * len(q) < len(k):
+    scale, (B, P) = q.shape[-1] ** -0.5 if scale is None else scale, (q.shape[0], k.shape[0])
+    if slots is None or is_symbol(B) or is_symbol(P) or 2 * B < P:
         return step(scale, width, q, k, v, intervals, slots)
     # Rows in the order of the pool: a copy of its keys in the order of the rows would take longer.
     first, last, ordered = (
-        in_pool(x, slots, len(k), fill) for x, fill in ((intervals.first, 0), (intervals.last, -1), (q, 0))
+        in_pool(x, slots, P, fill) for x, fill in ((intervals.first, 0), (intervals.last, -1), (q, 0))
     )
     return rows_of(step(scale, width, ordered, k, v, Intervals(first, last), None), slots)
 
