@@ -42,7 +42,9 @@ def step(kind: str, dtype: str, width: int) -> list[Launch]:
 
     def call():
         within, many = "latent" in kind, "many" in kind
-        key, (HQ, HK) = (width + 64, (40 if many else 32, 1)) if within else (width, (40, 1) if many else (16, 4))
+        key, (HQ, HK) = (width + 64, (32, 1)) if within else (width, (16, 4))
+        if many:
+            HQ, HK = 40, 1
         q, stored = jnp.zeros((8, 1, HQ, key), dtype), "float32" if "stored" in kind else dtype
         k, v = jnp.zeros((8, 2048, HK, key), stored), jnp.zeros((8, 2048, HK, width), stored)
         place = jnp.zeros((8, 1), jnp.int32)
