@@ -225,8 +225,7 @@ class Scheduler:
             self.is_warm = True
             self.make()
             self.slots.compile(self.rows, self.store)
-            self.slots.read(self.rows, ())
-            self.slots.write(())
+            self.slots.call_all(self.rows)
 
     # ---- for clients -----------------------------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ from glax.server.request import GREEDY, MOST_LOGPROBS, Request
 from glax.serving import PrefixStore
 
 FEWEST_PIECES, PIECE = 8, 128
+FEW = 256  # tokens, for which a round has a program of its own where it may read many more
 
 
 # ---- programs ------------------------------------------------------------------------------------------------------------
@@ -218,6 +219,12 @@ def resize(structure: Structure, room: int, parameters, arrays: dict, sources: I
     return on_axes_of(arrays, run, parameters, sources)
 
 
+def sizes(most: int) -> tuple[int, ...]:
+    """Return for how many tokens there are programs that read up to `most` in a round. The time of one is that of its size, and
+    one prompt alone fills no large one, because its pieces end where its states are stored."""
+    return (FEW, most) if most >= 4 * FEW else (most,)
+
+
 def draws_of(entries: dict) -> Draws:
     """Return what a request with these `Slots.entries` asks of a program that draws its tokens."""
     options, is_drawn = entries["options"], entries["options"]["temperature"] > 0
@@ -306,6 +313,12 @@ class Slots:
         for compiling in start_compiling(self.lowered(self.room, size, arrays, store)):
             compiling.result()
 
+    def call_all(self, size: int):
+        """Call the programs that read up to `size` tokens, and those that write and draw, for no request."""
+        for each in sizes(size):
+            self.read_in(each, ())
+        self.write(())
+
     def prepare(self, room: int, size: int, store: PrefixStore | None, before: Sequence[Future] = ()) -> Future | None:
         """Begin to compile the programs of pools with this room, and the one that moves requests there from those there are, in a
         thread. Return what ends with it, with the error of a program that could not be compiled. Return None for a model on
@@ -342,7 +355,8 @@ class Slots:
         parameters, zero, capacity = self.parameters, np.int32(0), self.capacity_with(room)
         others = {name: x for name, x in arrays.items() if name != "pools"}
         active, pools = np.zeros(capacity, bool), arrays["pools"]
-        yield read.lower(self.structure, parameters, pools, *self.packed(size, (), room))
+        for each in reversed(sizes(size)):
+            yield read.lower(self.structure, parameters, pools, *self.packed(each, (), room))
         writing = write.lower(self.structure, parameters, pools, arrays["token"], active)
         yield writing
         for draws in Draws:
@@ -389,15 +403,21 @@ class Slots:
         return save(store, self.arrays["pools"], np.int32(slot), np.int32(block), np.int32(end))
 
     def read(self, size: int, pieces: Sequence[tuple[int, np.ndarray, bool]]) -> dict:
-        """Read pieces of prompts, (slot, tokens, whether the prompt ends), which together have at most `size` tokens."""
+        """Read pieces of prompts, (slot, tokens, whether the prompt ends), which together have at most `size` tokens, by the
+        smallest program that takes them."""
+        count = sum(len(piece) for _, piece, _ in pieces)
+        fitting = (n for n in sizes(size) if count <= n and len(pieces) <= self.most_pieces(n, self.room))
+        return self.read_in(next(fitting), pieces)
+
+    def read_in(self, size: int, pieces: Sequence[tuple[int, np.ndarray, bool]]) -> dict:
+        """Read pieces of prompts by the program for `size` tokens."""
         packed, ends = self.packed(size, pieces, self.room), [slot for slot, _, is_end in pieces if is_end]
         self.arrays["pools"], logits = read(self.structure, self.parameters, self.arrays["pools"], *packed)
         return self.draw(logits, ends)
 
     def most_pieces(self, size: int, room: int) -> int:
         """Return the most pieces of prompts that a read of `size` tokens takes in pools with this room: those that fill it, and
-        at
-        least FEWEST_PIECES, but one for each slot at most. Each has its states gathered."""
+        at least FEWEST_PIECES, but one for each slot at most. Each has its states gathered."""
         return min(max(FEWEST_PIECES, size // self.piece), self.capacity_with(room))
 
     def packed(self, size: int, pieces: Sequence[tuple[int, np.ndarray, bool]], room: int) -> tuple[np.ndarray, ...]:

@@ -947,6 +947,22 @@ def test_a_round_reads_as_many_pieces_as_its_rows_hold():
     assert all(one.tokens == alone(model_of(), one.request) for one in consumers)
 
 
+def test_few_tokens_are_read_by_a_program_for_few(monkeypatch):
+    """And many by the other, whatever comes between them; both are compiled before requests come."""
+    monkeypatch.setattr("glax.server.slots.FEW", 8)
+    scheduler, sizes = small_scheduler(capacity=5, rows=40), []
+    scheduler.warm_up()
+    read_in = scheduler.slots.read_in
+    monkeypatch.setattr(scheduler.slots, "read_in", lambda size, pieces: (sizes.append(size), read_in(size, pieces))[1])
+    few, many = [Request([1, 2, 3], 4)], [Request([n, 2, 3, 4, 5], 3) for n in range(1, 6)]
+    with Compiled() as compiled:
+        found = [scheduler.answers(requests) for requests in (few, many, few)]
+    assert sizes == [8, 40, 8]
+    assert compiled.count == 0
+    for requests, answers in zip((few, many, few), found, strict=True):
+        assert [x.tolist() for x in answers] == [alone(model_of(), request) for request in requests]
+
+
 def test_a_read_gathers_no_more_states_than_there_are_slots():
     model = model_of("llama")
     one = Slots(model, 1, 64, None)
