@@ -89,13 +89,13 @@ class SequenceOptions(NamedTuple):
 class Draws(enum.IntEnum):
     """Say what a program that chooses tokens is able to do. A higher one is able to do what a lower one does.
 
-    Sorting takes long, so a program that is able to sort first reads from its arrays whether a sequence needs it. On a GPU the
-    host waits for what it reads so. The other programs have nothing to read.
+    Sorting takes long, so a program that is able to sort asks its arrays whether a sequence needs it. On a GPU the host waits for
+    the answer. The other programs ask nothing.
     """
 
     LIKELIEST = 0  # all temperatures are 0
-    UNLIMITED = 1  # no sequence has top_k or top_p
-    ANY = 2
+    UNLIMITED = 1  # no sequence with a temperature has top_k or top_p
+    ANY = 2  # any options; in `glax.server.slots.draw` probabilities, too
 
 
 def chosen_by_options(
@@ -107,8 +107,8 @@ def chosen_by_options(
 ) -> Int[Array, "B"]:
     """Return the next token of each sequence, as `chosen` does with its key, whatever the options of the others are.
 
-    in_prompt: which tokens the prompts hold. counts: how often the continuations hold each token. draws: what the options ask
-    for.
+    in_prompt: which tokens the prompts hold. counts: how often the continuations hold each token. draws: at least what
+    the options ask for.
     """
     logits = penalised(logits.astype(jnp.float32), in_prompt | (counts > 0), options.repetition[:, None])
     logits = logits - options.presence[:, None] * (counts > 0) - options.frequency[:, None] * counts

@@ -225,7 +225,7 @@ class Scheduler:
             self.is_warm = True
             self.make()
             self.slots.compile(self.rows, self.store)
-            self.slots.call_all(self.rows)
+            self.slots.call_idle(self.rows)
 
     # ---- for clients -----------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,9 @@
     save     stores the states of a slot, behind a block of tokens
     resize   moves requests to pools of another number of slots, or with room for other lengths
 
-Each is one compiled program for each size of the pools, but `draw`. All but `empty` and `resize` update the
-arrays in place. Models that differ in their arrays alone share their programs.
+For each size of the pools there is one program of each, but one of `read` for each of `sizes`, one of `draw` for each of `Draws`,
+and one of `resize` for each size before. All but `empty` and `resize` update in place what they are given first, or the pools.
+Models that differ in their arrays alone share their programs.
 """
 
 import functools
@@ -39,7 +40,7 @@ from glax.server.request import GREEDY, MOST_LOGPROBS, Request
 from glax.serving import PrefixStore
 
 FEWEST_PIECES, PIECE = 8, 128
-FEW = 256  # tokens, for which a round has a program of its own where it may read many more
+FEW = 256  # up to so many tokens are read by a smaller program
 
 
 # ---- programs ------------------------------------------------------------------------------------------------------------
@@ -52,9 +53,8 @@ def on_axes_of(arrays, f, *operands, found: P | None = None):
 
 
 def spec_of_logits(model: CausalLM) -> P:
-    """Return the PartitionSpec of logits [C, V], whose vocabulary lies as the head's does. For logits that every device has
-    whole,
-    XLA would gather the head."""
+    """Return the PartitionSpec of logits [C, V], whose vocabulary lies as the head's does. For logits that are whole on every
+    device, XLA would gather the head."""
     head: Any = model.head
     while isinstance(head, nnx.LoRA):
         head = head.base_module
@@ -94,7 +94,7 @@ def empty(structure: Structure, capacity: int, room: int, parameters) -> dict:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def admit(arrays: dict, slot: Int[Array, ""], seed: Int[Array, ""], own: dict) -> dict:
-    """Return arrays with zeros in the states of a slot, and the request's `own` entries, each without the axis of slots.
+    """Return arrays with the request's `own` entries in a slot, each without the axis of slots, and zeros in its others.
 
     seed: of the request's draws.
     """
@@ -112,7 +112,8 @@ def admit(arrays: dict, slot: Int[Array, ""], seed: Int[Array, ""], own: dict) -
 
 @functools.partial(jax.jit, donate_argnums=0)
 def load(arrays: dict, store: PrefixStore, slot: Int[Array, ""], blocks: Int[Array, "J"]) -> dict:
-    """Return arrays with a stored prefix in a slot. blocks: those of the prefix in order, followed by -1."""
+    """Return arrays with a stored prefix in a slot. blocks: those of the prefix in order, followed by -1; the last alone where
+    slots do not grow."""
 
     def run(arrays, store, slot, blocks):
         return arrays | dict(pools=store.load(arrays["pools"], slot[None], blocks[None]))
@@ -165,8 +166,8 @@ def draw(draws: Draws, arrays: dict, logits: Float[Array, "C V"], active: Bool[A
     """Draw the next token of active slots. arrays: all but the pools. Return (arrays, dict of arrays [C]).
 
     token: the next token. is_sound: whether all logits are finite. And if draws is ANY: logprob: the logarithm of the token's
-    probability. likeliest, logprobs: [C, MOST_LOGPROBS] likeliest tokens, and theirs. The last three are zeros if no slot wants
-    them.
+    probability. likeliest, logprobs: likeliest tokens, and theirs, [C, MOST_LOGPROBS] or as many as there are tokens. The last
+    three are zeros if no active slot wants them.
     """
 
     def run(arrays, logits, active):
@@ -201,7 +202,7 @@ def with_logprobs(is_wanted: Bool[Array, ""], logits: Float[Array, "C V"], token
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def resize(structure: Structure, room: int, parameters, arrays: dict, sources: Int[Array, "C"]) -> dict:
-    """Return arrays with room for `room` tokens, of which each comes from the slot in `sources`, -1 for an empty one."""
+    """Return arrays with room for `room` tokens. Each slot comes from the one in `sources`, or is empty for -1."""
     capacity = sources.shape[0]
 
     def run(arrays, parameters, sources):
@@ -220,8 +221,8 @@ def resize(structure: Structure, room: int, parameters, arrays: dict, sources: I
 
 
 def sizes(most: int) -> tuple[int, ...]:
-    """Return for how many tokens there are programs that read up to `most` in a round. The time of one is that of its size, and
-    one prompt alone fills no large one, because its pieces end where its states are stored."""
+    """Return the sizes, in tokens, of the programs that read up to `most`. A program takes as long for few tokens as for its
+    size, and one prompt alone has at most a stored block a round."""
     return (FEW, most) if most >= 4 * FEW else (most,)
 
 
@@ -246,7 +247,8 @@ def nbytes(tree) -> int:
 
 
 class Slots:
-    """Hold the arrays of `empty`, and call the programs. Arguments and results are arrays of NumPy.
+    """Hold the arrays of `empty`, and call the programs. Arguments are integers, sequences and arrays of NumPy. What programs
+    find stays on the devices.
 
     most_slots: the slots that pools have, unless state_bytes leaves fewer. max_length: the most tokens of a request.
     state_bytes: the most bytes of the pools, None for no limit: the longer the requests, the fewer slots. room: the tokens of a
@@ -313,8 +315,8 @@ class Slots:
         for compiling in start_compiling(self.lowered(self.room, size, arrays, store)):
             compiling.result()
 
-    def call_all(self, size: int):
-        """Call the programs that read up to `size` tokens, and those that write and draw, for no request."""
+    def call_idle(self, size: int):
+        """Call the programs that read up to `size` tokens, that write, and that draw the likeliest tokens, for no request."""
         for each in sizes(size):
             self.read_in(each, ())
         self.write(())
@@ -359,7 +361,7 @@ class Slots:
             yield read.lower(self.structure, parameters, pools, *self.packed(each, (), room))
         writing = write.lower(self.structure, parameters, pools, arrays["token"], active)
         yield writing
-        for draws in Draws:
+        for draws in reversed(Draws):
             yield draw.lower(draws, others, writing.out_info[1], active)
         yield admit.lower(arrays, zero, integer(0), self.entries(Request([0], 1), np.zeros(1, np.int32)))
         if store is not None:
@@ -369,7 +371,7 @@ class Slots:
             yield resize.lower(self.structure, room, parameters, source, np.zeros(capacity, np.int32))
 
     def entries(self, request: Request, prompt: Int[np.ndarray, "T"]) -> dict:
-        """Return the entries of a request's slot in the arrays of `empty` that are not zeros, but its key's."""
+        """Return what `admit` sets in a request's slot, without the data of its key."""
         in_prompt = np.zeros(self.model.vocabulary, bool)
         in_prompt[prompt] = True
         options = dict(

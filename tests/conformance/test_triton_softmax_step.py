@@ -124,7 +124,7 @@ def test_a_place_behind_the_cache_is_not_read(on_gpu):
     [
         (dict(D=264, dtype="bfloat16"), "takes heads of bfloat16 up to 256 wide, got query 264 and value 16 wide"),
         (dict(V=192), "takes heads of float32 up to 128 wide, got query 16 and value 192 wide"),
-        (dict(last=()), "takes arrays with elements, got query [0, 1, 2, 16] and key [6, 100, 1, 16]"),
+        (dict(last=()), "takes arrays with elements, got query [0, 1, 2, 16], key [6, 100, 1, 16] and values 16 wide"),
         (dict(stored="int8"), "takes query, key and value in bfloat16 or float16 or float32, got float32, int8, int8"),
         (
             dict(within=True, D=20),

@@ -216,17 +216,16 @@ def recurrence_division(f, saves_residuals: bool, operands) -> Division:
 
 
 def letters_of_heads(HQ: int, HK: int) -> tuple[str, str, dict[str, int]]:
-    """Return the letters of the heads of q and of k in a sharding rule, and the sizes of those in a joint dimension, whose
-    factors
-    are 2 at least."""
+    """Return the letters of the heads of q and of k in a sharding rule, and the sizes of those in a joint dimension. There, a
+    factor is at least 2."""
     if 1 in (HK, HQ // HK):
         return ("h", "h", {}) if HQ == HK else ("g", "one", {})
     return "(h g)", "h", dict(g=HQ // HK)
 
 
 def dividing_axes(mesh, specs: list[P], place: int, count: int) -> Axis:
-    """Return the axes of the mesh that divide the dimension `place` of the first of the arrays that is sharded there, and
-    `count`."""
+    """Return the axes of the mesh over which the first spec that shards the dimension `place` does so; None if they do not divide
+    `count`, or if there is none."""
     names = next((x[place] for x in specs if len(x) > place and x[place] is not None), None)
     return None if count % math.prod(mesh.shape[name] for name in flat_axes(names)) else names
 
@@ -267,7 +266,7 @@ def step_division(f, operands: StepOperands) -> Division:
     HQ, HK, rows = q.shape[2], k.shape[2], "b" if slots is None else "p"
     heads, shared, sizes = letters_of_heads(HQ, HK)
     divided = heads if heads == "g" else "h"
-    caches = [f"{rows} s {shared} {width}" for width, x in (("d", k), ("e", v)) if x is not None]
+    caches = [f"{rows} s {shared} {letter}" for letter, x in (("d", k), ("e", v)) if x is not None]
     rule = ", ".join([f"b t {heads} d", *caches, "b t", "b t", *["b"] * (slots is not None)]) + f" -> b t {heads} e"
     names = (divided,) if slots is not None else (divided, "b")
     replicated = tuple(name for name in dict.fromkeys(re.findall(r"\w+", rule)) if name not in names)

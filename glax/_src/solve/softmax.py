@@ -1,7 +1,7 @@
 """Choose the kernels that run softmax attention and its gradient, and insert them into the program.
 
 There are two: Triton's for GPUs of NVIDIA, which is chosen wherever it is able, and XLA's, in one of three forms: `whole`,
-`in_blocks` and `by_sequence`. A step over caches has kernels of its own, and its gradient is XLA's.
+`in_blocks` and `by_sequence`. A step over caches has a kernel and a form of its own, and its gradient is XLA's.
 """
 
 import dataclasses

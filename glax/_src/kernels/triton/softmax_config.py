@@ -15,7 +15,7 @@ from glax._src.kernels.triton.support import installation
 
 WIDEST, WIDEST_FLOAT32 = 256, 128  # wider ones would spill the registers of whole tiles
 WIDEST_VALUES_WITHIN, WIDEST_REST = 512, 128  # of keys whose first channels are values, and of their other channels
-MOST_PARTS, PART_KEYS = 256, 128  # of a step: the most parts, and the keys below which a part is not cut
+MOST_PARTS, PART_KEYS = 256, 128  # of a step: the most parts, and the fewest rows of a cache for each
 FEW_ROWS, FEW_SCORES = 16, 2**15  # with fewer rows and up to so many scores one product is faster
 
 
@@ -109,11 +109,12 @@ def gradient_config(operands: SoftmaxOperands) -> SoftmaxGradientConfig:
 
 
 def step_config(operands: StepOperands, value_width: int) -> SoftmaxStepConfig:
-    """Return the sizes of a step. The caches are cut into parts as long as all programs run at the same time: two to a
-    multiprocessor with enough memory for the stages of both, and else one.
+    """Return the sizes of a step. Keys are cut into parts as long as all programs run at the same time: two to a multiprocessor
+    that has memory for both, with at most 32 rows and 256 columns of values, and else one.
 
-    A block has 32 KB of keys and values or little more. Sums of 64 heads of q, and of 16 in float32 or of more than 256 columns,
-    are what registers hold; on GPUs with large tiles 64 rows read such keys from shared memory.
+    A block has 32 keys, or 16 where 32 would take more than 40 KB. A program has up to 64 heads of q; 32 on GPUs without large
+    tiles; 16 in float32 and for values wider than 256. For such values on GPUs with large tiles it has 64 where more than 16
+    heads read one of k: its products then read keys from shared memory.
     """
     q, k = operands.q, operands.k
     is_wide, group, is_float32 = width(value_width) > 256, q.shape[2] // k.shape[2], q.dtype == "float32"
@@ -158,7 +159,9 @@ def step_refusal(operands: StepOperands, scale: float, value_width: int) -> str 
     if any(is_symbol(n) for n in sizes):
         return "takes shapes that are known while tracing, got symbols"
     if 0 in sizes:
-        return f"takes arrays with elements, got query {list(q.shape)} and key {list(k.shape)}"
+        return (
+            f"takes arrays with elements, got query {list(q.shape)}, key {list(k.shape)} and values {value_width} wide"
+        )
     dtypes = [str(x.dtype) for x in (q, k, v) if x is not None]
     if not set(dtypes) <= set(DTYPES):
         return f"takes query, key and value in {' or '.join(DTYPES)}, got {', '.join(dtypes)}"

@@ -9,7 +9,7 @@ to q's dtype, as the rows of the caches are.
 
 Without an array of values, the first V channels of a key are its value, and the key is read once.
 
-A score that is not finite makes NaN of the rows that read its key, and of no other.
+A score that is not finite makes NaN of its own row of q, and of no other.
 """
 
 import jax.numpy as jnp
@@ -56,8 +56,7 @@ def add_keys(
 
 @triton.jit
 def part_outputs(q, k, v, first, last, slots, sizes, scale, o, log_total, D: tl.constexpr):
-    """Compute o [PARTS, B, HQ, V] and L [PARTS, B, HQ] of each part. sizes: the rows of the pools, of
-    each cache in them, and of q."""
+    """Compute o [PARTS, B, HQ, V] and L [PARTS, B, HQ] of each part. sizes: P, S and B."""
     program, blocks = tl.program_id(0), tl.cdiv(D.GROUP, D.ROWS)
     part, other = program % D.PARTS, program // D.PARTS
     block, other = other % blocks, other // blocks
@@ -75,7 +74,7 @@ def part_outputs(q, k, v, first, last, slots, sizes, scale, o, log_total, D: tl.
     qh = at(q, b, hq, D.HQ, D.K)
     if D.VALUE:
         qt = read(qh, rows, ck, heads, 1, D.K, D.BK, True)
-        rest = qt
+        rest = qt  # not read
     else:
         is_row, p = (rows < heads)[:, None], qh + D.K * rows[:, None]
         qt = tl.load(p + cv[None, :], mask=is_row & (cv < D.V)[None, :], other=0.0)
@@ -104,7 +103,7 @@ def part_outputs(q, k, v, first, last, slots, sizes, scale, o, log_total, D: tl.
 def forward(
     operands: StepOperands, scale: float, value_width: int, config: SoftmaxStepConfig
 ) -> Float[Array, "B 1 Hq V"]:
-    """Return o. value_width: V, where the values are channels of the keys."""
+    """Return o. value_width: V."""
     q, k, v, first, last, slots = operands
     (B, _, HQ, K), (P, S, HK, _), V = q.shape, k.shape, value_width
     group, parts = HQ // HK, config.parts
