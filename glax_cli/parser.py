@@ -240,19 +240,16 @@ def add_serve(commands):
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help=help)
     help = "0 takes a free one, which is printed (default: %(default)s)"
     parser.add_argument("--port", type=within(0, 65535), default=8000, metavar="N", help=help)
+    stored = "0 stores none (default: 256 blocks of 128 tokens, within 1 GiB, and 256 MiB on a CPU)"
     for flag, least, default, meaning in (
         ("--capacity", 1, 8, "requests that are answered together, each in a slot"),
-        ("--rows", 1, None, "tokens of prompts that are read in one round"),
+        ("--rows", 1, None, "tokens of prompts that are read in one round (default: 128 on a CPU, 2048 elsewhere)"),
         ("--max-length", 2, 4096, "the most tokens of a prompt and its answer together"),
         ("--queue", 1, 64, "requests that may wait for a slot; a call beyond is answered with 429"),
-        ("--prefix-bytes", 0, None, "memory for the states of prefixes that requests share; 0 stores none"),
+        ("--prefix-bytes", 0, None, f"memory for the states of prefixes that requests share; {stored}"),
         ("--body-bytes", 1, 4 << 20, "the most bytes of a call's body"),
     ):
-        unless_given = {
-            "--rows": "128 on a CPU, 2048 elsewhere",
-            "--prefix-bytes": "256 blocks of 128 tokens, within 1 GiB, and 256 MiB on a CPU",
-        }
-        help = f"{meaning} (default: {unless_given.get(flag, default)})"
+        help = meaning if default is None else f"{meaning} (default: %(default)s)"
         most = 2**63 - 1 if flag.endswith("bytes") else INT32
         parser.add_argument(flag, type=within(least, most), default=default, metavar="N", help=help)
     help = "memory for the states of running requests; more requests wait (default: without limit)"

@@ -79,8 +79,8 @@ def loaded(args):
     from glax.models.load import opened_model
     from glax.models.tokens import find_tokenizer
     from glax.server.protocol import Served, name_of
-    from glax.server.scheduler import default_rows
-    from glax.server.slots import Slots
+    from glax.server.scheduler import blocks_within, default_rows
+    from glax.server.slots import BLOCK, Slots
     from glax.server.templates import find_template
     from glax.server.text import TokenBytes
 
@@ -93,7 +93,10 @@ def loaded(args):
         print(f"glax serve: not supported, and not done: {rest} in generation_config.json", file=sys.stderr)
     if args.tensor == 1:
         slots = Slots(model, args.capacity, args.max_length, args.state_bytes)
-        beside(functools.partial(slots.compile, default_rows() if args.rows is None else args.rows), read)
+        blocks = blocks_within(args.prefix_bytes, slots, BLOCK)
+        store = slots.store_shapes(blocks, BLOCK) if blocks else None
+        rows = default_rows() if args.rows is None else args.rows
+        beside(functools.partial(slots.compile, rows, store), read)
     else:
         read()
     return model, Served(

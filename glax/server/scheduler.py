@@ -17,11 +17,11 @@ from glax._src.core.backend import Backend
 from glax.models.generation import end_tokens
 from glax.models.model import CausalLM, require_whole
 from glax.server.request import Event, Finished, QueueFull, Request, Stopped, Token, is_integer
-from glax.server.slots import Slots
+from glax.server.slots import BLOCK, Slots
 from glax.serving import Prefix, PrefixCache, PrefixStore
 
 logger = logging.getLogger("glax")
-PREFIX_BLOCKS, PREFIX_BYTES = 256, (1 << 30, 1 << 28)  # the default limits of stored prefixes; the last on CPUs
+PREFIX_BLOCKS, PREFIX_BYTES = 256, 1 << 30  # the default limits of stored prefixes; on CPUs a quarter of the bytes
 
 
 @dataclasses.dataclass(eq=False)
@@ -136,9 +136,9 @@ class Scheduler:
                   requests fit in state_bytes when each has room for the prompt and max_tokens of the longest of them. When
                   slots grow, the old states and the new ones exist together until the copy ends. state_bytes counts one of
                   them, so memory needs up to twice as much.
-    prefix_bytes: the most bytes of stored prefixes; 0 for none, else at least those of one block. If None, those of PREFIX_BLOCKS
-                  blocks, or of as many as PREFIX_BYTES hold.
-    block:        the tokens of a stored block. A prompt is read in pieces that end where blocks end.
+    prefix_bytes: the most bytes of stored prefixes; 0 for none, else at least those of one block. If None, those of 256 blocks,
+                  or of as many as 1 GiB holds, 256 MiB on a CPU; and none if no prompt has a whole block.
+    block:        the tokens of a stored block. Where prefixes are stored, a prompt is read in pieces that end where blocks end.
     ends:         the tokens that end an answer; those of the checkpoint if None.
 
     A round reads pieces of prompts, and writes one token of every answer whose prompt is read. `start` runs rounds in a thread.
@@ -162,7 +162,7 @@ class Scheduler:
         queue: int = 64,
         state_bytes: int | None = None,
         prefix_bytes: int | None = 0,
-        block: int = 128,
+        block: int = BLOCK,
         ends: Iterable[int] | None = None,
     ):
         rows = default_rows() if rows is None else rows
@@ -185,16 +185,7 @@ class Scheduler:
         self.running: list[Ticket] = []  # in the order of their admission
         self.totals: collections.Counter[str] = collections.Counter()
         self.finished: collections.Counter[str] = collections.Counter()
-        self.block_bytes = 0 if prefix_bytes == 0 else self.slots.store_bytes(block)
-        if prefix_bytes is None:
-            most = 0 if max_length <= block else PREFIX_BYTES[Backend.here() is Backend.CPU]
-            prefix_bytes = min(PREFIX_BLOCKS, most // self.block_bytes) * self.block_bytes
-            self.block_bytes = self.block_bytes if prefix_bytes else 0  # none fits, or no prompt has one
-        self.prefix_bytes = prefix_bytes
-        if self.block_bytes > prefix_bytes:
-            raise ValueError(
-                f"prefix_bytes must be 0, or at least {self.block_bytes}, the bytes of one block, got {prefix_bytes}"
-            )
+        self.num_blocks = blocks_within(prefix_bytes, self.slots, block)
         self.prefixes: PrefixCache | None = None
         self.store: PrefixStore | None = None
         self.make()
@@ -212,10 +203,10 @@ class Scheduler:
         """Make empty pools, and an empty store of prefixes with the tree that finds them, unless there are some: in a new
         scheduler, and in the round after one that `recover` has ended."""
         self.slots.make()
-        if self.block_bytes and self.store is None:
-            count = self.prefix_bytes // self.block_bytes
-            self.store = self.slots.store(count, self.block)
-            self.prefixes = PrefixCache(self.block, range(count), slot_bytes=self.block_bytes)
+        if self.num_blocks and self.store is None:
+            self.store = self.slots.store(self.num_blocks, self.block)
+            slot_bytes = self.slots.store_bytes(self.block)
+            self.prefixes = PrefixCache(self.block, range(self.num_blocks), slot_bytes=slot_bytes)
 
     def warm_up(self):
         """Compile the programs of the pools there are before requests come, and call those that read and write. They read and
@@ -690,6 +681,18 @@ class Scheduler:
 def default_rows() -> int:
     """Return the tokens of prompts that a round reads: where products are fast, so many that they reach their full rate."""
     return 128 if Backend.here() is Backend.CPU else 2048
+
+
+def blocks_within(prefix_bytes: int | None, slots: Slots, block: int) -> int:
+    """Return how many blocks of prefixes a scheduler with this argument stores. Raises ValueError if it has bytes for none."""
+    if prefix_bytes == 0 or (prefix_bytes is None and slots.max_length <= block):
+        return 0
+    own = slots.store_bytes(block)
+    if prefix_bytes is None:
+        return min(PREFIX_BLOCKS, (PREFIX_BYTES // 4 if Backend.here() is Backend.CPU else PREFIX_BYTES) // own)
+    if own > prefix_bytes:
+        raise ValueError(f"prefix_bytes must be 0, or at least {own}, the bytes of one block, got {prefix_bytes}")
+    return prefix_bytes // own
 
 
 def is_due(ticket: Ticket) -> bool:

@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
@@ -39,28 +38,24 @@ from glax.nn.automatic import first_array
 from glax.server.request import GREEDY, MOST_LOGPROBS, Request
 from glax.serving import PrefixStore
 
-FEWEST_PIECES, PIECE = 8, 128
+FEWEST_PIECES, BLOCK = 8, 128
 FEW = 256  # up to so many tokens are read by a smaller program
 
 
 # ---- programs ------------------------------------------------------------------------------------------------------------
 
 
-def on_axes_of(arrays, f, *operands, found: P | None = None):
-    """Return f(arrays, *operands), which lies where `arrays` do; with a spec for what else is found, (this, found)."""
+def on_axes_of(arrays, f, *operands, spec_of_found: P | None = None):
+    """Return f(arrays, *operands), which lies where `arrays` do; with a spec of what else f finds, (this, found)."""
     specs = jax.tree.map(spec_of, arrays)
-    return with_automatic_axes(f, specs if found is None else (specs, found), arrays, *operands)
+    return with_automatic_axes(f, specs if spec_of_found is None else (specs, spec_of_found), arrays, *operands)
 
 
 def spec_of_logits(model: CausalLM) -> P:
     """Return the PartitionSpec of logits [C, V], whose vocabulary lies as the head's does. For logits that are whole on every
     device, XLA would gather the head."""
-    head: Any = model.head
-    while isinstance(head, nnx.LoRA):
-        head = head.base_module
-    weights, axis = (model.embedding.embedding, 0) if head is None else (head.kernel, 1)
-    spec = spec_of(weights[...])
-    return P(None, spec[axis] if len(spec) > axis else None)
+    spec = spec_of(model.head_kernel)
+    return P(None, spec[1] if len(spec) > 1 else None)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -145,7 +140,7 @@ def read(structure: Structure, parameters, pools, tokens, slots: Int[Array, "N"]
         at, _ = in_bounds(slots, capacity)
         return pools, jnp.zeros((capacity, model.vocabulary), logits.dtype).at[at].set(logits, mode="drop")
 
-    return on_axes_of(pools, run, parameters, tokens, slots, cu_seqlens, found=spec)
+    return on_axes_of(pools, run, parameters, tokens, slots, cu_seqlens, spec_of_found=spec)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -158,7 +153,7 @@ def write(structure: Structure, parameters, pools, token: Int[Array, "C"], activ
         logits, pools = structure.model(parameters).step(token, pools, slots)
         return pools, logits
 
-    return on_axes_of(pools, run, parameters, token, active, found=spec)
+    return on_axes_of(pools, run, parameters, token, active, spec_of_found=spec)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -181,7 +176,7 @@ def draw(draws: Draws, arrays: dict, logits: Float[Array, "C V"], active: Bool[A
         options = arrays["options"] | dict(number=options.number + active)
         return arrays | dict(token=token, counts=counts, options=options), found
 
-    return on_axes_of(arrays, run, logits, active, found=P())
+    return on_axes_of(arrays, run, logits, active, spec_of_found=P())
 
 
 def with_logprobs(is_wanted: Bool[Array, ""], logits: Float[Array, "C V"], token: Int[Array, "C"]) -> dict:
@@ -220,9 +215,13 @@ def resize(structure: Structure, room: int, parameters, arrays: dict, sources: I
     return on_axes_of(arrays, run, parameters, sources)
 
 
+def without_pools(arrays: dict) -> dict:
+    return {name: x for name, x in arrays.items() if name != "pools"}
+
+
 def sizes(most: int) -> tuple[int, ...]:
     """Return the sizes, in tokens, of the programs that read up to `most`. A program takes as long for few tokens as for its
-    size, and one prompt alone has at most a stored block a round."""
+    size. Where prefixes are stored, one prompt alone has at most a block of tokens in a round."""
     return (FEW, most) if most >= 4 * FEW else (most,)
 
 
@@ -252,11 +251,11 @@ class Slots:
 
     most_slots: the slots that pools have, unless state_bytes leaves fewer. max_length: the most tokens of a request.
     state_bytes: the most bytes of the pools, None for no limit: the longer the requests, the fewer slots. room: the tokens of a
-    request for which a slot of the pools has room. grows: whether a slot has more bytes with more room. piece: the tokens of a
-    prompt behind which its states are stored, and where the piece of it that a round reads ends.
+    request for which a slot of the pools has room. grows: whether a slot has more bytes with more room. piece: the
+    tokens of a prompt that a round reads at most where prefixes are stored, a block of these.
     """
 
-    def __init__(self, model: CausalLM, most_slots: int, max_length: int, state_bytes: int | None, piece: int = PIECE):
+    def __init__(self, model: CausalLM, most_slots: int, max_length: int, state_bytes: int | None, piece: int = BLOCK):
         self.model, self.most_slots, self.max_length, self.state_bytes = model, most_slots, max_length, state_bytes
         self.piece = piece
         self.structure, self.parameters = Structure.of(model)
@@ -268,7 +267,7 @@ class Slots:
         self.grows = self.token_bytes > 0
         self.room = self.room_for(1)
         self.arrays: dict[str, Any] = {}  # empty before `make` and after `drop`
-        self.draws: dict[int, Draws] = {}  # what the request in each slot asks for
+        self.draws_in: dict[int, Draws] = {}  # by slot, what its request asks for
         if not self.capacity_with(self.room):
             raise ValueError(
                 f"state_bytes must be at least {self.slot_bytes(self.room)}, the bytes of one request's states, got "
@@ -353,16 +352,15 @@ class Slots:
     def lowered(
         self, room: int, size: int, arrays: dict, store: PrefixStore | None, source: dict | None = None
     ) -> Iterator[jax.stages.Lowered]:
-        """Yield the programs of pools with this room, the slowest to compile first. source: the arrays that are moved there."""
+        """Yield the programs of pools with this room, large ones first. source: the arrays that are moved there."""
         parameters, zero, capacity = self.parameters, np.int32(0), self.capacity_with(room)
-        others = {name: x for name, x in arrays.items() if name != "pools"}
         active, pools = np.zeros(capacity, bool), arrays["pools"]
         for each in reversed(sizes(size)):
             yield read.lower(self.structure, parameters, pools, *self.packed(each, (), room))
         writing = write.lower(self.structure, parameters, pools, arrays["token"], active)
         yield writing
         for draws in reversed(Draws):
-            yield draw.lower(draws, others, writing.out_info[1], active)
+            yield draw.lower(draws, without_pools(arrays), writing.out_info[1], active)
         yield admit.lower(arrays, zero, integer(0), self.entries(Request([0], 1), np.zeros(1, np.int32)))
         if store is not None:
             yield load.lower(arrays, store, zero, self.padded((), room, store))
@@ -387,7 +385,7 @@ class Slots:
 
     def admit(self, slot: int, seed: int, own: dict):
         """Clear a slot for a request with these `entries`, whose draws have this seed."""
-        self.draws[slot] = draws_of(own)
+        self.draws_in[slot] = draws_of(own)
         self.arrays = admit(self.arrays, np.int32(slot), integer(seed), own)
 
     def load(self, store: PrefixStore, slot: int, blocks: Sequence[int]):
@@ -440,9 +438,8 @@ class Slots:
 
     def draw(self, logits: Array, slots: Sequence[int]) -> dict:
         """Draw the next token in some slots, of logits that may hold those of others too, and return what `draw` finds."""
-        others = {name: x for name, x in self.arrays.items() if name != "pools"}
-        draws = max((self.draws[slot] for slot in slots), default=Draws.LIKELIEST)
-        others, found = draw(draws, others, logits, self.active(slots))
+        draws = max((self.draws_in[slot] for slot in slots), default=Draws.LIKELIEST)
+        others, found = draw(draws, without_pools(self.arrays), logits, self.active(slots))
         self.arrays |= others
         return found
 
@@ -455,7 +452,7 @@ class Slots:
         """Move the requests in `slots` to the first slots, in order, of pools with another room."""
         sources = np.full(self.capacity_with(room), -1, np.int32)
         sources[: len(slots)] = slots
-        self.draws = {new: self.draws[slot] for new, slot in enumerate(slots)}
+        self.draws_in = {new: self.draws_in[slot] for new, slot in enumerate(slots)}
         self.arrays = resize(self.structure, room, self.parameters, self.arrays, sources)
         self.room = room
 
@@ -465,7 +462,11 @@ class Slots:
 
     def store_bytes(self, every: int) -> int:
         """Return the bytes of one block of a store of prefixes."""
-        return nbytes(jax.eval_shape(lambda: PrefixStore(self.model.empty_states, 1, every, self.max_length)))
+        return nbytes(self.store_shapes(1, every))
+
+    def store_shapes(self, blocks: int, every: int) -> PrefixStore:
+        """Return the shapes of a store of prefixes."""
+        return jax.eval_shape(lambda: PrefixStore(self.model.empty_states, blocks, every, self.max_length))
 
     def store(self, blocks: int, every: int) -> PrefixStore:
         """Return a store of prefixes of the model, which lies where the model does."""

@@ -136,6 +136,9 @@ def test_a_place_behind_the_cache_is_not_read(on_gpu):
 def test_refusals_state_the_reason(change, why):
     case = Step(**change)
     assert softmax_config.step_refusal(case.operands(), 1.0, case.V) == why
+
+
+def test_a_scale_below_0_is_refused():
     assert softmax_config.step_refusal(Step().operands(), -1.0, 16) == "takes a scale above 0, got -1.0"
 
 

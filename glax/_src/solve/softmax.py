@@ -1,7 +1,7 @@
 """Choose the kernels that run softmax attention and its gradient, and insert them into the program.
 
-There are two: Triton's for GPUs of NVIDIA, which is chosen wherever it is able, and XLA's, in one of three forms: `whole`,
-`in_blocks` and `by_sequence`. A step over caches has a kernel and a form of its own, and its gradient is XLA's.
+Each has two: Triton's for GPUs of NVIDIA, which is chosen wherever it is able, and XLA's, in one of three forms: `whole`,
+`in_blocks` and `by_sequence`. So has a step over caches, with one form, whose gradient is XLA's.
 """
 
 import dataclasses
@@ -88,9 +88,11 @@ def attend(by_xla: Callable, operands: SoftmaxOperands, scale: float | None) -> 
 
 def refusal(operands: SoftmaxOperands, scale: float) -> str | None:
     """Return why Triton's kernels do not run a call here, or None."""
-    if Backend.here() is not Backend.GPU:
-        return f"needs a gpu, {computes_on()}"
-    return softmax_config.refusal(operands, scale)
+    return gpu_refusal() or softmax_config.refusal(operands, scale)
+
+
+def gpu_refusal() -> str | None:
+    return None if Backend.here() is Backend.GPU else f"needs a gpu, {computes_on()}"
 
 
 # ---- a step ------------------------------------------------------------------------------------------------------------
@@ -102,8 +104,7 @@ def attend_step(
     """Return the attention of one row of q for each sequence over caches, as `glax._src.kernels.xla.softmax.attend_step` says, by
     Triton's kernel where it is able."""
     operands, scale = StepOperands(q, k, v, *intervals, slots), q.shape[-1] ** -0.5 if scale is None else scale
-    why = f"needs a gpu, {computes_on()}" if Backend.here() is not Backend.GPU else None
-    why = why or softmax_config.step_refusal(operands, scale, width)
+    why = gpu_refusal() or softmax_config.step_refusal(operands, scale, width)
     if why is not None:
         by_form = SoftmaxKernel("softmax.step/xla/any", step_by_xla)
         return executor(by_form, operands, scale=scale, width=width, refused={TRITON_STEP.op_id: why})
@@ -129,13 +130,10 @@ def step_fwd(scale: float, width: int, operands: StepOperands):
 
 
 def step_bwd(scale: float, width: int, operands: StepOperands, d_o):
-    def of_floats(floats):
-        return step_by_xla(operands._replace(**floats), scale=scale, width=width)
+    def of_floats(q, k, v):
+        return step_by_xla(operands._replace(q=q, k=k, v=v), scale=scale, width=width)
 
-    floats = dict(q=operands.q, k=operands.k, v=operands.v)
-    (found,) = jax.vjp(of_floats, floats)[1](d_o)
-    first, last, slots = jax.tree.map(float0_zeros, tuple(operands[3:]))
-    return (StepOperands(**found, first=first, last=last, slots=slots),)
+    return (cotangents(operands, jax.vjp(of_floats, *operands[:3])[1](d_o)),)
 
 
 step.defvjp(step_fwd, step_bwd)
@@ -187,7 +185,7 @@ def placed(run: Callable, by_xla: Callable, *operands):
         return run(*operands) if is_able else by_xla(*operands)
 
     first = operands[0]
-    places = first.slots if isinstance(first, StepOperands) else first.cuts
+    has_places = (first.slots if isinstance(first, StepOperands) else first.cuts) is not None
     kernel = Inserted(run, again, opaque=True)
     call = jax.custom_batching.custom_vmap(lambda *operands: kernel.bind(not is_on_one_device(), *operands))
 
@@ -197,7 +195,7 @@ def placed(run: Callable, by_xla: Callable, *operands):
             return x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
 
         operands = jax.tree.map(spread, operands, tuple(batched))
-        if places is not None:
+        if has_places:
             results = jax.lax.map(lambda each: call(*each), operands)
         else:
             joined = call(*jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), operands))
@@ -227,11 +225,9 @@ def fused_bwd(form: Form, residuals, d_o):
 fused.defvjp(fused_fwd, fused_bwd)
 
 
-def cotangents(operands: SoftmaxOperands, floats) -> SoftmaxOperands:
+def cotangents(operands: Operands, floats) -> Operands:
     """Return dq, dk and dv as the cotangents of the operands."""
-    q, k, v = floats
-    zeros = jax.tree.map(float0_zeros, operands[3:])
-    return SoftmaxOperands(q, k, v, *zeros)
+    return type(operands)(*floats, *jax.tree.map(float0_zeros, tuple(operands[3:])))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -71,7 +71,8 @@ def has_large_tiles() -> bool:
 
 
 def has_little_memory() -> bool:
-    """Return whether a multiprocessor has some 100 KB of shared memory, as those of compute capability 8.6, 8.9 and 12.0 have."""
+    """Return whether a multiprocessor may have no more than 100 KB of shared memory: on all GPUs but those of capability 8.0 and
+    those with large tiles."""
     return not has_large_tiles() and capability() != (8, 0)
 
 

@@ -49,14 +49,15 @@ class Dimensions:
     gradient sums over V in blocks of BV columns. SIGN: -1 if a scan is from the last token to the first, else 1. DTYPE,
     PRECISION: of products (`tiles.dot`). FORM: the form of the decay, and GATE what the scans of the delta rule read of it.
     ERASURE: the form of the erasure. BEFORE: whether e reads the state before the token's decay. PER_TOKEN: the rows of a token.
-    GRADIENT: whether what the gradient alone reads is stored.
-    GROUP: the heads that a program takes in order, GQ, GK and GV how many of them share a query, key or value. PAIRS: the
-    (chunk, head) pairs that a program of an exact kernel tests. PLACES: of a replay ring; REPLAY: the tokens from one write of a
-    state to the next; ALONG: whether what is erased is taken along another key; SCALED: the rows of a state in 8 bits that share
-    a scale. TRANSPOSED: whether the second factor of a product is. Of the selective scan: LANES share a channel, and each has
-    as many channels as OWN says; SPAN: the tokens that are unrolled; whether there are RESETS and a SKIP. Of grouped rows: H
-    groups; ROWS: the rows of a block, and GROUP the blocks of rows that run beside each other. Of a step of softmax attention:
-    PARTS of the keys; VALUE: whether there is an array of values.
+    GRADIENT: whether what the gradient alone reads is stored. GROUP: the heads that a program takes in order, GQ, GK and GV how
+    many of them share a query, key or value. PAIRS: the (chunk, head) pairs that a program of an exact kernel tests. PLACES: of a
+    replay ring; REPLAY: the tokens from one write of a state to the next; ALONG: whether what is erased is taken along another
+    key; SCALED: the rows of a state in 8 bits that share a scale. TRANSPOSED: whether the second factor of a product is. Of the
+    selective scan: LANES share a channel, and each has as many channels as OWN says; SPAN: the tokens that are unrolled; whether
+    there are RESETS and a SKIP. Of grouped rows: H groups; ROWS: the rows of a block, and GROUP the blocks of rows that run
+    beside each other. Of a step of softmax attention: GROUP heads of q read one of k, ROWS of them in a program; C keys of a
+    block, PARTS of the keys; VALUE: whether there is an array of values. If not, BK columns hold the channels of a key behind its
+    value.
     """
 
     H: int

@@ -40,7 +40,15 @@ def product(a, b, c, D: tl.constexpr):
 def read(x, tokens, d, count, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """Load x[tokens, d], [tokens, BLOCK], with x the address of token 0. Columns from WIDTH on are 0, and tokens from `count` on
     with MASKED."""
-    p = x + (HEADS * WIDTH) * tokens[:, None] + d[None, :]
+    return read_columns(x, tokens, d, count, HEADS * WIDTH, WIDTH, BLOCK, MASKED)
+
+
+@triton.jit
+def read_columns(
+    x, tokens, d, count, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
+):
+    """Do the same where the rows of two tokens are STRIDE numbers apart."""
+    p = x + STRIDE * tokens[:, None] + d[None, :]
     if MASKED and BLOCK == WIDTH:
         return tl.load(p, mask=(tokens < count)[:, None], other=0.0)
     elif MASKED:
@@ -114,11 +122,17 @@ def add_keys(
     scores += 0.0 * scores  # an infinite score becomes NaN: by -inf its key would get a weight of 0
     if MASKED:
         scores = tl.where(held(first[:, None], last[:, None], (start + own)[None, :]), scores, float("-inf"))
+    return add_scores(highest, total, weighted, scores, vt, factor, D)
+
+
+@triton.jit
+def add_scores(highest, total, weighted, scores, v, factor, D: tl.constexpr):
+    """Return the sums with those of keys added, from their scores and values. Of a key with a score of -inf nothing is added."""
     new = tl.maximum(highest, tl.max(scores, 1))
     unit = tl.where(new == float("-inf"), 0.0, new * factor)
     change = tl.exp2(highest * factor - unit)
     weights = tl.exp2(scores * factor - unit[:, None])
-    weighted = product(weights.to(vt.dtype), vt, weighted * change[:, None], D)
+    weighted = product(weights.to(v.dtype), v, weighted * change[:, None], D)
     return new, total * change + tl.sum(weights, 1), weighted
 
 

@@ -109,37 +109,47 @@ def gradient_config(operands: SoftmaxOperands) -> SoftmaxGradientConfig:
 
 
 def step_config(operands: StepOperands, value_width: int) -> SoftmaxStepConfig:
-    """Return the sizes of a step. Keys are cut into parts as long as all programs run at the same time: two to a multiprocessor
-    that has memory for both, with at most 32 rows and 256 columns of values, and else one.
+    """Return the sizes of a step. Keys are cut into as many parts as let all programs run at the same time, with at least
+    PART_KEYS rows of the cache for each: two to a multiprocessor that has memory for both, with at most 32 rows, and else one.
 
-    A block has 32 keys, or 16 where 32 would take more than 40 KB. A program has up to 64 heads of q; 32 on GPUs without large
-    tiles; 16 in float32 and for values wider than 256. For such values on GPUs with large tiles it has 64 where more than 16
-    heads read one of k: its products then read keys from shared memory.
+    A block has 32 keys, or 16 where 32 would take more than 40 KB. A program has up to 64 heads of q, 32 on GPUs without large
+    tiles, and 16 in float32, of which its registers hold no more. Values wider than 256 columns leave registers for 16 as well;
+    with 64 on GPUs with large tiles, products read keys of two bytes from shared memory.
     """
     q, k = operands.q, operands.k
-    is_wide, group, is_float32 = width(value_width) > 256, q.shape[2] // k.shape[2], q.dtype == "float32"
-    rows = min(width(group), 64 if has_large_tiles() else 32)
-    if is_float32 or (is_wide and (group <= 16 or k.dtype.itemsize > 2 or not has_large_tiles())):
-        rows = 16
-    elif is_wide:
-        rows = 64
-    columns = k.shape[3] + (0 if operands.v is None else value_width)
+    group, columns = q.shape[2] // k.shape[2], k.shape[3] + (0 if operands.v is None else value_width)
     keys = 32 if columns * k.dtype.itemsize <= 1280 else 16
-    is_narrow = rows == 16 and not is_wide and not is_float32
-    beside = 2 if rows <= 32 and not is_wide and not has_little_memory() else 1
-    programs = q.shape[0] * k.shape[2] * -(-group // rows)
-    parts = max(1, min(beside * multiprocessors() // programs, k.shape[1] // PART_KEYS, MOST_PARTS))
-    return SoftmaxStepConfig(keys, rows, parts, 4 if is_narrow else 8, 4 if is_narrow and has_large_tiles() else 3)
+
+    def sizes(rows: int, beside: int, warps: int, stages: int) -> SoftmaxStepConfig:
+        programs = q.shape[0] * k.shape[2] * -(-group // rows)
+        parts = min(beside * multiprocessors() // programs, k.shape[1] // PART_KEYS, MOST_PARTS)
+        return SoftmaxStepConfig(keys, rows, max(parts, 1), warps, stages)
+
+    if width(value_width) > 256:
+        from_shared_memory = group > 16 and k.dtype.itemsize == 2 and has_large_tiles()
+        return sizes(64 if from_shared_memory else 16, 1, 8, 3)
+    two = 1 if has_little_memory() else 2
+    if q.dtype == "float32":
+        return sizes(16, two, 8, 3)
+    if group <= 16:
+        return sizes(16, two, 4, 4 if has_large_tiles() else 3)
+    rows = min(width(group), 64 if has_large_tiles() else 32)
+    return sizes(rows, two if rows == 32 else 1, 8, 3)
+
+
+def shape_refusal(sizes, got: str) -> str | None:
+    """Return why kernels do not support arrays of these sizes, or None. got: what the call has."""
+    if any(is_symbol(n) for n in sizes):
+        return "takes shapes that are known while tracing, got symbols"
+    return f"takes arrays with elements, got {got}" if 0 in sizes else None
 
 
 def refusal(operands: SoftmaxOperands, scale: float) -> str | None:
     """Return why the Triton kernels do not support a call, or None."""
     q, k, v = operands.q, operands.k, operands.v
-    sizes = (*q.shape, *k.shape, *v.shape)
-    if any(is_symbol(n) for n in sizes):
-        return "takes shapes that are known while tracing, got symbols"
-    if 0 in sizes:
-        return f"takes arrays with elements, got query {list(q.shape)} and key {list(k.shape)}"
+    got = f"query {list(q.shape)} and key {list(k.shape)}"
+    if (why := shape_refusal((*q.shape, *k.shape, *v.shape), got)) is not None:
+        return why
     if str(q.dtype) not in DTYPES:
         return f"takes query in {' or '.join(DTYPES)}, got {q.dtype}"
     most = WIDEST_FLOAT32 if q.dtype == "float32" else WIDEST
@@ -155,13 +165,9 @@ def refusal(operands: SoftmaxOperands, scale: float) -> str | None:
 def step_refusal(operands: StepOperands, scale: float, value_width: int) -> str | None:
     """Return why the Triton kernel does not support a step, or None."""
     q, k, v = operands.q, operands.k, operands.v
-    sizes = (*q.shape, *k.shape, value_width)
-    if any(is_symbol(n) for n in sizes):
-        return "takes shapes that are known while tracing, got symbols"
-    if 0 in sizes:
-        return (
-            f"takes arrays with elements, got query {list(q.shape)}, key {list(k.shape)} and values {value_width} wide"
-        )
+    got = f"query {list(q.shape)}, key {list(k.shape)} and values {value_width} wide"
+    if (why := shape_refusal((*q.shape, *k.shape, value_width), got)) is not None:
+        return why
     dtypes = [str(x.dtype) for x in (q, k, v) if x is not None]
     if not set(dtypes) <= set(DTYPES):
         return f"takes query, key and value in {' or '.join(DTYPES)}, got {', '.join(dtypes)}"

@@ -3,9 +3,9 @@
     s_i = scale q . k_i,  first <= i <= last        L = log2 sum_i e^{s_i}        o = sum_i e^{s_i} v_i / 2^L
 
 A program has one head of k of one sequence, up to ROWS of the GROUP heads of q that read it as the rows of its products, and one
-of PARTS equal parts of the keys first to last. It reads C of them at a time, and no other row of the caches. With several parts
-their outputs are added by XLA, weighted by 2^L. Scores and sums are float32; exponentials are powers of two. Weights are rounded
-to q's dtype, as the rows of the caches are.
+of PARTS parts of the keys first to last, each of as many blocks of C keys; the last may be shorter, or empty. It reads a block at
+a time, and no other row of the caches. With several parts their outputs are added by XLA, weighted by 2^L. Scores and sums are
+float32; exponentials are powers of two. Weights are rounded to q's dtype, as the rows of the caches are.
 
 Without an array of values, the first V channels of a key are its value, and the key is read once.
 
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from glax._src.kernels.common.softmax import StepOperands
 from glax._src.kernels.triton.config import precision, width
 from glax._src.kernels.triton.launch import launch, tl, triton
-from glax._src.kernels.triton.softmax import product, read, stored
+from glax._src.kernels.triton.softmax import add_scores, product, read, read_columns, stored
 from glax._src.kernels.triton.softmax_config import SoftmaxStepConfig
 from glax._src.kernels.triton.tiles import LOG2E, at
 
@@ -36,22 +36,16 @@ def add_keys(
         vt = read(v + start.to(tl.int64) * (D.HK * D.V), own, cv, end - start, D.HK, D.V, D.BV, MASKED).to(q.dtype)
         scores = tl.dot(q, tl.trans(kt), input_precision=D.PRECISION)
     else:
-        is_own = (own < end - start)[:, None]
-        p = kh + (D.HK * D.K) * own[:, None]
-        vt = tl.load(p + cv[None, :], mask=is_own & (cv < D.V)[None, :], other=0.0).to(q.dtype)
+        vt = read_columns(kh, own, cv, end - start, D.HK * D.K, D.V, D.BV, MASKED).to(q.dtype)
         scores = tl.dot(q, tl.trans(vt), input_precision=D.PRECISION)
         if D.K > D.V:
             ck = tl.arange(0, D.BK)
-            kt = tl.load(p + D.V + ck[None, :], mask=is_own & (ck < D.K - D.V)[None, :], other=0.0).to(q.dtype)
+            kt = read_columns(kh + D.V, own, ck, end - start, D.HK * D.K, D.K - D.V, D.BK, MASKED).to(q.dtype)
             scores = product(rest, tl.trans(kt), scores, D)
     scores += 0.0 * scores  # an infinite score becomes NaN: by -inf its key would get a weight of 0
     if MASKED:
         scores = tl.where((own < end - start)[None, :], scores, float("-inf"))
-    new = tl.maximum(highest, tl.max(scores, 1))
-    unit = tl.where(new == float("-inf"), 0.0, new * factor)
-    change, weights = tl.exp2(highest * factor - unit), tl.exp2(scores * factor - unit[:, None])
-    weighted = product(weights.to(vt.dtype), vt, weighted * change[:, None], D)
-    return new, total * change + tl.sum(weights, 1), weighted
+    return add_scores(highest, total, weighted, scores, vt, factor, D)
 
 
 @triton.jit
@@ -76,9 +70,8 @@ def part_outputs(q, k, v, first, last, slots, sizes, scale, o, log_total, D: tl.
         qt = read(qh, rows, ck, heads, 1, D.K, D.BK, True)
         rest = qt  # not read
     else:
-        is_row, p = (rows < heads)[:, None], qh + D.K * rows[:, None]
-        qt = tl.load(p + cv[None, :], mask=is_row & (cv < D.V)[None, :], other=0.0)
-        rest = tl.load(p + D.V + ck[None, :], mask=is_row & (ck < D.K - D.V)[None, :], other=0.0)
+        qt = read_columns(qh, rows, cv, heads, D.K, D.V, D.BV, True)
+        rest = read_columns(qh + D.V, rows, ck, heads, D.K, D.K - D.V, D.BK, True)
     row = tl.where(is_slot, slot, 0).to(tl.int64) * tl.load(sizes + 1)
     kh, vh = at(k, row, hk, D.HK, D.K), at(v, row, hk, D.HK, D.V)
 
@@ -108,16 +101,15 @@ def forward(
     (B, _, HQ, K), (P, S, HK, _), V = q.shape, k.shape, value_width
     group, parts = HQ // HK, config.parts
     slots = jnp.arange(B) if slots is None else slots
-    rows = config.rows
     o, log_total = launch(
-        part_outputs, B * HK * -(-group // rows) * parts,
+        part_outputs, B * HK * -(-group // config.rows) * parts,
         (
-            q, k, k if v is None else v, *(x.astype(jnp.int32).reshape(B) for x in (first, last, slots)),
+            q, k, k if v is None else v, first, last, slots.astype(jnp.int32),
             jnp.array([P, S, B], jnp.int32), jnp.full(1, scale, jnp.float32),
         ),
         [((parts, B, HQ, V), q.dtype if parts == 1 else jnp.float32), ((parts, B, HQ), jnp.float32)],
         H=HQ, HQ=HQ, HK=HK, GROUP=group, K=K, V=V, BK=width(K if v is not None else max(K - V, 1)), BV=width(V),
-        PRECISION=precision(q), ROWS=rows, C=config.keys, PARTS=parts, VALUE=v is not None,
+        PRECISION=precision(q), ROWS=config.rows, C=config.keys, PARTS=parts, VALUE=v is not None,
         warps=config.warps, stages=config.stages,
     )  # fmt: skip
     return (o[0] if parts == 1 else joined(o, log_total).astype(q.dtype))[:, None]
