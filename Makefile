@@ -93,7 +93,7 @@ triton: triton-compiler
 	@export PYTHONPATH=build/triton-$$($(BIN)/python -c '$(JAX_VERSION)') && \
 	  $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/conformance/test_triton.py tests/conformance/test_triton_delta.py \
 	    tests/conformance/test_triton_gate_sums.py tests/conformance/test_triton_replay.py \
-	    tests/conformance/test_triton_softmax.py tests/conformance/test_triton_grouped.py \
+	    tests/conformance/test_triton_softmax.py tests/conformance/test_triton_softmax_step.py tests/conformance/test_triton_grouped.py \
 	    tests/conformance/test_triton_selective.py \
 	    tests/parallel/test_parallel_overlap.py::test_triton_kernels_in_parts_do_no_more \
 	    'tests/parallel/test_parallel_overlap.py::test_kernels_in_parts_work_beside_the_exchange[triton]' $(ARGS) && \

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,23 @@ import jax
 import pytest
 
 FOLDER = pathlib.Path(__file__).parents[2] / "benchmarks"
+
+
+def test_scripts_call_what_exists(suites):
+    """What a shell script calls by path, by `-m`, and the suites and scripts whose names gpu_all has."""
+    root = FOLDER.parent
+    for script in ("benchmarks/gpu_all", "tests/hardware/sanitize_cuda", "Makefile"):
+        text = (root / script).read_text()
+        called = re.findall(r"\b(?:benchmarks|tests|docs)/[\w/]+\.py\b", text)
+        modules = [module.replace(".", "/") for module in re.findall(r"-m ((?:tests|glax)[\w.]*)", text)]
+        called += [
+            f"{module}.py" if (root / f"{module}.py").exists() else f"{module}/__main__.py" for module in modules
+        ]
+        assert called, script
+        assert not [path for path in called if not (root / path).exists()], script
+    named = dict(re.findall(r"^(SUITES|SCRIPTS)=\$\{\w+-([\w ]+)\}", (FOLDER / "gpu_all").read_text(), re.MULTILINE))
+    assert set(named["SUITES"].split()) <= set(suites.SUITES)
+    assert not [name for name in named["SCRIPTS"].split() if not (FOLDER / f"{name}.py").exists()]
 
 
 @pytest.fixture

@@ -68,21 +68,26 @@ __device__ inline Ring at_slot(const Ring& of_pool, int slot) {
           of_pool.along + begin * H * K, of_pool.y + begin * H * V};
 }
 
+// Arrays by columns are aligned, so that no access reaches beyond the columns of a thread.
 struct Staged {
   // The new token, and what it reads S_0 with.
   float q[K], k[K], e[ERASES ? K : 1], along[ALONG >= 0 ? K : 1];
   float q_decayed[K], e_decayed[ERASES ? K : 1];
-  float gate[K], column_gate[COLUMNS];    // its log decays
-  float v[COLUMNS], y[COLUMNS];           // u_t, and y_t
+  float gate[K];                          // its log decays
+  alignas(16) float column_gate[COLUMNS];
+  alignas(16) float v[COLUMNS], y[COLUMNS];  // u_t, and y_t
   // Tokens of the ring, decayed.
-  float keys[TERMS][TOKENS][K], values[TERMS][TOKENS][COLUMNS];
+  float keys[TERMS][TOKENS][K];
+  alignas(16) float values[TERMS][TOKENS][COLUMNS];
   float gates[BY_ROW ? TOKENS : 1][BY_ROW ? K : 1], heads[TOKENS];
-  float column_gates[VALUE >= 0 ? TOKENS : 1][VALUE >= 0 ? COLUMNS : 1];
+  alignas(16) float column_gates[VALUE >= 0 ? TOKENS : 1][VALUE >= 0 ? COLUMNS : 1];
   float by_q[TERMS][TOKENS], by_e[TERMS][TOKENS];  // what q and e read of them
-  float row_sum[K], column_sum[COLUMNS];           // log decays of the tokens that were staged so far
-  Factor rows[K], columns[COLUMNS];                // the decay of S_0 as a whole
-  float q_of_ring[COLUMNS], e_of_ring[COLUMNS];  // what q and e read of the ring's tokens
-  float q_of_state[WARPS][COLUMNS], e_of_state[WARPS][ERASES ? COLUMNS : 1];  // the same of S_0, by each warp's rows
+  float row_sum[K];  // log decays of the tokens that were staged so far
+  alignas(16) float column_sum[COLUMNS];
+  Factor rows[K];  // the decay of S_0 as a whole
+  alignas(16) Factor columns[COLUMNS];
+  alignas(16) float q_of_ring[COLUMNS], e_of_ring[COLUMNS];  // what q and e read of the ring's tokens
+  alignas(16) float q_of_state[WARPS][COLUMNS], e_of_state[WARPS][ERASES ? COLUMNS : 1];  // the same of S_0, by each warp's rows
   float by_own[2];  // q k, and q b
   float output_scale;
   float scale[SCALES];
