@@ -81,6 +81,10 @@ MODELS = {
         num_hidden_layers=2, layer_types=["conv", "full_attention"], num_dense_layers=1, num_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=12,
     ),
+    "lfm3": SIZES | ATTENTION | dict(
+        num_hidden_layers=3, layer_types=["conv", "sliding_attention", "full_attention"], head_dim=8,
+        pad_token_id=None,
+    ),
     "llama": SIZES | ATTENTION,
     "qwen3": SIZES | ATTENTION | dict(head_dim=8),
     "olmo_hybrid": SIZES | ATTENTION | dict(num_hidden_layers=2, pad_token_id=None),

@@ -1,10 +1,11 @@
-"""Build LFM2: layers of gated short convolutions and layers of softmax attention, dense or with experts."""
+"""Build LFM2 and LFM3: layers of gated short convolutions and layers of softmax attention, dense or with experts."""
 
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float
 
 from glax.models.config import ModelConfig, Options
@@ -17,9 +18,10 @@ from glax.models.hybrids import (
     layer_kinds,
     softmax_attention,
 )
+from glax.models.llama import SLIDING
 from glax.models.model import Block, CausalLM, Precision, outer_options
-from glax.models.names import Names, mixer_names, outer_names, renamed, transposed_layouts
-from glax.models.rope import rotation
+from glax.models.names import NORMED_ATTENTION, Names, mixer_names, outer_names, renamed, transposed_layouts
+from glax.models.rope import rotation, rotations
 from glax.nn import RMSNorm, ShortConvolution, SwiGLU
 from glax.nn.layer import Layer
 from glax.nn.mlp import SparseMLP
@@ -36,6 +38,11 @@ MIXERS = {
     SOFTMAX: ("self_attn", ATTENTION),
     CONV: ("conv", {"input": "in_proj", "output": "out_proj"}),
 }
+LFM3_KINDS = {SOFTMAX: SOFTMAX, SLIDING: SLIDING, CONV: CONV}
+LFM3_ROPE = {
+    SLIDING: dict(rope_type="default", rope_theta=1e4),
+    SOFTMAX: dict(rope_type="proportional", rope_theta=1e6, partial_rotary_factor=0.5),
+}  # of a config without rope_parameters
 GATED_MLP = {"gate": "w1", "up": "w3", "down": "w2"}
 MLP = (
     *renamed("mlp", GATED_MLP),
@@ -45,6 +52,23 @@ MLP = (
     (r"\.mlp\.", ".feed_forward."),
 )
 SUM_FLOOR = 1e-6  # added to the sum of a token's weights
+
+
+class SandwichBlock(nnx.Module):
+    """Compute x + after(mixer(norm(x))), then x + after(mlp(norm(x))). What stands after is a norm, or None for nothing."""
+
+    def __init__(self, attn_norm: Any, attn: Any, attn_after: Any, mlp_norm: Any, mlp: Any, mlp_after: Any):
+        self.attn_norm, self.attn, self.attn_after = attn_norm, attn, attn_after
+        self.mlp_norm, self.mlp, self.mlp_after = mlp_norm, mlp, mlp_after
+
+    def empty_state(self, batch: int, max_length: int | None) -> dict:
+        return self.attn.empty_state(batch, max_length)
+
+    def mix(self, x: Float[Array, "*rows width"], state: dict, rows: Rows) -> tuple[Array, dict]:
+        y, state = self.attn.mix(self.attn_norm(x), state, rows)
+        x = x + (y if self.attn_after is None else self.attn_after(y))
+        y = self.mlp(self.mlp_norm(x))
+        return x + (y if self.mlp_after is None else self.mlp_after(y)), state
 
 
 class GatedShortConvolution(Layer):
@@ -169,3 +193,53 @@ def hybrid(
         float32=(r"\.expert_bias$",),
     )
     return CausalLM(config, blocks, norm(), names, width=width, **outer)
+
+
+def lfm3(config: ModelConfig, precision: Precision) -> CausalLM:
+    """Build an LFM3 model: windows in some layers of attention, rotary positions by kind of layer, a gate of each head's output,
+    and norms behind mixers and MLPs too. Raises UnsupportedOption for an option that is not supported.
+
+    Liquid AI 2026, https://huggingface.co/LiquidAI/LFM3-1.7B.
+    """
+    options = Options(config.values)
+    width, layers = options.integer("hidden_size", 2048), options.integer("num_hidden_layers", 24)
+    outer, init = outer_options(options, precision, 128000, tied=True, pad=124893)
+    eps = options.number("norm_eps", 1e-5, least=0)
+    eps = options.number("rms_norm_eps", eps, least=0)  # another name, which counts where a config has both
+    usual = {0: SLIDING, 2: SOFTMAX}
+    kinds = layer_kinds(
+        options, ("layer_types",), layers, [usual.get(i % 4 if i else 1, CONV) for i in range(layers)], LFM3_KINDS
+    )
+    attention = [kind for kind in LFM3_ROPE if kind in kinds]
+    ropes = rotations(options, attention, LFM3_ROPE, 1e6, 128000)
+    sizes = attention_sizes(options, width, heads=16, kv_heads=4, head_width=128)
+    window = options.integer("sliding_window", 256) if SLIDING in kinds else None
+    options.ignore("sliding_window")
+    bias, head_gated = options.flag("attention_bias", False), options.flag("use_attention_gate", True)
+    size, conv_bias = options.integer("conv_L_cache", 7), options.flag("conv_bias", False)
+    inside, has_after = options.integer("intermediate_size", 7680), options.flag("use_sandwich_norm", True)
+    options.ignore(*TRAINING)
+    options.finish()
+
+    common: dict[str, Any] = dict(kernel_init=init, **precision.options)
+    norm = functools.partial(RMSNorm, width, epsilon=eps, param_dtype=precision.param_dtype)
+    more = dict(qk_norm=True, norm_eps=eps, bias=bias, output_bias=bias, head_gated=head_gated)
+
+    def mixer(kind: str) -> Layer:
+        if kind == CONV:
+            return GatedShortConvolution(width, size, bias=conv_bias, filter_init=init, **common)
+        own = dict(window=window if kind == SLIDING else None)
+        return softmax_attention(width, sizes, ropes[kind], init, precision, **own, **more)
+
+    def block(kind: str) -> SandwichBlock:
+        after = norm if has_after else lambda: None
+        return SandwichBlock(norm(), mixer(kind), after(), norm(), SwiGLU(width, inside, **common), after())
+
+    named = ("self_attn", NORMED_ATTENTION | {"head_gate": "gate_proj"})
+    outer_rules = outer_names(norm="model.embedding_norm", attn_norm="operator_norm", mlp_norm="ffn_norm")
+    after_rules = ((r"\.attn_after\.", ".post_operator_norm."), (r"\.mlp_after\.", ".post_ffn_norm."))
+    names = Names(
+        (*mixer_names(kinds, MIXERS | dict.fromkeys(attention, named)), *after_rules, *MLP, *outer_rules),
+        aliases=((r"\.self_attn\.g_proj\.", ".self_attn.gate_proj."),),
+    )
+    return CausalLM(config, [block(kind) for kind in kinds], norm(), names, width=width, **outer)

@@ -78,6 +78,7 @@ MODEL_TYPES: dict[str, Callable[[ModelConfig, Precision], CausalLM]] = {
     "lara_mini": lara_mini.lara_mini,
     "lfm2": lfm2.lfm2,
     "lfm2_moe": lfm2.lfm2_moe,
+    "lfm3": lfm2.lfm3,
     "llama": llama.llama,
     "mamba": mamba.mamba,
     "mamba2": mamba2.mamba2,

@@ -171,6 +171,14 @@ READ_WORDS = {
         output_router_logits pad_token_id partial_rotary_factor rope_theta routed_scaling_factor tie_embedding
         use_expert_bias vision_aspect_ratio vision_feature_layer vision_feature_select_strategy
     """,
+    "lfm3": """
+        @transformers attention_bias attention_dropout attribute_map conv_L_cache conv_bias default_rope_type head_dim
+        ignore_keys_at_rope_validation intermediate_size is_causal kv_sharing_modes layer_types
+        max_position_embeddings norm_eps num_attention_heads num_hidden_layers num_key_value_heads
+        number_of_conv_states original_max_position_embeddings output_attentions pad_token_id partial_rotary_factor
+        rms_norm_eps rope_theta sliding_window use_attention_gate use_sandwich_norm vision_aspect_ratio
+        vision_feature_layer vision_feature_select_strategy
+    """,
     "llama": """
         @transformers attention_bias attention_chunk_size attention_dropout default_rope_type head_dim hidden_act
         ignore_keys_at_rope_validation intermediate_size is_causal kv_sharing_modes layer_types

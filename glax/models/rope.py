@@ -3,6 +3,7 @@ transformers, in float64."""
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ REQUIRED_INSIDE: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
+    "proportional": (),
     "yarn": ("factor",),
 }
 # Options that the code of one rope_type or another reads; it passes over those of the other types.
@@ -52,6 +54,8 @@ class Rope:
         if theta is None."""
         if self.theta is None:
             raise ValueError(f"{self.theta_key} in config.json must be a finite number, got None")
+        if self.kind == "proportional" and self.inner is not None:
+            return dict(theta=self.theta, frequencies=self.proportional(self.inner, head_width))
         width = int(head_width * self.partial)
         if width % 2 or width == 0:
             raise UnsupportedOption(
@@ -63,6 +67,14 @@ class Rope:
         scaled = {"linear": self.linear, "llama3": self.llama3, "longrope": self.longrope, "yarn": self.yarn}[self.kind]
         plain = np.asarray(Rotation.of_base(self.theta, width).frequencies)
         return dict(theta=self.theta, frequencies=scaled(self.inner, plain))
+
+    def proportional(self, inner: Options, head_width: int) -> Rotation:
+        """Rotate `partial` of the pairs, by the angles of a rotation of all over `factor`; the other pairs have an angle of 0."""
+        if head_width % 2:
+            raise inner.unsupported("rope_type", f"a head must have an even number of channels, got {head_width}")
+        plain = np.asarray(Rotation.of_base(self.theta or 0.0, head_width).frequencies)
+        rotates = np.arange(head_width // 2) < int(self.partial * head_width // 2)
+        return Rotation(floats(np.where(rotates, plain, 0.0) / inner.number("factor", 1.0, above=0)))
 
     def linear(self, inner: Options, plain: np.ndarray) -> Rotation:
         """Divide all inverse frequencies by `factor`."""
@@ -162,6 +174,53 @@ def rotation(
     key = "rope_scaling" if older else "rope_parameters"
     value = older or given
     inner = options.part(key, {} if value is None else value, read=KINDS_INSIDE)
+    found, is_scaled = of_parameters(options, inner, key, base, share, partial, ignored)
+    if not is_scaled:
+        options.ignore("original_max_position_embeddings")
+        return found
+    longest = options.integer(length_key, positions)
+    without = options.integer("max_position_embeddings", positions)  # transformers reads no other name here
+    original = inner.integer("original_max_position_embeddings", without)
+    original = options.integer("original_max_position_embeddings", original)
+    return dataclasses.replace(found, original=original, ratio=longest / original)
+
+
+def rotations(
+    options: Options, kinds: Sequence[str], usual: dict[str, dict], theta: float, positions: int
+) -> dict[str, Rope]:
+    """Return the rotary positions of each kind of layers, as `rotation` does, from the part of rope_parameters with its name.
+
+    usual: rope_parameters of a config without them. Raises UnsupportedOption if a kind has no part.
+    """
+    base = options.number("rope_theta", theta, optional=True, above=0)
+    share = options.number("partial_rotary_factor", 1.0, optional=True)
+    given, older = options.take("rope_parameters", None), options.take("rope_scaling", None)
+    key, given = ("rope_scaling", older) if older else ("rope_parameters", given)
+    longest = options.integer("max_position_embeddings", positions)
+    options.ignore("original_max_position_embeddings")  # the parts have their own
+    parts, found = options.part(key, usual if given is None else given, read=frozenset(kinds)), {}
+    for kind in kinds:
+        inner = parts.part(kind, parts.take(kind, None), read=KINDS_INSIDE)
+        rope, is_scaled = of_parameters(parts, inner, kind, base, 1.0 if share is None else share, None, ())
+        original = inner.integer("original_max_position_embeddings", longest) if is_scaled else 1
+        found[kind] = dataclasses.replace(rope, original=original, ratio=longest / original if is_scaled else 1.0)
+    parts.finish()
+    return found
+
+
+def of_parameters(
+    options: Options,
+    inner: Options,
+    key: str,
+    base: float | None,
+    share: float,
+    partial: float | None,
+    ignored: tuple[str, ...],
+) -> tuple[Rope, bool]:
+    """Return (rotary positions without their lengths, whether they are scaled) from the options `inner`, the value of `key`.
+
+    base, share: where `inner` has none. partial, ignored: as `rotation` has them.
+    """
     kind = inner.take("rope_type", inner.take("type", "default"))
     if not isinstance(kind, str) or kind not in REQUIRED_INSIDE:
         known = ", ".join(map(repr, REQUIRED_INSIDE))
@@ -178,14 +237,9 @@ def rotation(
     )
     if not 0 < share <= 1:
         raise ValueError(f"{partial_key} in config.json must be above 0 and at most 1, got {share!r}")
-    if partial is None and kind != "default" and share != 1:
+    if partial is None and kind not in ("default", "proportional") and share != 1:
         raise options.unsupported("partial_rotary_factor", f"with rope_type {kind!r} it must be 1")
-    found = Rope(base, 1.0 if partial is None else share, theta_key, partial_key)
+    found = Rope(base, 1.0 if partial is None and kind != "proportional" else share, theta_key, partial_key)
     if kind == "default":
-        options.ignore("original_max_position_embeddings")
-        return found
-    longest = options.integer(length_key, positions)
-    without = options.integer("max_position_embeddings", positions)  # transformers reads no other name here
-    original = inner.integer("original_max_position_embeddings", without)
-    original = options.integer("original_max_position_embeddings", original)
-    return dataclasses.replace(found, kind=kind, inner=inner, original=original, ratio=longest / original)
+        return found, False
+    return dataclasses.replace(found, kind=kind, inner=inner), True

@@ -38,6 +38,7 @@ class Attention(Layer):
                   whether one norm reads all heads of q, and one all heads of k.
     gated:        whether sigmoid(z) multiplies each head's output. W_q x then holds q and z of head 0, then q and z of head 1,
                   and so on, each of head_width channels.
+    head_gated:   whether sigmoid(W_h x), one number a head, multiplies each head's output.
 
     dtype, param_dtype and kernel_init are as in `glax.nn.linear_attention.MixerOptions`. norm_whole=True needs qk_norm=True
     and gated=False.
@@ -74,6 +75,7 @@ class Attention(Layer):
         zero_centred: bool = False,
         norm_whole: bool = False,
         gated: bool = False,
+        head_gated: bool = False,
         norm_eps: float = 1e-5,
         dtype: jnp.dtype | None = None,
         param_dtype: DTypeLike = jnp.float32,
@@ -93,6 +95,7 @@ class Attention(Layer):
         self.key = linear(width, num_kv_heads * head_width, (EMBED, HEADS), bias=bias, **options)
         self.value = linear(width, num_kv_heads * head_width, (EMBED, HEADS), bias=bias, **options)
         self.output = linear(num_heads * head_width, width, (HEADS, EMBED), bias=output_bias, **options)
+        self.head_gate = linear(width, num_heads, (EMBED, HEADS), bias=False, **options) if head_gated else None
         norms: dict[str, Any] = dict(epsilon=norm_eps, zero_centred=zero_centred, param_dtype=param_dtype)
         if norm_whole and (gated or not qk_norm):
             raise ValueError("norm_whole must come with qk_norm and without gated")
@@ -109,14 +112,17 @@ class Attention(Layer):
         return dict(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype), length=jnp.zeros(batch, jnp.int32))
 
     def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
-        return self.attend(self.query(x), self.key(x), self.value(x), state, rows)
+        gate = None if self.head_gate is None else jax.nn.sigmoid(self.head_gate(x))
+        return self.attend(self.query(x), self.key(x), self.value(x), state, rows, gate)
 
-    def attend(self, q: Array, k: Array, v: Array, state: State, rows: Rows) -> tuple[Array, State]:
+    def attend(
+        self, q: Array, k: Array, v: Array, state: State, rows: Rows, head_gate: Array | None = None
+    ) -> tuple[Array, State]:
         """Return y and the new state from W_q x, W_k x and W_v x, which are merged over heads: norms, rotation, gate and W_o are
         applied here. Models that change these projections call it.
 
         q: [*rows, num_heads * head_width], or twice as wide if gated. k, v: [*rows, num_kv_heads * head_width]. state, rows: as
-        in `glax.nn.layer.Layer.mix`.
+        in `glax.nn.layer.Layer.mix`. head_gate: [*rows, num_heads], multiplies each head's output.
         """
         if self.norm_whole:
             q, k = self.normalized(q, k)
@@ -129,6 +135,7 @@ class Attention(Layer):
             q, k = (rotate(y, place, self.rotation, rows.last_positions) for y in (q, k))
         o, cache = rows.attend(q, k, v, state, self.window, self.scale)
         o = o if gate is None else o * jax.nn.sigmoid(gate)
+        o = o if head_gate is None else o * head_gate[..., None]
         return self.output(merged(o)), cache
 
     def normalized(self, q: Array, k: Array) -> tuple[Array, Array]:

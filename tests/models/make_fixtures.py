@@ -109,6 +109,8 @@ from transformers import (
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
     Lfm2MoeForCausalLM,
+    Lfm3Config,
+    Lfm3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Mamba2Config,
@@ -151,6 +153,9 @@ ATTENTION = LAYERS | dict(
 )
 LFM2_MOE = ATTENTION | dict(
     layer_types=["conv", "full_attention"], num_dense_layers=1, moe_intermediate_size=12, num_experts=4, num_experts_per_tok=2
+)  # fmt: skip
+LFM3 = ATTENTION | dict(
+    num_hidden_layers=4, layer_types=["conv", "sliding_attention", "full_attention", "conv"], head_dim=8, sliding_window=5
 )  # fmt: skip
 HYBRID = ATTENTION | dict(mamba_n_heads=4, mamba_d_state=8, mamba_expand=2, mamba_chunk_size=8)
 GRANITE = HYBRID | dict(
@@ -359,6 +364,13 @@ CASES = {
         rope_parameters=dict(rope_theta=300.0, rope_type="linear", factor=2.0))),
     "lfm2_moe_plain": (Lfm2MoeConfig, Lfm2MoeForCausalLM, LFM2_MOE | dict(
         num_dense_layers=0, use_expert_bias=False, routed_scaling_factor=0.6)),
+    "lfm3": (Lfm3Config, Lfm3ForCausalLM, LFM3),
+    "lfm3_options": (Lfm3Config, Lfm3ForCausalLM, LFM3 | dict(
+        num_hidden_layers=3, layer_types=["full_attention", "conv", "sliding_attention"], head_dim=6, sliding_window=3,
+        conv_bias=True, conv_L_cache=4, norm_eps=1e-3, use_sandwich_norm=False, use_attention_gate=False, attention_bias=True,
+        tie_word_embeddings=False, pad_token_id=3, rope_parameters=dict(
+            sliding_attention=dict(rope_type="linear", rope_theta=300.0, factor=2.0),
+            full_attention=dict(rope_type="proportional", rope_theta=500.0, partial_rotary_factor=0.7, factor=1.5)))),
     "llama": (LlamaConfig, LlamaForCausalLM, ATTENTION),
     "llama_options": (LlamaConfig, LlamaForCausalLM, ATTENTION | dict(
         head_dim=6, hidden_act="gelu", rms_norm_eps=1e-3, attention_bias=True, mlp_bias=True, tie_word_embeddings=True,

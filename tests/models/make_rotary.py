@@ -26,6 +26,7 @@ ZAMBA = TINY | dict(
     model_type="zamba2", hidden_size=64, use_mem_rope=True, layers_block_type=["linear_attention", "hybrid"]
 )
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+PROPORTIONAL = dict(rope_type="proportional", rope_theta=1e5, partial_rotary_factor=0.3)
 SHORT, LONG = [1.0, 1.1, 1.2, 1.3, 1.5, 2.0, 2.5, 3.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
 CASES = (
     BAMBA | dict(rope_scaling=dict(type="yarn", factor=4.0), max_position_embeddings=4096),
@@ -44,6 +45,13 @@ CASES = (
     MINIMAX | dict(max_position_embeddings=64, rope_scaling=dict(
         rope_type="longrope", factor=3.0, short_factor=[1.0] * 8, long_factor=LONG)),
     ZAMBA | dict(max_position_embeddings=512, rope_scaling=LLAMA3),
+    BAMBA | dict(rope_parameters=PROPORTIONAL),
+    QWEN | dict(rope_parameters=PROPORTIONAL | dict(factor=2.0)),
+    QWEN | dict(rope_scaling=dict(rope_type="proportional")),
+    FALCON | dict(rope_parameters=PROPORTIONAL, rope_theta=1e4),
+    FALCON | dict(rope_scaling=dict(rope_type="proportional", factor=3.0), partial_rotary_factor=0.4),
+    MINIMAX | dict(rope_parameters=PROPORTIONAL),
+    ZAMBA | dict(rope_scaling=dict(rope_type="proportional"), rope_theta=300.0),
 )  # fmt: skip
 
 

@@ -63,7 +63,7 @@ FLA = (
 )
 TRANSFORMERS = (
     "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "glm5_next_text", "granitemoehybrid", "jamba", "kimi_linear",
-    "lara_mini", "lfm2", "lfm2_moe", "llama", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3",
+    "lara_mini", "lfm2", "lfm2_moe", "lfm3", "llama", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3",
     "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "xlstm", "zamba2",
 )  # fmt: skip
 HEADLESS = ("glm5_next_text",)  # models of a whole one that have no head of their own

@@ -44,6 +44,8 @@ READ_IN_ALL_WAYS = [
     "lara_mini_options",
     "lfm2_moe_options",
     "lfm2_options",
+    "lfm3",
+    "lfm3_options",
     "mamba_options",
     "mamba2_attention",
     "mamba2_options",

@@ -128,7 +128,7 @@ def test_xla_knows_the_options_of_steps_on_several_gpus():
 
 @pytest.mark.parametrize(
     "kind",
-    sorted(MODEL_TYPES.keys() - {"falcon_mamba", "jamba", "lfm2", "lfm2_moe", "llama", "mamba", "qwen3"}),
+    sorted(MODEL_TYPES.keys() - {"falcon_mamba", "jamba", "lfm2", "lfm2_moe", "lfm3", "llama", "mamba", "qwen3"}),
 )  # these have no recurrence, or a selective scan, whose rows the compiler gathers
 def test_every_recurrence_of_a_model_takes_its_shard_of_the_sequence(kind):
     model = described(kind)

@@ -298,7 +298,7 @@ def test_only_sequences_that_are_long_take_the_long_frequencies():
     [
         (
             dict(rope_type="dynamic", factor=2.0),
-            "rope_type must be one of 'default', 'linear', 'llama3', 'longrope', 'yarn'",
+            "rope_type must be one of 'default', 'linear', 'llama3', 'longrope', 'proportional', 'yarn'",
         ),
         (dict(rope_type="linear"), "rope_type 'linear' must come with factor"),
         (dict(rope_type="linear", factor=0), "rope_scaling.factor in config.json must be above 0, got 0"),
