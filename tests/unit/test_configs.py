@@ -316,6 +316,32 @@ def test_scalings_that_are_not_supported_are_named(inside, text):
     assert text in str(caught.value)
 
 
+LFM3 = dict(TINY, model_type="lfm3", num_hidden_layers=5, intermediate_size=8, head_dim=8, pad_token_id=None)
+YARN = dict(rope_type="yarn")
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        (dict(rope_parameters={}), "rope_parameters.sliding_attention=None in config.json is not supported"),
+        (dict(rope_parameters=dict(rope_type="default")), "rope_parameters.sliding_attention=None"),
+        (dict(rope_scaling=YARN | dict(factor=2.0)), "rope_scaling.sliding_attention=None"),
+        (dict(rope_parameters=dict(full_attention=YARN, sliding_attention={})), "'yarn' must come with factor"),
+        (dict(head_dim=7), "a head must have an even number of channels, got 7"),
+        (dict(sliding_window=None), "sliding_window in config.json must be an integer of at least 1, got None"),
+    ],
+)
+def test_positions_by_kind_of_layer_that_are_not_supported_are_named(more, text):
+    with pytest.raises(ValueError) as caught:
+        built(LFM3 | more)
+    assert text in str(caught.value)
+
+
+def test_positions_of_kinds_that_no_layer_has_are_not_asked_for():
+    built(LFM3 | dict(rope_parameters={}, sliding_window=None, layer_types=["conv"] * 5))
+    built(LFM3 | dict(rope_parameters=dict(full_attention={}), layer_types=["conv"] * 4 + ["full_attention"]))
+
+
 # ---- float8 ----------------------------------------------------------------------------------------------------------
 
 
