@@ -25,6 +25,7 @@ READ_INSIDE = (
     "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "long_factor", "low_freq_factor", "mscale",
     "mscale_all_dim", "original_max_position_embeddings", "short_factor", "truncate", "type",
 )  # fmt: skip
+WITH_LENGTHS = ("llama3", "longrope", "yarn")  # the types that read original_max_position_embeddings
 # Kinds of layers. Under such a name the code reads rotary positions of that kind alone.
 KINDS_INSIDE = frozenset({
     "attention", "chunked_attention", "full_attention", "hybrid", "linear_attention", "mamba", "mlp", "moe", "sliding_attention",
@@ -174,8 +175,8 @@ def rotation(
     key = "rope_scaling" if older else "rope_parameters"
     value = older or given
     inner = options.part(key, {} if value is None else value, read=KINDS_INSIDE)
-    found, is_scaled = of_parameters(options, inner, key, base, share, partial, ignored)
-    if not is_scaled:
+    found = of_parameters(options, inner, key, base, share, partial, ignored)
+    if found.kind not in WITH_LENGTHS:
         options.ignore("original_max_position_embeddings")
         return found
     longest = options.integer(length_key, positions)
@@ -188,9 +189,11 @@ def rotation(
 def rotations(
     options: Options, kinds: Sequence[str], usual: dict[str, dict], theta: float, positions: int
 ) -> dict[str, Rope]:
-    """Return the rotary positions of each kind of layers, as `rotation` does, from the part of rope_parameters with its name.
+    """Return the rotary positions of each kind of layers, from the part of rope_parameters with its name.
 
-    usual: rope_parameters of a config without them. Raises UnsupportedOption if a kind has no part.
+    usual: rope_parameters of a config without them. theta: of a part without rope_theta, where the config has none either.
+    positions: max_position_embeddings of a config without it. A part of rope_type "default" rotates all channels. `truncate`
+    counts beside the parts alone. Raises UnsupportedOption if a kind has no part.
     """
     base = options.number("rope_theta", theta, optional=True, above=0)
     share = options.number("partial_rotary_factor", 1.0, optional=True)
@@ -198,12 +201,16 @@ def rotations(
     key, given = ("rope_scaling", older) if older else ("rope_parameters", given)
     longest = options.integer("max_position_embeddings", positions)
     options.ignore("original_max_position_embeddings")  # the parts have their own
-    parts, found = options.part(key, usual if given is None else given, read=frozenset(kinds)), {}
+    parts, found = options.part(key, usual if given is None else given, read=frozenset({*kinds, "truncate"})), {}
+    shared = dict(truncate=parts.flag("truncate", True))
     for kind in kinds:
-        inner = parts.part(kind, parts.take(kind, None), read=KINDS_INSIDE)
-        rope, is_scaled = of_parameters(parts, inner, kind, base, 1.0 if share is None else share, None, ())
-        original = inner.integer("original_max_position_embeddings", longest) if is_scaled else 1
-        found[kind] = dataclasses.replace(rope, original=original, ratio=longest / original if is_scaled else 1.0)
+        value = parts.take(kind, None)
+        inner = parts.part(kind, value | shared if isinstance(value, dict) else value, read=KINDS_INSIDE)
+        rope = of_parameters(options, inner, kind, base, 1.0 if share is None else share, None, ())
+        if rope.kind in WITH_LENGTHS:
+            original = inner.integer("original_max_position_embeddings", longest)
+            rope = dataclasses.replace(rope, original=original, ratio=longest / original)
+        found[kind] = rope
     parts.finish()
     return found
 
@@ -216,30 +223,31 @@ def of_parameters(
     share: float,
     partial: float | None,
     ignored: tuple[str, ...],
-) -> tuple[Rope, bool]:
-    """Return (rotary positions without their lengths, whether they are scaled) from the options `inner`, the value of `key`.
+) -> Rope:
+    """Return rotary positions without their lengths from the options `inner`, the value of `key`.
 
     base, share: where `inner` has none. partial, ignored: as `rotation` has them.
     """
     kind = inner.take("rope_type", inner.take("type", "default"))
     if not isinstance(kind, str) or kind not in REQUIRED_INSIDE:
         known = ", ".join(map(repr, REQUIRED_INSIDE))
-        raise options.unsupported(key, f"rope_type must be one of {known}, got {kind!r}")
+        raise (inner.outer or options).unsupported(key, f"rope_type must be one of {known}, got {kind!r}")
     if missing := [name for name in REQUIRED_INSIDE[kind] if name not in inner.values]:
-        raise options.unsupported(key, f"rope_type {kind!r} must come with {', '.join(missing)}")
+        raise (inner.outer or options).unsupported(key, f"rope_type {kind!r} must come with {', '.join(missing)}")
     base = inner.number("rope_theta", base, optional=True, above=0)
-    share = inner.number("partial_rotary_factor", share)
+    is_read = partial is not None or kind == "proportional"
+    given = inner.number("partial_rotary_factor", share, optional=kind == "default" and not is_read)
+    share = 1.0 if given is None else given
     inner.ignore(*READ_INSIDE, *ignored)
     inner.finish()
     theta_key, partial_key = (
         f"{inner.inside if name in inner.values else options.inside}{name}"
         for name in ("rope_theta", "partial_rotary_factor")
     )
-    if not 0 < share <= 1:
+    if is_read and not (0 < share <= 1 or (kind == "proportional" and share == 0)):
         raise ValueError(f"{partial_key} in config.json must be above 0 and at most 1, got {share!r}")
-    if partial is None and kind not in ("default", "proportional") and share != 1:
-        raise options.unsupported("partial_rotary_factor", f"with rope_type {kind!r} it must be 1")
-    found = Rope(base, 1.0 if partial is None and kind != "proportional" else share, theta_key, partial_key)
-    if kind == "default":
-        return found, False
-    return dataclasses.replace(found, kind=kind, inner=inner), True
+    if not is_read and kind != "default" and share != 1:
+        holder = inner if "partial_rotary_factor" in inner.values else options
+        raise holder.unsupported("partial_rotary_factor", f"with rope_type {kind!r} it must be 1")
+    found = Rope(base, share if is_read else 1.0, theta_key, partial_key)
+    return found if kind == "default" else dataclasses.replace(found, kind=kind, inner=inner)

@@ -337,6 +337,24 @@ def test_positions_by_kind_of_layer_that_are_not_supported_are_named(more, text)
     assert text in str(caught.value)
 
 
+def test_what_the_code_of_positions_by_kind_does_not_read_has_no_effect():
+    """It reads `truncate` beside the kinds alone, and the share of a head for one rope_type."""
+    own = (
+        dict(rope_type="default", partial_rotary_factor=None),
+        dict(rope_type="proportional", partial_rotary_factor=0.0),
+    )
+    model = built(LFM3 | dict(rope_parameters=dict(zip(("sliding_attention", "full_attention"), own, strict=True))))
+    turns = [np.asarray(block.attn.rotation.frequencies) for block in model.blocks if isinstance(block.attn, Attention)]
+    assert [int((each != 0).sum()) for each in turns] == [0, 4]
+    scaled = YARN | dict(rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
+    found = []
+    for inside, beside in (({}, {}), (dict(truncate=False), {}), ({}, dict(truncate=False))):
+        parts = dict(full_attention=scaled | inside, **beside)
+        model = built(LFM3 | dict(rope_parameters=parts, layer_types=["full_attention"] * 5))
+        found.append(model.blocks[0].attn.rotation.frequencies)
+    assert found[0] == found[1] != found[2]
+
+
 def test_positions_of_kinds_that_no_layer_has_are_not_asked_for():
     built(LFM3 | dict(rope_parameters={}, sliding_window=None, layer_types=["conv"] * 5))
     built(LFM3 | dict(rope_parameters=dict(full_attention={}), layer_types=["conv"] * 4 + ["full_attention"]))

@@ -85,7 +85,7 @@ def staged_tokens(constants: dict[str, int], places: int) -> int:
     K, columns, warps = constants["K"], constants["LANES"] * constants["VECTOR"], -(-constants["THREADS"] // 32)
     present = {name: constants[name] != ABSENT for name in ("KEY", "VALUE", "BETA", "ERASE", "ALONG")}
     erases, along = present["BETA"] or present["ERASE"], present["ALONG"]
-    # Numbers of 4 bytes in `Staged` of device/replay.cu.
+    # Numbers of 4 bytes in `Staged` of device/replay.cu, without padding, for which SHARED_BYTES leaves room.
     whole = K * (7 + 2 * erases + along) + columns * (8 + warps * (1 + erases)) + warps + 8
     if constants["STATE"] in COMPACT.values():
         whole += 2 * (K // scaled_rows(K))

@@ -68,7 +68,7 @@ __device__ inline Ring at_slot(const Ring& of_pool, int slot) {
           of_pool.along + begin * H * K, of_pool.y + begin * H * V};
 }
 
-// Arrays by columns are aligned, so that no access reaches beyond the columns of a thread.
+// Arrays by columns begin at multiples of 16 bytes, so that an access of 16 bytes to a thread's columns reaches no others.
 struct Staged {
   // The new token, and what it reads S_0 with.
   float q[K], k[K], e[ERASES ? K : 1], along[ALONG >= 0 ? K : 1];

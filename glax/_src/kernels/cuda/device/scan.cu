@@ -23,8 +23,9 @@ enum States { APART = 0, POOL_UPDATED = 1, POOL_READ = 2 };
 constexpr bool STORES = STATES != POOL_READ;
 constexpr int STORED = STATES == APART ? FLOAT32 : (STATE < 0 ? 0 : STATE);
 
-// What the threads of a block share of TOKENS tokens. `erased` comes first, where 16 bytes are read at a time. If it lay elsewhere,
-// such an access would reach beyond a thread's columns into sums of the next token, which a warp that is ahead may be writing.
+// What the threads of a block share of TOKENS tokens. `erased` comes first, at a multiple of 16 bytes, because the compiler reads a
+// thread's columns 16 bytes at a time: at another offset such an access reached beyond them, into sums of the next token, which a
+// warp that is ahead may be writing.
 struct Staged {
   float erased[ERASES ? 2 : 1][WARPS][ERASES ? COLUMNS : 1];  // of S_bar^T e over the rows of each warp, for even and odd tokens
   float q[TOKENS][K];
@@ -33,7 +34,7 @@ struct Staged {
   Factor columns[VALUE >= 0 ? TOKENS : 1][VALUE >= 0 ? COLUMNS : 1];
   Factor head[TOKENS];
   float v[TOKENS][COLUMNS];
-  float sums[TOKENS][WARPS][COLUMNS];  // the same of S^T q
+  float sums[TOKENS][WARPS][COLUMNS];  // of S^T q over the rows of each warp
   float e[ERASES ? TOKENS : 1][ERASES ? K : 1];
   float along[ALONG >= 0 ? TOKENS : 1][ALONG >= 0 ? K : 1];
 };
