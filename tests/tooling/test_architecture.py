@@ -211,10 +211,10 @@ def test_a_first_call_inside_jit_is_traced_once():
 
 @pytest.mark.fast
 def test_import_costs_little():
-    """The best of three processes computes for less than 0.3 s beyond JAX's own import, whatever else the machine does. As where
-    glax is installed, Python has compiled it before."""
-    code = "import time, jax; start = time.process_time(); import glax; print(time.process_time() - start)"
+    """The best of three processes computes for less than 0.25 s beyond JAX's own import, whatever else the machine does. JAX's
+    objects are frozen, for a collection of them costs 0.1 s. As where glax is installed, Python has compiled it before."""
+    code = "import gc, time, jax; gc.freeze(); start = time.process_time(); import glax; print(time.process_time() - start)"
     environment = os.environ | dict(PYTHONDONTWRITEBYTECODE="")
     command = [sys.executable, "-c", code]
     _, *runs = (subprocess.run(command, env=environment, check=True, capture_output=True, text=True) for _ in range(4))
-    assert min(float(run.stdout) for run in runs) < 0.3
+    assert min(float(run.stdout) for run in runs) < 0.25
