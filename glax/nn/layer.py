@@ -32,13 +32,27 @@ def check_rows(x, width: int, form: str, *ranks: int):
         raise ValueError(f"x must be {form}, with width={width}, got shape {x.shape}")
 
 
+class OfClass:
+    """Hold an attribute that a class has and its instances have not."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __get__(self, instance, owner):
+        if instance is not None:
+            raise AttributeError
+        return self.value
+
+
 def with_signature(module: M) -> M:
     """Return the class of a module, changed in place, with the signature of its __init__.
 
-    Flax's metaclass takes (*args, **kwargs), which help() and documentation would show in place of the arguments.
+    Flax's metaclass takes (*args, **kwargs), which help() and documentation would show in place of the arguments. A module itself
+    has the signature of its __call__, of which `jax.jit` reads the names of arguments.
     """
     signature = inspect.signature(module.__init__)
-    setattr(module, "__signature__", signature.replace(parameters=[*signature.parameters.values()][1:]))  # noqa: B010
+    signature = signature.replace(parameters=[*signature.parameters.values()][1:])
+    setattr(module, "__signature__", OfClass(signature))  # noqa: B010
     return module
 
 

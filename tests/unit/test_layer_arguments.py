@@ -3,6 +3,7 @@
 import inspect
 import typing
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -68,3 +69,12 @@ def test_a_constructor_names_the_argument_that_it_refuses(name):
                 assert str(error).startswith(f"{argument} must be"), (argument, value, str(error))
             else:
                 raise AssertionError(f"{argument}={value!r} is accepted")
+
+
+def test_a_class_has_the_signature_of_its_constructor_and_an_instance_that_of_its_call():
+    """`jax.jit` looks there for the names of static arguments."""
+    layer = nn.Attention(16, num_heads=2, rngs=nnx.Rngs(0))
+    assert list(inspect.signature(nn.Attention).parameters)[:2] == ["width", "num_heads"]
+    assert list(inspect.signature(layer).parameters) == ["x", "initial_state", "cu_seqlens", "segment_ids", "pad_id"]
+    ids = jnp.zeros((1, 4), jnp.int32)
+    jax.jit(layer, static_argnames="pad_id")(jnp.ones((1, 4, 16)), segment_ids=ids, pad_id=1)
