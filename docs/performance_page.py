@@ -45,8 +45,8 @@ Qwen3.5-4B with random weights in bfloat16 on one H200, beside transformers 5.17
 | a token of 1 sequence behind 512, two runs | 3.6 and 5.8 ms | 49.7 ms | 13.7x and 8.6x |
 | a token of 64, two runs | 7.8 and 8.3 ms | 68.3 ms | 8.7x and 8.2x |
 
-A later version takes 2.3 ms a token of 1 sequence and 8.6 GiB with stored programs, and 9.4 GiB where XLA tunes
-them first; transformers takes 8.0 GiB.
+A token of 1 sequence takes 2.3 ms in a later version. Its process holds 8.6 GiB of the GPU with stored programs and 9.4 where
+XLA tunes them first, and transformers 8.0.
 
 transformers decodes without its compiled caches, one call of the host a kernel. The second run of glax had 12 compiling
 processes beside it.

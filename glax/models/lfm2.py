@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float
 
 from glax.models.config import ModelConfig, Options
@@ -38,7 +37,7 @@ MIXERS = {
     SOFTMAX: ("self_attn", ATTENTION),
     CONV: ("conv", {"input": "in_proj", "output": "out_proj"}),
 }
-LFM3_KINDS = {SOFTMAX: SOFTMAX, SLIDING: SLIDING, CONV: CONV}
+LFM3_KINDS = {kind: kind for kind in (SOFTMAX, SLIDING, CONV)}
 LFM3_ROPE = {
     SLIDING: dict(rope_type="default", rope_theta=1e4),
     SOFTMAX: dict(rope_type="proportional", rope_theta=1e6, partial_rotary_factor=0.5),
@@ -54,21 +53,17 @@ MLP = (
 SUM_FLOOR = 1e-6  # added to the sum of a token's weights
 
 
-class SandwichBlock(nnx.Module):
-    """Compute x + after(mixer(norm(x))), then x + after(mlp(norm(x))). What stands after is a norm, or None for nothing."""
+class SandwichBlock(Block):
+    """Compute x + after(mixer(norm(x))), then x + after(mlp(norm(x))), where `after` is a norm as well."""
 
-    def __init__(self, attn_norm: Any, attn: Any, attn_after: Any, mlp_norm: Any, mlp: Any, mlp_after: Any):
-        self.attn_norm, self.attn, self.attn_after = attn_norm, attn, attn_after
-        self.mlp_norm, self.mlp, self.mlp_after = mlp_norm, mlp, mlp_after
+    def __init__(self, attn_norm: Any, attn: Layer, attn_after: Any, mlp_norm: Any, mlp: Any, mlp_after: Any):
+        super().__init__(attn_norm, attn, mlp_norm, mlp)
+        self.attn_after, self.mlp_after = attn_after, mlp_after
 
-    def empty_state(self, batch: int, max_length: int | None) -> dict:
-        return self.attn.empty_state(batch, max_length)
-
-    def mix(self, x: Float[Array, "*rows width"], state: dict, rows: Rows) -> tuple[Array, dict]:
-        y, state = self.attn.mix(self.attn_norm(x), state, rows)
-        x = x + (y if self.attn_after is None else self.attn_after(y))
-        y = self.mlp(self.mlp_norm(x))
-        return x + (y if self.mlp_after is None else self.mlp_after(y)), state
+    def mix(self, x: Float[Array, "*rows width"], state: dict, rows: Rows, *rest) -> tuple[Array, dict]:
+        y, state = self.attn.mix(self.attn_norm(x), state, rows, *rest)
+        x = x + self.attn_after(y)
+        return x + self.mlp_after(self.mlp(self.mlp_norm(x))), state
 
 
 class GatedShortConvolution(Layer):
@@ -206,10 +201,9 @@ def lfm3(config: ModelConfig, precision: Precision) -> CausalLM:
     outer, init = outer_options(options, precision, 128000, tied=True, pad=124893)
     eps = options.number("norm_eps", 1e-5, least=0)
     eps = options.number("rms_norm_eps", eps, least=0)  # another name, which counts where a config has both
-    usual = {0: SLIDING, 2: SOFTMAX}
-    kinds = layer_kinds(
-        options, ("layer_types",), layers, [usual.get(i % 4 if i else 1, CONV) for i in range(layers)], LFM3_KINDS
-    )
+    period = (SLIDING, CONV, SOFTMAX, CONV)
+    usual = [CONV, *(period[layer % 4] for layer in range(1, layers))]
+    kinds = layer_kinds(options, ("layer_types",), layers, usual, LFM3_KINDS)
     attention = [kind for kind in LFM3_ROPE if kind in kinds]
     ropes = rotations(options, attention, LFM3_ROPE, 1e6, 128000)
     sizes = attention_sizes(options, width, heads=16, kv_heads=4, head_width=128)
@@ -231,9 +225,11 @@ def lfm3(config: ModelConfig, precision: Precision) -> CausalLM:
         own = dict(window=window if kind == SLIDING else None)
         return softmax_attention(width, sizes, ropes[kind], init, precision, **own, **more)
 
-    def block(kind: str) -> SandwichBlock:
-        after = norm if has_after else lambda: None
-        return SandwichBlock(norm(), mixer(kind), after(), norm(), SwiGLU(width, inside, **common), after())
+    def block(kind: str) -> Block:
+        mlp = SwiGLU(width, inside, **common)
+        if not has_after:
+            return Block(norm(), mixer(kind), norm(), mlp)
+        return SandwichBlock(norm(), mixer(kind), norm(), norm(), mlp, norm())
 
     named = ("self_attn", NORMED_ATTENTION | {"head_gate": "gate_proj"})
     outer_rules = outer_names(norm="model.embedding_norm", attn_norm="operator_norm", mlp_norm="ffn_norm")

@@ -171,11 +171,9 @@ def rotation(
     share = options.number("partial_rotary_factor", 1.0 if partial is None else partial, optional=True)
     share = 1.0 if share is None else share
     share = partial if is_fixed and partial is not None else share
-    given, older = options.take("rope_parameters", None), options.take("rope_scaling", None)
-    key = "rope_scaling" if older else "rope_parameters"
-    value = older or given
+    key, value = given_parameters(options)
     inner = options.part(key, {} if value is None else value, read=KINDS_INSIDE)
-    found = of_parameters(options, inner, key, base, share, partial, ignored)
+    found = of_parameters(options, options, key, inner, base, share, partial, ignored)
     if found.kind not in WITH_LENGTHS:
         options.ignore("original_max_position_embeddings")
         return found
@@ -192,13 +190,12 @@ def rotations(
     """Return the rotary positions of each kind of layers, from the part of rope_parameters with its name.
 
     usual: rope_parameters of a config without them. theta: of a part without rope_theta, where the config has none either.
-    positions: max_position_embeddings of a config without it. A part of rope_type "default" rotates all channels. `truncate`
-    counts beside the parts alone. Raises UnsupportedOption if a kind has no part.
+    positions: max_position_embeddings of a config without it. A part of rope_type "default" rotates all channels, whatever its
+    partial_rotary_factor. `truncate` is read beside the parts, not within them. Raises UnsupportedOption if a kind has no part.
     """
     base = options.number("rope_theta", theta, optional=True, above=0)
     share = options.number("partial_rotary_factor", 1.0, optional=True)
-    given, older = options.take("rope_parameters", None), options.take("rope_scaling", None)
-    key, given = ("rope_scaling", older) if older else ("rope_parameters", given)
+    key, given = given_parameters(options)
     longest = options.integer("max_position_embeddings", positions)
     options.ignore("original_max_position_embeddings")  # the parts have their own
     parts, found = options.part(key, usual if given is None else given, read=frozenset({*kinds, "truncate"})), {}
@@ -206,7 +203,7 @@ def rotations(
     for kind in kinds:
         value = parts.take(kind, None)
         inner = parts.part(kind, value | shared if isinstance(value, dict) else value, read=KINDS_INSIDE)
-        rope = of_parameters(options, inner, kind, base, 1.0 if share is None else share, None, ())
+        rope = of_parameters(options, parts, kind, inner, base, 1.0 if share is None else share, None, ())
         if rope.kind in WITH_LENGTHS:
             original = inner.integer("original_max_position_embeddings", longest)
             rope = dataclasses.replace(rope, original=original, ratio=longest / original)
@@ -215,27 +212,34 @@ def rotations(
     return found
 
 
+def given_parameters(options: Options) -> tuple[str, Any]:
+    """Return (the name of the option that holds the parameters of rotary positions, its value or None)."""
+    given, older = options.take("rope_parameters", None), options.take("rope_scaling", None)
+    return ("rope_scaling", older) if older else ("rope_parameters", given)
+
+
 def of_parameters(
     options: Options,
-    inner: Options,
+    holder: Options,
     key: str,
+    inner: Options,
     base: float | None,
     share: float,
     partial: float | None,
     ignored: tuple[str, ...],
 ) -> Rope:
-    """Return rotary positions without their lengths from the options `inner`, the value of `key`.
+    """Return rotary positions without their lengths from `inner`, which `holder` has under `key`.
 
-    base, share: where `inner` has none. partial, ignored: as `rotation` has them.
+    base, share: of `options`, where `inner` has none. partial, ignored: as `rotation` has them.
     """
     kind = inner.take("rope_type", inner.take("type", "default"))
     if not isinstance(kind, str) or kind not in REQUIRED_INSIDE:
         known = ", ".join(map(repr, REQUIRED_INSIDE))
-        raise (inner.outer or options).unsupported(key, f"rope_type must be one of {known}, got {kind!r}")
+        raise holder.unsupported(key, f"rope_type must be one of {known}, got {kind!r}")
     if missing := [name for name in REQUIRED_INSIDE[kind] if name not in inner.values]:
-        raise (inner.outer or options).unsupported(key, f"rope_type {kind!r} must come with {', '.join(missing)}")
+        raise holder.unsupported(key, f"rope_type {kind!r} must come with {', '.join(missing)}")
     base = inner.number("rope_theta", base, optional=True, above=0)
-    is_read = partial is not None or kind == "proportional"
+    is_read = partial is not None or kind == "proportional"  # whether the share counts
     given = inner.number("partial_rotary_factor", share, optional=kind == "default" and not is_read)
     share = 1.0 if given is None else given
     inner.ignore(*READ_INSIDE, *ignored)
@@ -247,7 +251,7 @@ def of_parameters(
     if is_read and not (0 < share <= 1 or (kind == "proportional" and share == 0)):
         raise ValueError(f"{partial_key} in config.json must be above 0 and at most 1, got {share!r}")
     if not is_read and kind != "default" and share != 1:
-        holder = inner if "partial_rotary_factor" in inner.values else options
-        raise holder.unsupported("partial_rotary_factor", f"with rope_type {kind!r} it must be 1")
+        named = inner if "partial_rotary_factor" in inner.values else options
+        raise named.unsupported("partial_rotary_factor", f"with rope_type {kind!r} it must be 1")
     found = Rope(base, share if is_read else 1.0, theta_key, partial_key)
     return found if kind == "default" else dataclasses.replace(found, kind=kind, inner=inner)

@@ -112,7 +112,7 @@ class Attention(Layer):
         return dict(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype), length=jnp.zeros(batch, jnp.int32))
 
     def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
-        gate = None if self.head_gate is None else jax.nn.sigmoid(self.head_gate(x))
+        gate = None if self.head_gate is None else self.head_gate(x)
         return self.attend(self.query(x), self.key(x), self.value(x), state, rows, gate)
 
     def attend(
@@ -122,8 +122,10 @@ class Attention(Layer):
         applied here. Models that change these projections call it.
 
         q: [*rows, num_heads * head_width], or twice as wide if gated. k, v: [*rows, num_kv_heads * head_width]. state, rows: as
-        in `glax.nn.layer.Layer.mix`. head_gate: [*rows, num_heads], multiplies each head's output.
+        in `glax.nn.layer.Layer.mix`. head_gate: W_h x [*rows, num_heads], needed if head_gated, else None.
         """
+        if (head_gate is None) != (self.head_gate is None):
+            raise ValueError("head_gate must be given where the layer has head_gated=True, and nowhere else")
         if self.norm_whole:
             q, k = self.normalized(q, k)
         q, k, v = by_head(q, self.num_heads), by_head(k, self.num_kv_heads), by_head(v, self.num_kv_heads)
@@ -135,7 +137,7 @@ class Attention(Layer):
             q, k = (rotate(y, place, self.rotation, rows.last_positions) for y in (q, k))
         o, cache = rows.attend(q, k, v, state, self.window, self.scale)
         o = o if gate is None else o * jax.nn.sigmoid(gate)
-        o = o if head_gate is None else o * head_gate[..., None]
+        o = o if head_gate is None else o * jax.nn.sigmoid(head_gate)[..., None]
         return self.output(merged(o)), cache
 
     def normalized(self, q: Array, k: Array) -> tuple[Array, Array]:

@@ -38,7 +38,8 @@ from glax.nn.automatic import first_array
 from glax.server.request import GREEDY, MOST_LOGPROBS, Request
 from glax.serving import PrefixStore
 
-FEWEST_PIECES, BLOCK = 8, 128
+FEWEST_PIECES = 8
+BLOCK = 128  # the tokens of a stored block of a prefix, by default
 FEW = 256  # up to so many tokens are read by a smaller program
 
 
@@ -54,7 +55,7 @@ def on_axes_of(arrays, f, *operands, spec_of_found: P | None = None):
 def spec_of_logits(model: CausalLM) -> P:
     """Return the PartitionSpec of logits [C, V], whose vocabulary lies as the head's does. For logits that are whole on every
     device, XLA would gather the head."""
-    spec = spec_of(model.head_kernel)
+    spec = spec_of(model.head_kernel)  # whatever the head is: tied, with LoRA, or of its own
     return P(None, spec[1] if len(spec) > 1 else None)
 
 
@@ -251,13 +252,13 @@ class Slots:
 
     most_slots: the slots that pools have, unless state_bytes leaves fewer. max_length: the most tokens of a request.
     state_bytes: the most bytes of the pools, None for no limit: the longer the requests, the fewer slots. room: the tokens of a
-    request for which a slot of the pools has room. grows: whether a slot has more bytes with more room. piece: the
-    tokens of a prompt that a round reads at most where prefixes are stored, a block of these.
+    request for which a slot of the pools has room. grows: whether a slot has more bytes with more room. block: the
+    tokens of a stored block of a prefix. Where prefixes are stored, a round reads at most so many of one prompt.
     """
 
-    def __init__(self, model: CausalLM, most_slots: int, max_length: int, state_bytes: int | None, piece: int = BLOCK):
+    def __init__(self, model: CausalLM, most_slots: int, max_length: int, state_bytes: int | None, block: int = BLOCK):
         self.model, self.most_slots, self.max_length, self.state_bytes = model, most_slots, max_length, state_bytes
-        self.piece = piece
+        self.block = block
         self.structure, self.parameters = Structure.of(model)
         placed = getattr(first_array(model), "sharding", None)
         self.num_devices = 1 if placed is None else len(placed.device_set)
@@ -418,7 +419,7 @@ class Slots:
     def most_pieces(self, size: int, room: int) -> int:
         """Return the most pieces of prompts that a read of `size` tokens takes in pools with this room: those that fill it, and
         at least FEWEST_PIECES, but one for each slot at most. Each has its states gathered."""
-        return min(max(FEWEST_PIECES, size // self.piece), self.capacity_with(room))
+        return min(max(FEWEST_PIECES, size // self.block), self.capacity_with(room))
 
     def packed(self, size: int, pieces: Sequence[tuple[int, np.ndarray, bool]], room: int) -> tuple[np.ndarray, ...]:
         """Return the tokens, the slots and the boundaries that the program `read` takes for pieces of prompts, in pools with this

@@ -968,9 +968,9 @@ def test_few_tokens_are_read_by_a_program_for_few(monkeypatch):
 def test_a_read_gathers_no_more_states_than_there_are_slots():
     model = model_of("llama")
     one = Slots(model, 1, 64, None)
-    held = Slots(model, 20, 64, 3 * one.slot_bytes(64), piece=8)
+    held = Slots(model, 20, 64, 3 * one.slot_bytes(64), block=8)
     assert held.capacity_with(64) == 3 and len(held.packed(80, (), 64)[1]) == 3
-    assert len(Slots(model, 20, 64, None, piece=8).packed(80, (), 64)[1]) == 10
+    assert len(Slots(model, 20, 64, None, block=8).packed(80, (), 64)[1]) == 10
 
 
 @pytest.mark.parametrize(

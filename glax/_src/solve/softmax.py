@@ -1,7 +1,8 @@
 """Choose the kernels that run softmax attention and its gradient, and insert them into the program.
 
-Each has two: Triton's for GPUs of NVIDIA, which is chosen wherever it is able, and XLA's, in one of three forms: `whole`,
-`in_blocks` and `by_sequence`. So has a step over caches, with one form, whose gradient is XLA's.
+Attention and its gradient each have two implementations: Triton's for GPUs of NVIDIA, which is chosen wherever it is able, and
+XLA's, in one of three forms: `whole`, `in_blocks` and `by_sequence`. A step over caches has two as well, XLA's in one form. The
+gradient of a step is always XLA's.
 """
 
 import dataclasses

@@ -110,11 +110,13 @@ def gradient_config(operands: SoftmaxOperands) -> SoftmaxGradientConfig:
 
 def step_config(operands: StepOperands, value_width: int) -> SoftmaxStepConfig:
     """Return the sizes of a step. Keys are cut into as many parts as let all programs run at the same time, with at least
-    PART_KEYS rows of the cache for each: two to a multiprocessor that has memory for both, with at most 32 rows, and else one.
+    PART_KEYS rows of the cache for each. A multiprocessor runs two programs of at most 32 heads of q if it has memory for both
+    and values are at most 256 wide, and else one.
 
     A block has 32 keys, or 16 where 32 would take more than 40 KB. A program has up to 64 heads of q, 32 on GPUs without large
-    tiles, and 16 in float32, of which its registers hold no more. Values wider than 256 columns leave registers for 16 as well;
-    with 64 on GPUs with large tiles, products read keys of two bytes from shared memory.
+    tiles, and 16 in float32, of which its registers hold no more. Values wider than 256 columns leave registers for 16 as well,
+    but on GPUs with large tiles it has 64 where more than 16 read one head of k: products then read keys of two bytes from shared
+    memory.
     """
     q, k = operands.q, operands.k
     group, columns = q.shape[2] // k.shape[2], k.shape[3] + (0 if operands.v is None else value_width)
@@ -128,13 +130,13 @@ def step_config(operands: StepOperands, value_width: int) -> SoftmaxStepConfig:
     if width(value_width) > 256:
         from_shared_memory = group > 16 and k.dtype.itemsize == 2 and has_large_tiles()
         return sizes(64 if from_shared_memory else 16, 1, 8, 3)
-    two = 1 if has_little_memory() else 2
+    most_beside = 1 if has_little_memory() else 2
     if q.dtype == "float32":
-        return sizes(16, two, 8, 3)
+        return sizes(16, most_beside, 8, 3)
     if group <= 16:
-        return sizes(16, two, 4, 4 if has_large_tiles() else 3)
+        return sizes(16, most_beside, 4, 4 if has_large_tiles() else 3)
     rows = min(width(group), 64 if has_large_tiles() else 32)
-    return sizes(rows, two if rows == 32 else 1, 8, 3)
+    return sizes(rows, most_beside if rows == 32 else 1, 8, 3)
 
 
 def shape_refusal(sizes, got: str) -> str | None:

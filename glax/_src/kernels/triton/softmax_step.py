@@ -2,10 +2,11 @@
 
     s_i = scale q . k_i,  first <= i <= last        L = log2 sum_i e^{s_i}        o = sum_i e^{s_i} v_i / 2^L
 
-A program has one head of k of one sequence, up to ROWS of the GROUP heads of q that read it as the rows of its products, and one
-of PARTS parts of the keys first to last, each of as many blocks of C keys; the last may be shorter, or empty. It reads a block at
-a time, and no other row of the caches. With several parts their outputs are added by XLA, weighted by 2^L. Scores and sums are
-float32; exponentials are powers of two. Weights are rounded to q's dtype, as the rows of the caches are.
+A program has one head of k of one sequence, up to ROWS of the GROUP heads of q that read it as the rows of its products, and
+one of PARTS parts of the keys first to last. All parts have equally many blocks of C keys, but those at the end may be shorter
+or empty. It reads a block at a time, and no other row of the caches. With several parts their outputs are added by XLA,
+weighted by 2^L. Scores and sums are float32; exponentials are powers of two. Weights are rounded to q's dtype, as the rows of
+the caches are.
 
 Without an array of values, the first V channels of a key are its value, and the key is read once.
 

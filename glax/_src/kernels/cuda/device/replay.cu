@@ -73,8 +73,8 @@ struct Staged {
   // The new token, and what it reads S_0 with.
   float q[K], k[K], e[ERASES ? K : 1], along[ALONG >= 0 ? K : 1];
   float q_decayed[K], e_decayed[ERASES ? K : 1];
-  float gate[K];                          // its log decays
-  alignas(16) float column_gate[COLUMNS];
+  float gate[K];  // its log decays
+  alignas(16) float column_gate[COLUMNS];  // the same, by columns
   alignas(16) float v[COLUMNS], y[COLUMNS];  // u_t, and y_t
   // Tokens of the ring, decayed.
   float keys[TERMS][TOKENS][K];

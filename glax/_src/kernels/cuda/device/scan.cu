@@ -24,7 +24,7 @@ constexpr bool STORES = STATES != POOL_READ;
 constexpr int STORED = STATES == APART ? FLOAT32 : (STATE < 0 ? 0 : STATE);
 
 // What the threads of a block share of TOKENS tokens. `erased` comes first, at a multiple of 16 bytes, because the compiler reads a
-// thread's columns 16 bytes at a time: at another offset such an access reached beyond them, into sums of the next token, which a
+// thread's columns 16 bytes at a time: at another offset such an access reached beyond them, into those of the next token, which a
 // warp that is ahead may be writing.
 struct Staged {
   float erased[ERASES ? 2 : 1][WARPS][ERASES ? COLUMNS : 1];  // of S_bar^T e over the rows of each warp, for even and odd tokens
