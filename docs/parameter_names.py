@@ -31,6 +31,10 @@ QWEN = ATTENTION | dict(
 QWEN_MOE = QWEN | dict(
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, shared_expert_intermediate_size=12
 )
+QWEN4 = QWEN_MOE | dict(
+    hc_count=2, hc_lowrank=4, indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8,
+    indexer_compress_ratio=2, ple_layer_ids=[1], heads_per_ngram=2, ngram_vocab_size_base=19, split_ngram_parts=2, eos_token_id=0,
+)  # fmt: skip
 MODELS = {
     "gla": FLA | dict(use_short_conv=True),
     "retnet": FLA,
@@ -93,6 +97,8 @@ MODELS = {
     "qwen3_5": dict(text_config=SIZES | QWEN),
     "qwen3_5_moe": dict(text_config=SIZES | QWEN_MOE),
     "qwen3_next": SIZES | QWEN_MOE,
+    "qwen4_exp_text": SIZES | QWEN4,
+    "qwen4_exp": dict(text_config=SIZES | QWEN4),
     "xlstm": SIZES | dict(num_heads=2),
 }  # fmt: skip
 

@@ -36,6 +36,7 @@ from glax.models import (
     olmo_hybrid,
     qwen3_5,
     qwen3_next,
+    qwen4_exp,
     rwkv7,
     xlstm,
     zamba2,
@@ -52,7 +53,7 @@ logger = logging.getLogger(__name__)
 # Buffers of rotary positions, which older versions stored and the config determines.
 ROTARY = r"(^|\.)(inv_freq|cos_cached|sin_cached)$"
 # Bounds several times beyond what is published, so that a wrong number in a config is an error and not an allocation.
-MOST_PARAMETERS, MOST_ELEMENTS = 2**43, 2**35
+MOST_PARAMETERS, MOST_ELEMENTS = 2**43, 2**38
 SHOWN = 2**28  # bytes from which on a person sees the progress of loading
 COMPARED = 1024  # rows that are compared together
 
@@ -92,6 +93,8 @@ MODEL_TYPES: dict[str, Callable[[ModelConfig, Precision], CausalLM]] = {
     "qwen3_5_moe_text": qwen3_5.qwen3_5,
     "qwen3_5_text": qwen3_5.qwen3_5,
     "qwen3_next": qwen3_next.qwen3_next,
+    "qwen4_exp": qwen4_exp.qwen4_exp,
+    "qwen4_exp_text": qwen4_exp.qwen4_exp,
     "retnet": fla.retnet,
     "rwkv6": fla.rwkv6,
     "rwkv7": rwkv7.rwkv7,
@@ -336,9 +339,10 @@ def load_into(model: CausalLM, weights: Weights, chosen: list[Chosen], placement
     loaded = []
     with progress(weights.folder, sum(size_of(param) for _, param, _, _ in chosen)) as advance:
         for path, param, name, from_checkpoint in chosen:
-            rows = param.shape[1:] if "*" in name else param.shape
+            shape = param.shape[1:] if "*" in name else param.shape
+            last = model.names.rows_of_last(name, param)
             value = placed(
-                layered(weights, stored_names(name, param), rows, from_checkpoint),
+                layered(weights, stored_names(name, param), shape, from_checkpoint, last),
                 param.shape,
                 param.dtype,
                 None if placement is None else placement.sharding(path, param),
@@ -401,21 +405,27 @@ def joined_sizes(model: CausalLM) -> list[dict[str, int]]:
 
 
 def layered(
-    weights: Weights, names: list[str], shape: tuple[int, ...], back: Callable[[np.ndarray], np.ndarray]
+    weights: Weights,
+    names: list[str],
+    shape: tuple[int, ...],
+    back: Callable[[np.ndarray], np.ndarray],
+    last: int | None = None,
 ) -> Iterator[np.ndarray]:
-    """Yield tensors in glax's layout, one at a time. Raises ValueError for one of another shape."""
+    """Yield tensors in glax's layout, one at a time. Raises ValueError for one of another shape. last: the rows of the last
+    tensor, behind which zeros stand, if it may have fewer."""
     for name in names:
         stored = weights.read(name)
         try:
             row = back(stored)
         except (IndexError, ValueError):  # it has too few axes
             row = None
-        if row is None or row.shape != shape:
+        own = shape if last is None or name != names[-1] else (last, *shape[1:])
+        if row is None or row.shape != own:
             raise ValueError(
-                f"{name} in {weights.file(name)} must have the shape that gives {shape} here, as its config says, "
+                f"{name} in {weights.file(name)} must have the shape that gives {own} here, as its config says, "
                 f"got {stored.shape}"
             )
-        yield row
+        yield row if own == shape else np.pad(row, [(0, shape[0] - own[0]), *[(0, 0)] * (row.ndim - 1)])
 
 
 def check_tied(model: CausalLM, weights: Weights):

@@ -92,10 +92,11 @@ class CausalLM(nnx.Module):
     padding:   a token whose embedding gets no gradient as an input, as in the models' own code, or None.
     logit_cap: c of logits c tanh(z / c), or None.
 
-    `folder` is the folder that the model was loaded from, or None. A subclass may override four methods. embed(tokens) returns
-    the activations that the first block reads. arguments(layer) returns a tuple of what that block's `mix` takes behind x, state
-    and rows; layer is its number, from 0. through(x, states, rows) returns the activations after all blocks, and the new states,
-    a list with one for each block. before_head(x) returns what the head multiplies, from the activations after the norm.
+    `folder` is the folder that the model was loaded from, or None. A subclass may override five methods. embed(tokens) returns
+    the embedding's activations, and begin(tokens, rows) what the first block reads. arguments(layer) returns a tuple of what that
+    block's `mix` takes behind x, state and rows; layer is its number, from 0. through(x, states, rows) returns the activations
+    after all blocks, and the new states, a list with one for each block. before_head(x) returns what the head multiplies, from
+    the activations after the norm.
 
     Methods raise TypeError or ValueError for tokens of another shape or dtype, and for known tokens that the vocabulary does
     not have.
@@ -204,7 +205,8 @@ class CausalLM(nnx.Module):
         sequence: its logits have no meaning, and no pool changes. Raises TypeError or ValueError, which names the argument.
         """
         tokens = self.checked(tokens, "[B]")
-        x, pools = self.through(self.embed(tokens), pools, token_rows(slots, tokens.shape[0], pools, "pools"))
+        rows = token_rows(slots, tokens.shape[0], pools, "pools")
+        x, pools = self.through(self.begin(tokens, rows), pools, rows)
         return self.logits(self.norm(x)), pools
 
     @automatic(replicated)
@@ -265,7 +267,7 @@ class CausalLM(nnx.Module):
         rows = parallel_rows(tokens.shape, None, segment_ids, pad_id)
         if self.remat is not None or self.patterns is not None:
             rows.settle()
-        x, _ = self.through(self.by_width(rows.without_padding(self.embed(tokens))), [{}] * len(self.blocks), rows)
+        x, _ = self.through(self.begin(tokens, rows), [{}] * len(self.blocks), rows)
         return self.norm(x)
 
     @automatic(rows_of("tokens"), like("states"))
@@ -276,7 +278,8 @@ class CausalLM(nnx.Module):
         """
         tokens = self.checked(tokens, "[B, T]")
         check_memory_of_leaves("states", states)
-        x, states = self.through(self.embed(tokens), states, parallel_rows(tokens.shape, None))
+        rows = parallel_rows(tokens.shape, None)
+        x, states = self.through(self.begin(tokens, rows), states, rows)
         return self.norm(x), states
 
     @automatic(rows_of("tokens"), like("pools"))
@@ -285,8 +288,13 @@ class CausalLM(nnx.Module):
         tokens = self.checked(tokens, "[T]")
         rows = parallel_rows(tokens.shape, cu_seqlens)
         states, slots = from_pool(pools, slots, rows.num_sequences, fresh)
-        x, states = self.through(rows.without_padding(self.embed(tokens)), states, rows)
+        x, states = self.through(self.begin(tokens, rows), states, rows)
         return self.norm(x), into_pool(pools, slots, states)
+
+    def begin(self, tokens: Int[Array, "*rows"], rows: Rows) -> Any:
+        """Return what `through` reads: the embedding's rows [*rows, width], with zeros in those of padding. A model whose blocks
+        read more of the tokens overrides this, and returns a tree of arrays."""
+        return self.by_width(rows.without_padding(self.embed(tokens)))
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows width"]:
         """Return the rows that the first block reads: those of the embedding for `tokens`, in the dtype of activations."""
@@ -296,7 +304,7 @@ class CausalLM(nnx.Module):
             return x
         return jnp.where((tokens == self.padding)[..., None], jax.lax.stop_gradient(x), x)
 
-    def by_width(self, x: Float[Array, "B T width"]) -> Float[Array, "B T width"]:
+    def by_width(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         """Return embedded rows x. In training on a mesh, the axis "fsdp" shards their width here, and not the batch.
 
         The axis "fsdp" also shards the width of the embedding's table, so each device looks up some columns of all rows. The
@@ -310,12 +318,12 @@ class CausalLM(nnx.Module):
         by_width = NamedSharding(self.activations.mesh, PartitionSpec(others, sequence, "fsdp"))
         return jax.lax.with_sharding_constraint(x, by_width)
 
-    def through(self, x: Array, states: list[dict], rows: Rows) -> tuple[Array, list[dict]]:
+    def through(self, x: Any, states: list[dict], rows: Rows) -> tuple[Any, list[dict]]:
         """Return x after all blocks, and the new states, one dict for each block.
 
-        x: what the first block reads, [*rows, width] as `embed` returns it; a model whose blocks pass on more may give a tree of
-        arrays. states: one dict for each block. A model of `patterns`, whose blocks are stacked for training, reads no states and
-        returns []. rows: the `glax.nn.passes.Rows` of x.
+        x: what the first block reads, as `begin` returns it; a model whose blocks pass on more may give a tree of arrays. states:
+        one dict for each block. A model of `patterns`, whose blocks are stacked for training, reads no states and returns [].
+        rows: the `glax.nn.passes.Rows` of x.
         """
         if self.patterns is not None:
             return self.through_patterns(x, self.patterns, rows), []

@@ -117,14 +117,18 @@ def dense_mlp(options: Options, width: int, act: str, common: dict) -> Callable[
     return lambda: SwiGLU(width, inside, activation=act, **common)
 
 
-def sparse_mlp(options: Options, width: int, act: str, common: dict) -> Callable[[], SparseMLP]:
+def sparse_mlp(
+    options: Options, width: int, act: str, common: dict, *, count: int = 256, top_k: int = 8, normalize: bool = True
+) -> Callable[[], SparseMLP]:
+    """Return a function that makes the experts of a layer. count, top_k: num_experts and num_experts_per_tok of a config without
+    them. normalize: whether the weights of a token's experts are divided by their sum."""
     each, shared = (options.integer(f"{name}_intermediate_size", 512) for name in ("moe", "shared_expert"))
-    count = options.integer("num_experts", 256)
-    top_k = experts_per_token(options, 8, "num_experts", count)
+    count = options.integer("num_experts", count)
+    top_k = experts_per_token(options, top_k, "num_experts", count)
 
     def sparse() -> SparseMLP:
         always = SharedExpert(width, SwiGLU(width, shared, activation=act, **common), **common)
-        return SparseMLP(width, each, count, top_k, act=act, shared=always, **common)
+        return SparseMLP(width, each, count, top_k, act=act, normalize=normalize, shared=always, **common)
 
     return sparse
 

@@ -83,13 +83,23 @@ class FusedGatedDeltaNet(Layer):
 
     W_qkvz has the rows of q, k, v and the output's gate z, ordered by head of q and k: each such head is followed by its heads
     of v and z. W_ba has the rows of beta and the step size in the same order. The convolution reads q, k and v of all heads, in
-    this order.
+    this order. act: the activation behind it. gate_act: that of z.
     """
 
     A_range = (0.01, 16.0)  # of the uniform first values of exp(A_log)
 
     def __init__(
-        self, width: int, sizes: DeltaSizes, *, act: str, norm_eps: float, kernel_init, dtype, param_dtype, rngs
+        self,
+        width: int,
+        sizes: DeltaSizes,
+        *,
+        act: str,
+        gate_act: str = "silu",
+        norm_eps: float,
+        kernel_init,
+        dtype,
+        param_dtype,
+        rngs,
     ):
         self.width, self.sizes, self.recurrence = width, sizes, recurrent
         options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
@@ -98,7 +108,7 @@ class FusedGatedDeltaNet(Layer):
         self.conv = ShortConvolution(2 * sizes.keys + sizes.values, sizes.conv_size, **conv, **options)
         self.A_log = parameter(initial_A_log(rngs, sizes.num_heads, self.A_range).astype(param_dtype), HEADS)
         self.dt_bias = parameter(jnp.ones(sizes.num_heads, param_dtype), HEADS)
-        self.norm = RMSNormGated(sizes.value_width, epsilon=norm_eps, param_dtype=param_dtype)
+        self.norm = RMSNormGated(sizes.value_width, gate_fn=gate_act, epsilon=norm_eps, param_dtype=param_dtype)
         self.output = linear(sizes.values, width, (HEADS, EMBED), kernel_init=kernel_init, **options)
 
     def make_projections(self, **options):

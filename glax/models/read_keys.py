@@ -295,6 +295,21 @@ READ_WORDS = {
         output_router_logits pad_token_id partial_rotary_factor rms_norm_eps rope_theta router_aux_loss_coef
         shared_expert_intermediate_size vision_aspect_ratio vision_feature_layer vision_feature_select_strategy
     """,
+    "qwen4_exp": """
+        quantization_config rope_parameters sub_configs text_config tie_word_embeddings
+    """,
+    "qwen4_exp_text": """
+        @transformers attention_bias attention_dropout default_rope_type eos_token_id hc_count hc_lowrank head_dim
+        heads_per_ngram hidden_act ignore_keys_at_rope_validation indexer_budget indexer_compress_ratio
+        indexer_head_dim indexer_kv_heads indexer_n_heads intermediate_size is_causal kv_sharing_modes layer_types
+        linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim
+        make_ngram_vocab_size_divisible_by max_position_embeddings moe_intermediate_size ngram_size
+        ngram_vocab_size_base norm_topk_prob num_attention_heads num_experts num_experts_per_tok num_hidden_layers
+        num_key_value_heads number_of_conv_states original_max_position_embeddings output_attentions output_gate_type
+        output_router_logits pad_token_id partial_rotary_factor ple_conv_kernel_size ple_embed_dim ple_layer_ids
+        rms_norm_eps rope_theta router_aux_loss_coef seed shared_expert_intermediate_size vision_aspect_ratio
+        vision_feature_layer vision_feature_select_strategy
+    """,
     "retnet": """
         @fla attn_mode attnres_block_size elementwise_affine expand_k expand_v feature_map fuse_swiglu num_heads
         num_kv_heads use_output_gate

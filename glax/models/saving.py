@@ -10,6 +10,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -184,15 +185,19 @@ def stored_tensors(model: CausalLM) -> dict[str, Stored]:
     tensors = {name: Stored.of(np.asarray(value)) for name, value in model.derived_tensors().items()}
     for path, value in values.items():
         name, (_, to, _) = checkpoint_name(model, path)
-        rows = [*enumerate(stored_names(name, value))] if "*" in name else [(slice(None), name)]
+        rows: list[tuple[Any, str]] = [(..., name)]
+        if "*" in name:
+            rows = [*enumerate(stored_names(name, value))]
+            if (last := model.names.rows_of_last(name, value)) is not None:
+                rows[-1] = (len(rows) - 1, slice(last)), rows[-1][1]
         for row, one in rows:
             tensors[one] = Stored(value.nbytes // len(rows), functools.partial(to_host, value, row, to))
     return tensors
 
 
-def to_host(value: jax.Array, row: int | slice, to: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Return a parameter, or one row of it, as the checkpoint has it."""
-    part = value if isinstance(row, slice) else value[row]
+def to_host(value: jax.Array, row: Any, to: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Return a part of a parameter as the checkpoint has it. row: its index, `...` for all."""
+    part = value if row is ... else value[row]
     return np.ascontiguousarray(to(np.asarray(jax.device_get(part))))
 
 

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from glax.nn.arguments import checked
+from glax.nn.choice import Choice
 from glax.nn.layer import Layer
 from glax.nn.norms import RMSNorm
 from glax.nn.parts import EMBED, HEADS, by_head, check_divides, check_sizes, linear, merged
@@ -116,13 +117,21 @@ class Attention(Layer):
         return self.attend(self.query(x), self.key(x), self.value(x), state, rows, gate)
 
     def attend(
-        self, q: Array, k: Array, v: Array, state: State, rows: Rows, head_gate: Array | None = None
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        state: State,
+        rows: Rows,
+        head_gate: Array | None = None,
+        choice: Choice | None = None,
     ) -> tuple[Array, State]:
         """Return y and the new state from W_q x, W_k x and W_v x, which are merged over heads: norms, rotation, gate and W_o are
         applied here. Models that change these projections call it.
 
         q: [*rows, num_heads * head_width], or twice as wide if gated. k, v: [*rows, num_kv_heads * head_width]. state, rows: as
-        in `glax.nn.layer.Layer.mix`. head_gate: W_h x [*rows, num_heads], needed if head_gated, else None.
+        in `glax.nn.layer.Layer.mix`. head_gate: W_h x [*rows, num_heads], needed if head_gated, else None. choice: how rows
+        choose the keys that they read; all if None.
         """
         if (head_gate is None) != (self.head_gate is None):
             raise ValueError("head_gate must be given where the layer has head_gated=True, and nowhere else")
@@ -135,7 +144,7 @@ class Attention(Layer):
         if self.rotation is not None:
             place, _ = rows.positions(state.get("length"))
             q, k = (rotate(y, place, self.rotation, rows.last_positions) for y in (q, k))
-        o, cache = rows.attend(q, k, v, state, self.window, self.scale)
+        o, cache = rows.attend(q, k, v, state, self.window, self.scale, choice=choice)
         o = o if gate is None else o * jax.nn.sigmoid(gate)
         o = o if head_gate is None else o * jax.nn.sigmoid(head_gate)[..., None]
         return self.output(merged(o)), cache

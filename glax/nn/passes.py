@@ -23,6 +23,7 @@ from glax._src.kernels.common.softmax import Intervals
 from glax._src.serving.decode_step import recurrent_step
 from glax._src.serving.state_pool import put, take
 from glax._src.solve.softmax import attend_by_sequence, attend_in_blocks, attend_step, attend_whole
+from glax.nn.choice import Choice
 
 State = Mapping[str, Array]
 Entry = Any  # an array of a State, or None for zeros; one token of each sequence always comes with arrays
@@ -49,6 +50,10 @@ class Rows(Protocol):
         """
         ...
 
+    def without_padding(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        """Return x with zeros in the rows of padding."""
+        ...
+
     def positions(self, state: Entry) -> tuple[Int[Array, "*rows"], Array]:
         """Return the number of tokens before each row in its sequence, and the new state. state: [N], the number of tokens read
         before."""
@@ -73,13 +78,15 @@ class Rows(Protocol):
         scale: float | None,
         stored: Array | None = None,
         expanded: Callable[[Array], tuple[Array, Array]] | None = None,
+        choice: Choice | None = None,
     ) -> tuple[Array, State]:
         """Return causal softmax attention of q [*rows, Hq, D] over k and v [*rows, Hk, D] and the cached rows before them, and
         the new cache.
 
         stored: what a new cache holds in place of k and v, [*rows, H, E]. A cache without values stands for one whose values are
         the first channels of its keys, as many as v has. expanded: (its rows) -> (k, v), for a cache whose rows are neither. k
-        and v are then both the rows to store. `Step` reads such a cache as it is, whatever `expanded` is.
+        and v are then both the rows to store. `Step` reads such a cache as it is, whatever `expanded` is. choice: how each row
+        chooses the keys that it reads, for a cache that also has an array "index", and without a window; all if None.
         """
         ...
 
@@ -225,36 +232,49 @@ class Parallel:
         return math.prod(self.shape) // max(self.num_sequences, 1)
 
     def attend(
-        self, q, k, v, cache: State, window: int | None, scale: float | None, stored=None, expanded=None
+        self, q, k, v, cache: State, window: int | None, scale: float | None, stored=None, expanded=None, choice=None
     ) -> tuple[Array, State]:
         self.check_states(cache.get("key"))
         content = dict(key=k, value=v) if stored is None else dict(key=stored)
+        content |= {} if choice is None else dict(index=choice.key[..., None, :])
         if expanded is None:
             expanded = functools.partial(values_within, width=v.shape[-1])
         if self.cu_seqlens is not None:
-            return self.packed_attend(q, k, v, cache, window, scale, content, expanded)
+            return self.packed_attend(q, k, v, cache, window, scale, content, expanded, choice)
         if cache:
-            return self.attend_to_cache(q, k, v, cache, window, scale, expanded)
+            return self.attend_to_cache(q, content, cache, window, scale, expanded, choice)
         rows = jnp.broadcast_to(jnp.arange(q.shape[1])[None], q.shape[:2])
         if self.segment_ids is None:
+            begin, attend, seen = jnp.zeros_like(rows), attend_whole, intervals(jnp.zeros_like(rows), rows, window)
             new = content | dict(length=jnp.full(q.shape[0], q.shape[1], jnp.int32))
-            return attend_whole(q, k, v, intervals(jnp.zeros_like(rows), rows, window), scale), new
-        seen = intervals(self.segments.begin, jnp.where(self.segments.is_token, rows, -1), window)
-        return attend_in_blocks(q, k, v, seen, scale), self.segments.cache(content)
+        else:
+            begin, attend, new = self.segments.begin, attend_in_blocks, self.segments.cache(content)
+            seen = intervals(begin, jnp.where(self.segments.is_token, rows, -1), window)
+        all_seen = functools.partial(attend, q, k, v, seen, scale)
+        if choice is None:
+            return all_seen(), new
+        return choice.attend(all_seen, q, k, v, content["index"], seen, scale, begin), new
 
-    def attend_to_cache(self, q, k, v, cache: State, window, scale, expanded: Callable) -> tuple[Array, State]:
+    def attend_to_cache(
+        self, q, content: State, cache: State, window, scale, expanded: Callable, choice: Choice | None
+    ) -> tuple[Array, State]:
         if self.segment_ids is not None:
             raise ValueError("segment_ids and the cache of softmax attention exclude each other: pack with cu_seqlens")
         L, T = cache["key"].shape[1], q.shape[1]
         check_room(cache["length"], T, L)
         place, length = self.positions(cache["length"])
         at = (jnp.broadcast_to(jnp.arange(q.shape[0])[:, None], place.shape), place)
-        cache = extended(cache, at, k, v, length)
-        seen = intervals(jnp.zeros_like(place), place, window)
-        return nan_unless(place < L, attend_in_blocks(q, *cached(cache, expanded), seen, scale)), cache
+        cache = extended(cache, at, content, length)
+        seen, (keys, values) = intervals(jnp.zeros_like(place), place, window), cached(cache, expanded)
+        all_seen = functools.partial(attend_in_blocks, q, keys, values, seen, scale)
+        if choice is None:
+            return nan_unless(place < L, all_seen()), cache
+        begin = jnp.zeros((q.shape[0], L), jnp.int32)
+        o = choice.attend(all_seen, q, keys, values, cache["index"], seen, scale, begin)
+        return nan_unless(place < L, o), cache
 
     def packed_attend(
-        self, q, k, v, cache: State, window, scale, content: State, expanded: Callable
+        self, q, k, v, cache: State, window, scale, content: State, expanded: Callable, choice: Choice | None
     ) -> tuple[Array, State]:
         shape = q.shape
         q, k, v = (x.reshape(1, -1, *x.shape[-2:]) for x in (q, k, v))
@@ -262,17 +282,26 @@ class Parallel:
         is_token = rows < self.cuts[-1]
         if not cache:
             seen = intervals(self.cuts[own], jnp.where(is_token, rows, -1), window)
-            o = attend_in_blocks(q, k, v, Intervals(seen.first[None], seen.last[None]), scale)
+            seen = Intervals(seen.first[None], seen.last[None])
+            all_seen = functools.partial(attend_in_blocks, q, k, v, seen, scale)
+            if choice is None:
+                o = all_seen()
+            else:
+                index = content["index"].reshape(1, *k.shape[1:2], 1, -1)
+                o = choice.attend(all_seen, q, k, v, index, seen, scale, self.cuts[own][None])
             return o.reshape(*shape[:-1], o.shape[-1]), self.packed_cache(content)
         N, L = cache["key"].shape[:2]
         check_room(cache["length"], jnp.diff(self.cuts), L)
         place, length = self.positions(cache["length"])
         place = jnp.where(is_token, place.reshape(-1), L)  # out of bounds: dropped
-        cache = extended(cache, (own, place), k[0], v[0], length)
+        flat = {name: x.reshape(-1, *x.shape[-2:]) for name, x in content.items()}
+        cache = extended(cache, (own, place), flat, length)
         seen = intervals(own * L, jnp.where(place < L, own * L + place, -1), window)
         seen = Intervals(seen.first[None], seen.last[None])
         keys, values = (x.reshape(1, N * L, *x.shape[2:]) for x in cached(cache, expanded))
-        o = attend_by_sequence(q, keys, values, seen, scale, self.cuts)
+        all_seen = functools.partial(attend_by_sequence, q, keys, values, seen, scale, self.cuts)
+        at = jnp.where(place < L, place, -1)
+        o = all_seen() if choice is None else choice.attend_to_caches(all_seen, q, cache, at, scale, self.cuts)
         return nan_unless(((place < L) | ~is_token)[None], o).reshape(*shape[:-1], o.shape[-1]), cache
 
     def packed_cache(self, content: State) -> State:
@@ -365,6 +394,9 @@ class Step:
 
     slots: Int[Array, "B"] | None = None
 
+    def without_padding(self, x: Float[Array, "B width"]) -> Float[Array, "B width"]:
+        return x
+
     def recurrent(
         self, recurrence: Callable, q, k, v, state: Entry, step: Callable = recurrent_step, **options
     ) -> tuple[Array, Any]:
@@ -390,17 +422,20 @@ class Step:
         return 1
 
     def attend(
-        self, q, k, v, cache: State, window: int | None, scale: float | None, stored=None, expanded=None
+        self, q, k, v, cache: State, window: int | None, scale: float | None, stored=None, expanded=None, choice=None
     ) -> tuple[Array, State]:
         L = cache["key"].shape[1]
         place, length = self.positions(cache["length"])
         check_room(place, 1, L)  # an unused slot reads a length of 0
         rows = jnp.arange(len(q)) if self.slots is None else self.unused_to_end(self.slots, cache["key"])
         at = (rows, place)
-        cache = extended(cache, at, k, v, length)
+        content = dict(key=k, value=v) | ({} if choice is None else dict(index=choice.key[..., None, :]))
+        cache = extended(cache, at, content, length)
         seen = intervals(jnp.zeros_like(place)[:, None], place[:, None], window)
-        slots = None if self.slots is None else rows
-        o = attend_step(q[:, None], cache["key"], cache.get("value"), seen, scale, width=v.shape[-1], slots=slots)
+        slots, q = None if self.slots is None else rows, q[:, None]
+        more: dict[str, Any] = dict(width=v.shape[-1], slots=slots)
+        all_seen = functools.partial(attend_step, q, cache["key"], cache.get("value"), seen, scale, **more)
+        o = all_seen() if choice is None else choice.step(all_seen, q, cache, rows, place, scale)
         return nan_unless(place < L, o[:, 0]), cache
 
     def read(self, state: Array) -> Array:
@@ -448,10 +483,9 @@ def written(cache: Array, at: tuple[Array, Array], rows: Array) -> Array:
     return cache.at[at].set(rows.astype(cache.dtype), mode="drop")
 
 
-def extended(cache: State, at: tuple[Array, Array], k: Array, v: Array, length: Array) -> State:
-    """Return the cache with rows of k, and of v if it holds values, written to their places."""
-    new = dict(key=k, value=v) if "value" in cache else dict(key=k)
-    return {name: written(cache[name], at, x) for name, x in new.items()} | dict(length=length)
+def extended(cache: State, at: tuple[Array, Array], content: State, length: Array) -> State:
+    """Return the cache with rows of each of its arrays written to their places. content: the rows, and perhaps more."""
+    return {name: written(cache[name], at, x) for name, x in content.items() if name in cache} | dict(length=length)
 
 
 def cached(cache: State, expanded: Callable[[Array], tuple[Array, Array]]) -> tuple[Array, Array]:

@@ -46,6 +46,7 @@ import transformers.models.olmo_hybrid.modeling_olmo_hybrid as olmo_hybrid
 import transformers.models.qwen3_5.modeling_qwen3_5 as qwen3_5
 import transformers.models.qwen3_5_moe.modeling_qwen3_5_moe as qwen3_5_moe
 import transformers.models.qwen3_next.modeling_qwen3_next as qwen3_next
+import transformers.models.qwen4_exp.modeling_qwen4_exp as qwen4_exp
 from fla.layers import KimiDeltaAttention
 from fla.models import (
     CombaConfig,
@@ -135,6 +136,10 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    Qwen4ExpConfig,
+    Qwen4ExpForCausalLM,
+    Qwen4ExpForConditionalGeneration,
+    Qwen4ExpTextConfig,
     Zamba2Config,
     Zamba2ForCausalLM,
     xLSTMConfig,
@@ -143,7 +148,15 @@ from transformers import (
 
 FOLDER = pathlib.Path(__file__).parent / "fixtures"
 VISION = "model.visual."  # tensors of other models in the folder: saved, and nothing here reads them
-DERIVED = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")  # stored, though the config determines them
+DERIVED = (
+    "slope_rate",
+    "query_decay",
+    "key_decay",
+    "diagonal_decay",
+    "layer_multipliers",
+    "ngram_heads_vocab_sizes",
+    "ngram_heads_offsets",
+)  # stored, though the config determines them
 LAYERS = dict(num_hidden_layers=2, vocab_size=32)
 SMALL = LAYERS | dict(hidden_size=16, num_heads=2, intermediate_size=24)
 HGRN = {key: value for key, value in SMALL.items() if key != "num_heads"}
@@ -178,6 +191,10 @@ LARA = {key: value for key, value in QWEN.items() if key not in ("intermediate_s
 EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
 QWEN35 = {key: value for key, value in QWEN.items() if key not in EXPERTS}
 QWEN35_MOE = {key: value for key, value in QWEN.items() if key != "intermediate_size"}
+QWEN4 = QWEN35_MOE | dict(
+    layer_types=["linear_attention", "indexed_attention"], hc_count=3, hc_lowrank=6, ple_layer_ids=[1], ngram_size=3,
+    heads_per_ngram=2, ngram_vocab_size_base=37, make_ngram_vocab_size_divisible_by=8, split_ngram_parts=4, eos_token_id=5,
+    indexer_n_heads=9, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8, indexer_compress_ratio=2)  # fmt: skip
 QWEN35_OPTIONS = dict(
     num_hidden_layers=3,
     layer_types=["full_attention", "linear_attention", "linear_attention"],
@@ -396,6 +413,15 @@ CASES = {
             rope_type="yarn", rope_theta=300.0, factor=4.0, original_max_position_embeddings=16, partial_rotary_factor=0.5))),
     "qwen3_5_moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration, dict(text_config=QWEN35_MOE, vision_config=EYES)),
     "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, QWEN35_MOE | QWEN35_OPTIONS),
+    "qwen4_exp": (Qwen4ExpConfig, Qwen4ExpForConditionalGeneration, dict(text_config=QWEN4, vision_config=EYES)),
+    "qwen4_exp_text": (Qwen4ExpTextConfig, Qwen4ExpForCausalLM, QWEN4 | dict(
+        num_hidden_layers=4, layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        ple_layer_ids=[4, 1], ple_embed_dim=12, ple_conv_kernel_size=2, ngram_size=4, heads_per_ngram=1, split_ngram_parts=7,
+        make_ngram_vocab_size_divisible_by=5, seed=-4, ngram_vocab_size_base=19, eos_token_id=[7, 2], hc_count=2, hc_lowrank=5,
+        indexer_n_heads=8, indexer_head_dim=9, indexer_budget=9, indexer_compress_ratio=3, hidden_act="gelu",
+        output_gate_type="sigmoid", norm_topk_prob=False, linear_conv_kernel_dim=3, attention_bias=True, rms_norm_eps=1e-3,
+        tie_word_embeddings=True, pad_token_id=3, max_position_embeddings=64, rope_parameters=dict(
+            rope_type="yarn", rope_theta=300.0, factor=4.0, original_max_position_embeddings=16, partial_rotary_factor=0.5))),
     "rwkv6": (RWKV6Config, RWKV6ForCausalLM, SMALL | dict(proj_low_rank_dim=4, gate_low_rank_dim=3)),
     "rwkv6_options": (RWKV6Config, RWKV6ForCausalLM, SMALL | dict(
         num_heads=4, expand_k=1.0, expand_v=2.0, proj_low_rank_dim=3, gate_low_rank_dim=5, norm_first=False, norm_bias=False,
@@ -587,13 +613,27 @@ def gradients_by_saved_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 # transformers calls fla's kernels where fla is installed. Its own code is the reference here, and takes float64.
 for module in (bailing_hybrid, glm5_next, kimi_linear):
     module.chunk_kimi_delta_attention = inspect.unwrap(module.chunk_kimi_delta_attention)
-for module in (lara_mini, olmo_hybrid, qwen3_5, qwen3_5_moe, qwen3_next):
+for module in (lara_mini, olmo_hybrid, qwen3_5, qwen3_5_moe, qwen3_next, qwen4_exp):
     module.torch_chunk_gated_delta_rule = inspect.unwrap(module.torch_chunk_gated_delta_rule)
 
 
 # With seed 0 the models' own gradients in float32 are 1e-4 from those in float64, at the bias of the gates, because the deviation
 # of one head's h lies below the square root of the norm's epsilon. With 2 they are 1e-5, and those of other fixtures 4e-6.
 SEEDS = dict(xlstm_parts_fused=2)
+
+
+def without_ties(scores: torch.Tensor, *args, topk=torch.Tensor.topk, **options):
+    """topk, of scores of which none is as great as the first that is left out."""
+    found = topk(scores, *args, **options)
+    if options.get("dim") == 0:
+        lowest = found.values.amin(0)
+        assert int((scores >= lowest).sum()) == len(found.values), (
+            "equal scores, of which any may count: change the fixture"
+        )
+    return found
+
+
+torch.Tensor.topk = without_ties
 
 
 def make(name: str):

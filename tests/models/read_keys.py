@@ -64,10 +64,10 @@ FLA = (
 TRANSFORMERS = (
     "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "glm5_next_text", "granitemoehybrid", "jamba", "kimi_linear",
     "lara_mini", "lfm2", "lfm2_moe", "lfm3", "llama", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3",
-    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "xlstm", "zamba2",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "xlstm", "zamba2",
 )  # fmt: skip
 HEADLESS = ("glm5_next_text",)  # models of a whole one that have no head of their own
-WHOLE = ("glm5_next", "qwen3_5", "qwen3_5_moe")  # configs that hold the config of a language model
+WHOLE = ("glm5_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp")  # configs that hold the config of a language model
 PROBES = (
     1, 3, 0.5, True, False, "probe", [1], [0.5, 0.7], {"0": {"hidden_size": 4}},
     {"rope_type": "linear"}, {"rope_type": "linear", "factor": 2.0}, {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0},

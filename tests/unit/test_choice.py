@@ -1,0 +1,186 @@
+"""Softmax attention over chosen blocks, beside loops in float64 that read their definition."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from glax.nn import choice as module
+from glax.nn.choice import Choice, blocks
+from glax.nn.layer import from_pool, into_pool, parallel_rows, token_rows
+
+SIZE, BEST, HEADS = 3, 2, 4
+WHOLE = SIZE * BEST + SIZE - 1  # up to so many tokens, all are read
+
+
+def drawn(seed: int, *rows: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shapes = dict(q=(4, 6), k=(2, 6), v=(2, 5), query=(HEADS, 7), key=(7,))
+    return {name: rng.standard_normal((*rows, *shape)).astype(np.float32) for name, shape in shapes.items()}
+
+
+def choice_of(x) -> Choice:
+    def pooled(keys, position):
+        return keys.mean(-2) + 0.1 * position[..., None]
+
+    return Choice(jnp.asarray(x["query"]), jnp.asarray(x["key"]), SIZE, BEST, pooled)
+
+
+def by_loops(x) -> np.ndarray:
+    """The outputs of one sequence, [T, 4, 5]."""
+    x = {name: value.astype(np.float64) for name, value in x.items()}
+    T = len(x["q"])
+    pooled = [x["key"][i : i + SIZE].mean(0) + 0.1 * i for i in range(0, T - SIZE + 1, SIZE)]
+    found = np.zeros((T, 4, 5))
+    for t in range(T):
+        count = (t + 1) // SIZE
+        scores = [np.maximum(x["query"][t] @ block, 0).sum() for block in pooled[:count]]
+        best = sorted(range(count), key=lambda b: -scores[b])[:BEST]
+        read = [s for b in best for s in range(b * SIZE, (b + 1) * SIZE)] + list(range(count * SIZE, t + 1))
+        for h in range(4):
+            logits = x["k"][read, h // 2] @ x["q"][t, h] * 6**-0.5
+            weights = np.exp(logits - logits.max())
+            found[t, h] = weights @ x["v"][read, h // 2] / weights.sum()
+    return found
+
+
+def attend(x, rows, cache=None):
+    q, k, v = (jnp.asarray(x[name]) for name in "qkv")
+    return rows.attend(q, k, v, cache or {}, None, None, choice=choice_of(x))
+
+
+def cache_of(N: int, L: int) -> dict:
+    shapes = dict(key=(2, 6), value=(2, 5), index=(1, 7))
+    arrays = {name: jnp.zeros((N, L, *shape)) for name, shape in shapes.items()}
+    return arrays | dict(length=jnp.zeros(N, jnp.int32))
+
+
+def part(x, *at):
+    return {name: value[at] for name, value in x.items()}
+
+
+@pytest.fixture(params=[False, True])
+def scores(request, monkeypatch):
+    """All rows together, and few at a time."""
+    if request.param:
+        monkeypatch.setattr(module, "SCORES", 1000)
+        monkeypatch.setattr(module, "ROWS", 4)
+
+
+@jax.jit
+def step(x, pool):
+    """The outputs of one token of the sequences in slots 2 and 0, beside a row that is no sequence."""
+    o, pool = attend(x, token_rows(jnp.array([2, 0, -1]), 3, pool, "pool"), pool)
+    return o[:2], pool
+
+
+@pytest.mark.parametrize("T", [1, SIZE, WHOLE, WHOLE + 1, 25])
+def test_whole_sequences(T, scores):
+    x = drawn(T, 2, T)
+    o, cache = attend(x, parallel_rows((2, T), None))
+    np.testing.assert_allclose(o, [by_loops(part(x, b)) for b in range(2)], atol=2e-6)
+    np.testing.assert_array_equal(cache["index"][:, :, 0], x["key"])
+
+
+def test_segments_and_padding(scores):
+    lengths, x = (1, WHOLE + 2, 2, 15, WHOLE), drawn(0, 1, 40)
+    ids = np.concatenate([np.full(n, i) for i, n in enumerate(lengths)] + [np.full(40 - sum(lengths), 9)])[None]
+    x["key"][0, sum(lengths) :] = np.nan  # padding
+    o, _ = attend(x, parallel_rows((1, 40), None, jnp.asarray(ids), 9))
+    cuts = np.cumsum((0, *lengths))
+    for begin, end in itertools.pairwise(cuts):
+        want = by_loops(part(x, 0, slice(begin, end)))
+        np.testing.assert_allclose(o[0, begin:end], want, atol=2e-6)
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_packed_sequences(is_cached, scores):
+    lengths, x = (4, 0, WHOLE + 5, 1, WHOLE, 20), drawn(1, 60)
+    cuts = np.cumsum((0, *lengths))
+    rows = parallel_rows((60,), jnp.asarray(cuts))
+    o, cache = attend(x, rows, cache_of(len(lengths), 30) if is_cached else None)
+    for n, (begin, end) in enumerate(itertools.pairwise(cuts)):
+        np.testing.assert_allclose(o[begin:end], by_loops(part(x, slice(begin, end))), atol=2e-6)
+        np.testing.assert_array_equal(cache["index"][n, : end - begin, 0], x["key"][begin:end])
+
+
+@pytest.mark.parametrize("seen", [2, WHOLE - 2, WHOLE - 1, WHOLE, 17])
+def test_a_prompt_that_goes_on_from_slots_and_then_by_steps(seen):
+    x, more, T = drawn(seen, 2, 30), 4, 30
+    pool = cache_of(4, T)
+    pool["key"] = pool["key"].at[1].set(jnp.nan)  # of another sequence
+    slots = jnp.array([2, 0])
+
+    @jax.jit
+    def prefill(x, pool, fresh):
+        length = x["q"].shape[1]
+        rows = parallel_rows((2 * length,), jnp.array([0, length, 2 * length]))
+        packed = {name: value.reshape(-1, *value.shape[2:]) for name, value in x.items()}
+        states, at = from_pool(pool, slots, 2, fresh)
+        o, states = attend(packed, rows, states)
+        return o.reshape(2, length, 4, 5), into_pool(pool, at, states)
+
+    first, pool = prefill(part(x, slice(None), slice(seen)), pool, jnp.array([True, True]))
+    second, pool = prefill(part(x, slice(None), slice(seen, seen + more)), pool, jnp.array([False, False]))
+    found = [first, second]
+    for t in range(seen + more, T):
+        unused = {name: np.stack([*value[:, t], value[0, 0]]) for name, value in x.items()}
+        o, pool = step(unused, pool)
+        found.append(o[:, None])
+    want = [by_loops(part(x, b)) for b in range(2)]
+    np.testing.assert_allclose(np.concatenate(found, 1), want, atol=2e-6)
+
+
+def test_continued_rows_of_a_batch():
+    x = drawn(5, 2, 25)
+    cache, found = cache_of(2, 25), []
+    for begin, end in ((0, 4), (4, 18), (18, 25)):
+        some = part(x, slice(None), slice(begin, end))
+        o, cache = attend(some, parallel_rows((2, end - begin), None), cache)
+        found.append(o)
+    np.testing.assert_allclose(np.concatenate(found, 1), [by_loops(part(x, b)) for b in range(2)], atol=2e-6)
+
+
+def test_rows_that_are_not_finite_reach_those_that_read_them_alone():
+    x = drawn(2, 2, 25)
+    x["v"][0, 4] = np.nan
+    x["k"][0, 7, 1] = np.inf
+    o, _ = attend(x, parallel_rows((2, 25), None))
+    x["v"][0, 4], x["k"][0, 7, 1] = 0, 0
+    reads = by_loops(part(x, 0))
+    assert np.isnan(o[0, 4:8, :2]).all()  # of the head of k and v that lie in the row's own tail, or in all it sees
+    assert np.isfinite(o[0, :4]).all() and np.isfinite(o[1]).all()
+    sound = np.isfinite(o[0])
+    assert sound[8:].any()  # some rows choose other blocks
+    np.testing.assert_allclose(np.where(sound, o[0], 0), np.where(sound, reads, 0), atol=2e-6)
+
+
+def test_gradients_are_those_of_the_chosen_keys_and_none_of_the_index():
+    x = drawn(3, 1, 25)
+    weights = jnp.sin(jnp.arange(25 * 4 * 5.0)).reshape(1, 25, 4, 5)
+
+    def loss(x):
+        return (weights * attend(x, parallel_rows((1, 25), None))[0]).sum()
+
+    found = jax.grad(loss)(jax.tree.map(jnp.asarray, x))
+    assert not found["query"].any() and not found["key"].any()
+    for name in "qkv":
+        step = 1e-4 * np.random.default_rng(0).standard_normal(x[name].shape)
+
+        def moved(sign, name=name, step=step):
+            changed = x | {name: x[name].astype(np.float64) + sign * step}
+            return (np.asarray(weights[0], np.float64) * by_loops(part(changed, 0))).sum()
+
+        np.testing.assert_allclose((found[name] * step).sum(), (moved(1) - moved(-1)) / 2, rtol=2e-3)
+
+
+def test_blocks_begin_anew_in_every_sequence():
+    begin = jnp.array([[0, 0, 0, 0, 4, 4, 6, 6, 6, 6]])
+    starts, number = blocks(begin, 2)
+    np.testing.assert_array_equal(starts, [[0, 2, 4, 6, 8]])
+    np.testing.assert_array_equal(number, [[0, 0, 1, 1, 2, 2, 3, 3, 4, 4]])
+    starts, number = blocks(begin, 3)
+    np.testing.assert_array_equal(starts, [[0, 6, 10]])
+    np.testing.assert_array_equal(number, [[0, 0, 0, 3, 3, 3, 1, 1, 1, 3]])
