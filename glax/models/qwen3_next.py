@@ -83,7 +83,7 @@ class FusedGatedDeltaNet(Layer):
 
     W_qkvz has the rows of q, k, v and the output's gate z, ordered by head of q and k: each such head is followed by its heads
     of v and z. W_ba has the rows of beta and the step size in the same order. The convolution reads q, k and v of all heads, in
-    this order. act: the activation behind it. gate_act: that of z.
+    this order. act: the activation behind it. gate_act: the activation of z.
     """
 
     A_range = (0.01, 16.0)  # of the uniform first values of exp(A_log)

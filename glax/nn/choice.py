@@ -200,19 +200,67 @@ def blocks(begin: Int[Array, "B S"], size: int) -> tuple[Int[Array, "B n"], Int[
 
 
 def masked(q, k, v, is_read: Bool[Array, "B T S"], scale: float | None) -> Float[Array, "B T Hq V"]:
-    """Return softmax attention of q [B, T, Hq, D] over the keys that are read; 0 in a row that reads none. Sums are float32. A
-    key or value that is not finite makes NaN of the rows that read it, and of no other."""
-    B, T, Hq, D = q.shape
-    sound = jnp.isfinite(k).all(-1) & jnp.isfinite(v).all(-1)  # [B, S, Hk]
-    k, v = (jnp.where(sound[..., None], x, 0).astype(q.dtype) for x in (k, v))
-    grouped = q.reshape(B, T, k.shape[2], -1, D)
-    logits = jnp.einsum("btghd,bsgd->bghts", grouped, k, preferred_element_type=jnp.float32)
-    logits = logits * (D**-0.5 if scale is None else scale)
-    logits = jnp.where(sound.transpose(0, 2, 1)[:, :, None, None], logits, jnp.nan)
-    logits = jnp.where(is_read[:, None, None], logits, -jnp.inf)
-    highest = jnp.maximum(jax.lax.stop_gradient(logits.max(-1, keepdims=True)), LOWEST)
-    weights = jnp.exp(logits - highest)
+    """Return softmax attention of q [B, T, Hq, D] over the keys that are read; 0 in a row that reads none. Sums are float32. A row
+    that is not finite makes NaN of the rows that read it and of no other, and its gradient of the keys it reads and no other."""
+    return attend_masked(
+        q.shape[-1] ** -0.5 if scale is None else scale, q, k.astype(q.dtype), v.astype(q.dtype), is_read
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend_masked(scale: float, q, k, v, is_read: Bool[Array, "B T S"]) -> Float[Array, "B T Hq V"]:
+    return attend_masked_fwd(scale, q, k, v, is_read)[0]
+
+
+def attend_masked_fwd(scale: float, q, k, v, is_read):
+    k, v = sound_keys(k, v)
+    logits = logits_of(scale, q, k, is_read)
+    highest = jnp.maximum(logits.max(-1, keepdims=True), LOWEST)
+    weights = jnp.where(is_read[:, None, None], jnp.exp(logits - highest), 0)
     total = weights.sum(-1, keepdims=True)
-    weights = (weights / jnp.where(total == 0, 1, total)).astype(v.dtype)
-    o = jnp.einsum("bghts,bsgd->btghd", weights, v, preferred_element_type=jnp.float32)
-    return o.reshape(B, T, Hq, -1).astype(q.dtype)
+    total = jnp.where(total == 0, 1, total)
+    o = jnp.einsum("bghts,bsgd->btghd", (weights / total).astype(v.dtype), v, preferred_element_type=jnp.float32)
+    o = o.reshape(*q.shape[:3], -1).astype(q.dtype)
+    return o, (q, k, v, is_read, o, highest + jnp.log(total))
+
+
+def attend_masked_bwd(scale: float, saved, d_o):
+    q, k, v, is_read, o, log_total = saved
+    sound = finite(o) & finite(d_o)
+    d_o, q = jnp.where(sound, d_o, 0), jnp.where(sound & finite(q), q, 0)
+    k = jnp.where(finite(k), k, 0)
+    rows = jnp.moveaxis(by_key_head(sound, k)[..., 0], 1, 3)[..., None]  # [B, Hk, Hq / Hk, T, 1]
+    logits = logits_of(scale, q, k, is_read)
+    shown = is_read[:, None, None]
+    weights = jnp.where(shown, jnp.exp(logits - jnp.where(rows, log_total, jnp.nan)), 0)
+    d_o, o, wide = by_key_head(d_o, k), by_key_head(o, k), by_key_head(q, k)
+    shift = jnp.moveaxis((d_o.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1), 1, 3)[..., None]
+    d_weights = jnp.einsum("btghd,bsgd->bghts", d_o, v, preferred_element_type=jnp.float32)
+    d_logits = jnp.where(shown, weights * (d_weights - shift) * scale, 0).astype(q.dtype)
+    dq = jnp.einsum("bghts,bsgd->btghd", d_logits, k).reshape(q.shape)
+    dk = jnp.einsum("bghts,btghd->bsgd", d_logits, wide)
+    dv = jnp.einsum("bghts,btghd->bsgd", weights.astype(q.dtype), d_o)
+    return dq, dk, dv, None
+
+
+attend_masked.defvjp(attend_masked_fwd, attend_masked_bwd)
+
+
+def sound_keys(k: Float[Array, "B S Hk D"], v: Float[Array, "B S Hk V"]) -> tuple[Array, Array]:
+    """Return k with NaN, and v with 0, in the keys of which either is not finite: the products of `v` are selected by no mask."""
+    sound = finite(k) & finite(v)
+    return jnp.where(sound, k, jnp.nan), jnp.where(sound, v, 0)
+
+
+def logits_of(scale: float, q, k, is_read) -> Float[Array, "B Hk heads T S"]:
+    q = by_key_head(jnp.where(finite(q), q, jnp.nan), k)
+    logits = jnp.einsum("btghd,bsgd->bghts", q, k, preferred_element_type=jnp.float32) * scale
+    return jnp.where(is_read[:, None, None], logits, -jnp.inf)
+
+
+def by_key_head(x: Float[Array, "B T Hq D"], k: Float[Array, "B S Hk D"]) -> Float[Array, "B T Hk heads D"]:
+    return x.reshape(*x.shape[:2], k.shape[2], -1, x.shape[-1])
+
+
+def finite(x: Float[Array, "*rows D"]) -> Bool[Array, "*rows 1"]:
+    return jnp.isfinite(x).all(-1, keepdims=True)

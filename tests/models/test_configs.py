@@ -53,7 +53,8 @@ def test_options_of_another_kind_and_numbers_of_no_size_are_named(name):
         if key in FREE or key == "vocab_size":
             continue
         extreme = [] if key in KINDS and key not in ("num_hidden_layers",) else EXTREME.get(type(value), [])
-        extreme = [x for x in extreme if x != 10**11 or not key.endswith("_factor")]  # of residuals: any number
+        # Factors of residuals and seeds: any number.
+        extreme = [x for x in extreme if x != 10**11 or not (key.endswith("_factor") or key == "seed")]
         if name.startswith("nemotron_h") and key == "num_hidden_layers":
             extreme = []  # its own code takes the layers from their list
         for wrong in [*WRONG.get(type(value), []), *extreme]:
