@@ -57,9 +57,21 @@ def kimi_linear(layers: int, *, heads: int, linear_width: int, **sizes) -> dict[
     return config | sizes
 
 
+def qwen4_exp(layers: int, **sizes) -> dict[str, Any]:
+    """Return the config of a language model of Qwen4-Exp. The second layer has n-grams, and every fourth softmax attention."""
+    own = qwen3_5(layers) | dict(
+        architectures=["Qwen4ExpForCausalLM"], model_type="qwen4_exp_text", tie_word_embeddings=False, hc_count=4, ngram_size=3,
+        output_gate_type="sigmoid", ple_conv_kernel_size=4, ple_layer_ids=[2], heads_per_ngram=8, indexer_kv_heads=1,
+        make_ngram_vocab_size_divisible_by=128, eos_token_id=0,
+    )  # fmt: skip
+    own.pop("attn_output_gate")
+    return own | sizes
+
+
 # Qwen3.5-4B has no config in tests/models/published: these are its sizes as public pages name them, which was not checked against
 # its own config, and the other values are those of Qwen3.5-27B there. "kimi" has the published layers of Kimi-Linear-48B-A3B, 8
-# of 27, with 64 of 256 experts.
+# of 27, with 64 of 256 experts. "qwen4-exp" has those of Qwen3.8-Flash-Next, 8 of 48, with 64 of 512 experts and a hundredth of
+# the rows of n-grams.
 QWEN_4B = dict(
     hidden_size=2560, intermediate_size=9216, vocab_size=248320, num_attention_heads=16, num_key_value_heads=4,
     head_dim=256, linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128,
@@ -77,9 +89,22 @@ KIMI_TINY = dict(
     hidden_size=64, intermediate_size=96, moe_intermediate_size=32, vocab_size=512, num_experts=8,
     num_experts_per_token=2, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, head_dim=16,
 )  # fmt: skip
+QWEN4 = dict(
+    hidden_size=2560, vocab_size=248320, num_attention_heads=24, num_key_value_heads=2, head_dim=256, linear_num_key_heads=16,
+    linear_num_value_heads=48, linear_key_head_dim=128, linear_value_head_dim=128, num_experts=64, num_experts_per_tok=10,
+    moe_intermediate_size=640, shared_expert_intermediate_size=640, hc_lowrank=320, indexer_n_heads=4, indexer_head_dim=128,
+    indexer_budget=2048, indexer_compress_ratio=4, ple_embed_dim=2560, ngram_vocab_size_base=200000, split_ngram_parts=128,
+)  # fmt: skip
+QWEN4_TINY = {key: value for key, value in QWEN_TINY.items() if key != "intermediate_size"} | dict(
+    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32, hc_lowrank=8,
+    indexer_n_heads=4, indexer_head_dim=16, indexer_budget=32, indexer_compress_ratio=4, ple_embed_dim=64,
+    ngram_vocab_size_base=500, split_ngram_parts=2,
+)  # fmt: skip
 CONFIGS = {
     "qwen3.5-4b": qwen3_5(32, **QWEN_4B),
     "qwen3.5-1.5b": qwen3_5(8, **QWEN_4B),
+    "qwen4-exp": qwen4_exp(8, **QWEN4),
+    "tiny-qwen4-exp": qwen4_exp(4, **QWEN4_TINY),
     "kimi": kimi_linear(8, heads=32, linear_width=128, **KIMI),
     "tiny-qwen3.5": qwen3_5(8, **QWEN_TINY),
     "tiny-qwen3.5-4-layers": qwen3_5(4, **QWEN_TINY),
@@ -92,6 +117,11 @@ def narrow(config: Mapping[str, Any]) -> dict[str, Any]:
     sizes: dict[str, Any] = dict(hidden_size=256, intermediate_size=256, vocab_size=1024, num_hidden_layers=4)
     if config["model_type"] == "qwen3_5_text":
         return dict(config) | sizes | dict(layer_types=config["layer_types"][:4])
+    if config["model_type"] == "qwen4_exp_text":
+        small = dict(
+            num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, ple_embed_dim=256, ngram_vocab_size_base=500
+        )
+        return dict(config) | sizes | small | dict(layer_types=config["layer_types"][:4])
     inner = config["linear_attn_config"] | dict(full_attn_layers=[4], kda_layers=[1, 2, 3])
     return dict(config) | sizes | dict(linear_attn_config=inner, num_experts=8, moe_intermediate_size=64)
 
@@ -118,8 +148,9 @@ def distribution(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -
         return -2.0, 0.5
     if name.endswith("e_score_correction_bias"):
         return 0.0, 0.1
-    if "norm" in name.split(".")[-2]:  # Qwen3.5 multiplies by 1 + weight, but behind a recurrence
-        return (0.0 if config["model_type"] == "qwen3_5_text" and ".linear_attn." not in name else 1.0), 0.1
+    if "norm" in name.split(".")[-2]:  # Qwen3.5 and Qwen4-Exp multiply by 1 + weight, but behind a recurrence
+        is_centred = config["model_type"] in ("qwen3_5_text", "qwen4_exp_text") and ".linear_attn." not in name
+        return (0.0 if is_centred else 1.0), 0.1
     if "conv1d" in name:
         return 0.0, 0.3
     if "embed_tokens" in name:

@@ -19,6 +19,7 @@ PROMPT = "The quick brown fox jumps over the lazy dog, and the dog sleeps. "
 # The projections that get low-rank terms: those of the layers that mix tokens.
 TARGETS = {
     "qwen3_5_text": ["q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj"],
+    "qwen4_exp_text": ["q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj"],
     "kimi_linear": ["q_proj", "k_proj", "v_proj", "o_proj"],
 }
 

@@ -200,8 +200,10 @@ def blocks(begin: Int[Array, "B S"], size: int) -> tuple[Int[Array, "B n"], Int[
 
 
 def masked(q, k, v, is_read: Bool[Array, "B T S"], scale: float | None) -> Float[Array, "B T Hq V"]:
-    """Return softmax attention of q [B, T, Hq, D] over the keys that are read; 0 in a row that reads none. Sums are float32. A row
-    that is not finite makes NaN of the rows that read it, and of the gradient of the keys that it reads, and of no other."""
+    """Return softmax attention of q [B, T, Hq, D] over the keys that are read; 0 in a row that reads none. Sums are float32.
+
+    A row that is not finite makes NaN of the rows that read it, and of the gradient of the keys that it reads, and of no other.
+    """
     return attend_masked(
         q.shape[-1] ** -0.5 if scale is None else scale, q, k.astype(q.dtype), v.astype(q.dtype), is_read
     )
