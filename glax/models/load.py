@@ -309,6 +309,7 @@ def parameters_to_read(
     only: as in `from_pretrained`. Raises ValueError, with their names, if weights are missing or left over.
     """
     weights.rename(model.names.aliases)
+    weights.name_scales(model.names.scales)
     weights.divide(model.names.stacked)
     weights.divide_rows(model.names.stacked_rows)
     for sizes in joined_sizes(model):

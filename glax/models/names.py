@@ -56,6 +56,8 @@ class Names:
     no parameter. others: patterns of tensors of other models in the checkpoint, such as a vision tower: not read, and saved
     again. float32: patterns of tensors that the model's own code has in float32, in a model of narrower parameters too. rows:
     (the name of a parameter with `*`, the rows of its tensors together), for those whose last tensor may have fewer rows.
+    scales: (pattern of tensors in float8, the name of the one number that multiplies them) of re.sub, for those whose name with
+    "_scale_inv" is no tensor.
     """
 
     rules: Rules
@@ -68,6 +70,7 @@ class Names:
     others: tuple[str, ...] = ()
     float32: tuple[str, ...] = ()
     rows: tuple[tuple[str, int], ...] = ()
+    scales: Rules = ()
 
     def __call__(self, path: str) -> str:
         for pattern, replacement in self.rules:

@@ -1,5 +1,6 @@
 """Read checkpoints whose weights are stored in float8 with one scale for each block, and refuse other quantizations by name."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import EllipsisType
@@ -62,23 +63,30 @@ class DequantizedWeights(Weights):
         weight[i, j] * scale[i // block[0], j // block[1]]
 
     formed in float32 and rounded to the config's dtype, bfloat16 if it names none. The scale is the tensor of the same name with
-    "_scale_inv" behind it. The models' own code also rounds activations to float8, and glax does not.
+    "_scale_inv" behind it, or the one number that `Names.scales` names. The models' own code also rounds activations to float8,
+    and glax does not.
     """
 
     def __init__(self, folder: Path, config: Mapping, block: tuple[int, int]):
         super().__init__(folder)
         self.block = block
         self.to = named_dtype(config) or jnp.dtype(jnp.bfloat16)
+        self.scales: tuple[tuple[str, str], ...] = ()  # `Names.scales`
+
+    def name_scales(self, rules: tuple[tuple[str, str], ...]):
+        self.scales = rules
+
+    def scale_name(self, name: str) -> str:
+        for pattern, replacement in self.scales:
+            if re.search(pattern, name):
+                return re.sub(pattern, replacement, name)
+        return name + SCALE
 
     def is_float8(self, name: str) -> bool:
         return self.header(name).get_dtype() == FLOAT8
 
     def names(self) -> set[str]:
-        return {name for name in super().names() if not self.is_scale(name)}
-
-    def is_scale(self, name: str) -> bool:
-        weight = name.removesuffix(SCALE)
-        return weight != name and weight in self.files and self.is_float8(weight)
+        return super().names() - {self.scale_name(name) for name in self.files if self.is_float8(name)}
 
     def dtype(self, name: str) -> jnp.dtype:
         return self.to if self.is_float8(name) else super().dtype(name)
@@ -92,8 +100,8 @@ class DequantizedWeights(Weights):
             raise ValueError(
                 f"{tensor} in {self.files[tensor]} must not be float8, because its rows are tensors of their own"
             )
-        if tensor + SCALE not in self.files:
-            raise ValueError(f"{tensor} in {self.files[tensor]} is float8 and must come with {tensor + SCALE}")
+        if (scale := self.scale_name(tensor)) not in self.files:
+            raise ValueError(f"{tensor} in {self.files[tensor]} is float8 and must come with {scale}")
         weight = self.mapped(tensor)
         scale, block = self.scale_of(tensor, weight.shape)
         return dequantized(weight[expert], scale[expert], block, rows, self.to)
@@ -101,7 +109,8 @@ class DequantizedWeights(Weights):
     def scale_of(self, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, tuple[int, int]]:
         """Return (the scale of each block, the rows and columns of a block). Raises ValueError if the scales do not fit the
         blocks."""
-        scale = np.asarray(self.mapped(name + SCALE), np.float32)
+        of = self.scale_name(name)
+        scale = np.asarray(self.mapped(of), np.float32)
         rows, columns = shape[-2:]
         if scale.size == 1:
             return np.broadcast_to(scale.reshape(()), (*shape[:-2], 1, 1)), (rows, columns)
@@ -109,8 +118,7 @@ class DequantizedWeights(Weights):
         wanted = (*shape[:-2], -(-rows // block[0]), -(-columns // block[1]))
         if scale.shape != wanted:
             raise ValueError(
-                f"{name + SCALE} in {self.files[name + SCALE]} must be {list(wanted)} for blocks of {list(block)}, "
-                f"got {scale.shape}"
+                f"{of} in {self.files[of]} must be {list(wanted)} for blocks of {list(block)}, got {scale.shape}"
             )
         return scale, block
 

@@ -502,5 +502,6 @@ def names_of(kinds: Sequence[str], prefix: str, is_whole: bool, tables: Mapping[
         aliases=(FROM_ALONE if is_whole else FROM_WHOLE,),
         stacked=stacked_experts(rf"{re.escape(prefix)}\.layers\.\d+\.mlp"),
         rows=tuple((f"{place}.ngram_embedding.shard_*.weight", rows) for place, rows in tables.items()),
+        scales=((r"(\.ngram_embedding)\.shard_\d+\.weight$", r"\1.weight_scale"),),
         others=OTHERS,
     )

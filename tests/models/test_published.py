@@ -46,10 +46,11 @@ def test_every_config_has_a_source():
     assert types == set(glax.models.MODEL_TYPES)
 
 
-def test_logits_of_float8_weights_are_those_of_transformers():
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen4_exp_text"])
+def test_logits_of_float8_weights_are_those_of_transformers(name):
     """transformers dequantizes them to float32, too: tests/models/make_float8.py."""
-    expected = load_file(FOLDER.parent / "float8" / "expected.safetensors")
-    model = glax.models.from_pretrained(FOLDER.parent / "float8")
+    expected = load_file(FOLDER.parent / "float8" / name / "expected.safetensors")
+    model = glax.models.from_pretrained(FOLDER.parent / "float8" / name)
     logits = np.asarray(model(expected["tokens"]), np.float64)
     error = np.linalg.norm(logits - expected["logits"]) / np.linalg.norm(expected["logits"])
     assert error < 2e-5
