@@ -163,20 +163,17 @@ class Choice:
         size, L, B = self.size, cache["index"].shape[1], len(rows)
         if self.whole >= L or q.size == 0:
             return all_seen()
-
-        def chosen() -> Array:
-            count, seen = L // size, (place + 1) // size
-            index = cache["index"].at[rows, : count * size, 0].get(mode="fill", fill_value=0)
-            starts = jnp.broadcast_to(jnp.arange(count) * size, (B, count))
-            pooled = self.pooled(index.reshape(B, count, size, -1), starts)
-            at = self.chosen(scores(self.query[:, None], pooled)[:, 0], jnp.arange(count) < seen[:, None])
-            tokens = (jnp.where(at < count, at * size, L)[..., None] + jnp.arange(size)).reshape(B, -1)
-            behind = seen[:, None] * size + jnp.arange(size - 1)
-            tokens = jnp.concatenate([tokens, jnp.where(behind <= place[:, None], behind, L)], 1)
-            k, v = (cache[name].at[rows[:, None], tokens].get(mode="fill", fill_value=0) for name in ("key", "value"))
-            return masked(q, k, v, (tokens < L)[:, None], scale)
-
-        return jax.lax.cond(place.max() < self.whole, all_seen, chosen)
+        # Whatever the places are: a GPU waits for its host where they decide, which takes longer than what a short text saves.
+        count, seen = L // size, (place + 1) // size
+        index = cache["index"].at[rows, : count * size, 0].get(mode="fill", fill_value=0)
+        starts = jnp.broadcast_to(jnp.arange(count) * size, (B, count))
+        pooled = self.pooled(index.reshape(B, count, size, -1), starts)
+        at = self.chosen(scores(self.query[:, None], pooled)[:, 0], jnp.arange(count) < seen[:, None])
+        tokens = (jnp.where(at < count, at * size, L)[..., None] + jnp.arange(size)).reshape(B, -1)
+        behind = seen[:, None] * size + jnp.arange(size - 1)
+        tokens = jnp.concatenate([tokens, jnp.where(behind <= place[:, None], behind, L)], 1)
+        k, v = (cache[name].at[rows[:, None], tokens].get(mode="fill", fill_value=0) for name in ("key", "value"))
+        return masked(q, k, v, (tokens < L)[:, None], scale)
 
 
 def scores(query: Float[Array, "B rows H D"], pooled: Float[Array, "B n D"]) -> Float[Array, "B rows n"]:
