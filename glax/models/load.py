@@ -341,9 +341,9 @@ def load_into(model: CausalLM, weights: Weights, chosen: list[Chosen], placement
     with progress(weights.folder, sum(size_of(param) for _, param, _, _ in chosen)) as advance:
         for path, param, name, from_checkpoint in chosen:
             shape = param.shape[1:] if "*" in name else param.shape
-            last = model.names.rows_of_last(name, param)
+            last_rows = model.names.last_rows(name, param)
             value = placed(
-                layered(weights, stored_names(name, param), shape, from_checkpoint, last),
+                layered(weights, stored_names(name, param), shape, from_checkpoint, last_rows),
                 param.shape,
                 param.dtype,
                 None if placement is None else placement.sharding(path, param),
@@ -410,17 +410,17 @@ def layered(
     names: list[str],
     shape: tuple[int, ...],
     back: Callable[[np.ndarray], np.ndarray],
-    last: int | None = None,
+    last_rows: int | None = None,
 ) -> Iterator[np.ndarray]:
-    """Yield tensors in glax's layout, one at a time. Raises ValueError for one of another shape. last: the rows of the last
-    tensor, behind which zeros stand, if it may have fewer."""
+    """Yield tensors in glax's layout, one at a time. Raises ValueError for one of another shape. last_rows: how many
+    rows the last tensor has, behind which zeros are added, if it may have fewer."""
     for name in names:
         stored = weights.read(name)
         try:
             row = back(stored)
         except (IndexError, ValueError):  # it has too few axes
             row = None
-        own = shape if last is None or name != names[-1] else (last, *shape[1:])
+        own = shape if last_rows is None or name != names[-1] else (last_rows, *shape[1:])
         if row is None or row.shape != own:
             raise ValueError(
                 f"{name} in {weights.file(name)} must have the shape that gives {own} here, as its config says, "

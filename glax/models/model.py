@@ -93,8 +93,8 @@ class CausalLM(nnx.Module):
     logit_cap: c of logits c tanh(z / c), or None.
 
     `folder` is the folder that the model was loaded from, or None. A subclass may override five methods. embed(tokens) returns
-    the embedding's activations, and begin(tokens, rows) what the first block reads. arguments(layer) returns a tuple of what that
-    block's `mix` takes behind x, state and rows; layer is its number, from 0. through(x, states, rows) returns the activations
+    the embedding's activations, and begin(tokens, rows) what the first block reads. arguments(layer) returns a tuple of what the
+    `mix` of the block of this number, from 0, takes behind x, state and rows. through(x, states, rows) returns the activations
     after all blocks, and the new states, a list with one for each block. before_head(x) returns what the head multiplies, from
     the activations after the norm.
 
@@ -294,17 +294,18 @@ class CausalLM(nnx.Module):
     def begin(self, tokens: Int[Array, "*rows"], rows: Rows) -> Any:
         """Return what `through` reads: the embedding's rows [*rows, width], with zeros in those of padding. A model whose blocks
         read more of the tokens overrides this, and returns a tree of arrays."""
-        return self.by_width(rows.without_padding(self.embed(tokens)))
+        x = rows.without_padding(self.embed(tokens))
+        return self.by_width(x) if x.ndim == 3 else x
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows width"]:
-        """Return the rows that the first block reads: those of the embedding for `tokens`, in the dtype of activations."""
+        """Return the embedding's rows of `tokens`, in the dtype of activations."""
         # Rows are cast, not the table: else its gradient would sum the rows of a frequent token in `dtype`.
         x = embedded(self.embedding.embedding[...], tokens).astype(self.dtype)
         if self.padding is None:
             return x
         return jnp.where((tokens == self.padding)[..., None], jax.lax.stop_gradient(x), x)
 
-    def by_width(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+    def by_width(self, x: Float[Array, "B T width"]) -> Float[Array, "B T width"]:
         """Return embedded rows x. In training on a mesh, the axis "fsdp" shards their width here, and not the batch.
 
         The axis "fsdp" also shards the width of the embedding's table, so each device looks up some columns of all rows. The

@@ -54,10 +54,10 @@ class Names:
     of its rows), for files that have such tensors in place of one for each row. joined: names of the parts of one tensor, in
     order, which files may divide otherwise: "q_conv1d" for (...).q_conv1d.weight. ignored: patterns of tensors that belong to
     no parameter. others: patterns of tensors of other models in the checkpoint, such as a vision tower: not read, and saved
-    again. float32: patterns of tensors that the model's own code has in float32, in a model of narrower parameters too. rows:
-    (the name of a parameter with `*`, the rows of its tensors together), for those whose last tensor may have fewer rows.
-    scales: (pattern of tensors in float8, the name of the one number that multiplies them) of re.sub, for those whose name with
-    "_scale_inv" is no tensor.
+    again. float32: patterns of tensors that the model's own code has in float32, in a model of narrower parameters too.
+    table_rows: (the name of a parameter with `*`, the rows of its tensors together), for tables whose last tensor may have fewer
+    rows. scales: (pattern of tensors in float8, the name of their scale, one number) of re.sub; the scale of other tensors in
+    float8 has their name with "_scale_inv" behind it.
     """
 
     rules: Rules
@@ -69,7 +69,7 @@ class Names:
     ignored: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     float32: tuple[str, ...] = ()
-    rows: tuple[tuple[str, int], ...] = ()
+    table_rows: tuple[tuple[str, int], ...] = ()
     scales: Rules = ()
 
     def __call__(self, path: str) -> str:
@@ -92,9 +92,10 @@ class Names:
         is_wide = dtype.itemsize < 4 and any(re.search(pattern, name) for pattern in self.float32)
         return np.dtype(np.float32) if is_wide else dtype
 
-    def rows_of_last(self, name: str, param: Any) -> int | None:
-        """Return how many rows the last tensor of a parameter [tensors, rows, ...] has, or None if as many as the others."""
-        rows = dict(self.rows).get(name)
+    def last_rows(self, name: str, param: Any) -> int | None:
+        """Return how many rows the last tensor of a table [tensors, rows, ...] has; None for a parameter that is none of
+        `table_rows`."""
+        rows = dict(self.table_rows).get(name)
         return None if rows is None else rows - (param.shape[0] - 1) * param.shape[1]
 
     def layout(self, last: str) -> Layout:

@@ -1,10 +1,12 @@
 """Build the language model of Qwen4-Exp: the mixers of Qwen3.5 with experts, between which several streams of residuals run,
 softmax attention that chooses the blocks it reads, and embeddings of n-grams."""
 
+import dataclasses
 import functools
+import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,13 +28,13 @@ from glax.models.names import (
     stacked_experts,
     transposed_layouts,
 )
-from glax.models.qwen3_5 import FROM_ALONE, FROM_WHOLE, OTHERS, SplitGatedDeltaNet, sparse_mlp
+from glax.models.qwen3_5 import FROM_WHOLE, OTHERS, SplitGatedDeltaNet, sparse_mlp
 from glax.models.qwen3_5 import MIXERS as QWEN3_5_MIXERS
 from glax.models.qwen3_next import MLPS, delta_sizes
 from glax.models.rope import rotation
-from glax.nn import Attention, RMSNorm
+from glax.nn import Attention, RMSNorm, ShortConvolution
 from glax.nn.choice import Choice
-from glax.nn.parts import EMBED, by_head, for_rows, linear, merged, parameter
+from glax.nn.parts import EMBED, VOCABULARY, by_head, for_rows, linear, merged, parameter
 from glax.nn.passes import Rows, State
 from glax.nn.rotary import rotate
 
@@ -56,19 +58,24 @@ NGRAMS = {
     "table": "ple_embedding.ngram_embedding.shard_*.table", "key": "key_proj", "value": "value_proj", "key_norm": "norm_key",
     "query_norm": "norm_query", "value_norm": "norm_conv", "conv": "conv1d",
 }  # fmt: skip
-GAP = 10007  # between the seeds of two layers
+# As in glax.models.qwen3_5, where the last norm has another name.
+FROM_ALONE = (r"^model\.(?=(embed_tokens|layers|hyper_connection_mixer)\.)", "model.language_model.")
+# Numbers that the tables of published checkpoints were trained by: between the seeds of two layers, and of SplitMix64.
+GAP, GAMMA, MASK = 10007, 0x9E3779B97F4A7C15, 2**64 - 1
+MOST_ROWS = 2**31 - 1  # of a table: its rows are named by int32
 
 
 # ---- the streams of residuals ------------------------------------------------------------------------------------------------
 
 
 class HyperConnection(nnx.Module):
-    """Compute what a block reads from N streams of residuals x [*rows, N, D], and how strongly it writes to each:
+    """Compute what a block reads from N streams of residuals x [*rows, N, D], and what it writes to each:
 
         h_n = RMSNorm(x_n)    w = sigmoid(W_up silu(W_down h / N))  [N, D]    read = sum_n w_n h_n / N
         strength = 2 sigmoid(W_s h / N)  [N]                                     x_n' = x_n + strength_n block(read)
 
-    The projections read h of all streams. writes: whether there is a W_s.   Zhu et al. 2024, https://arxiv.org/abs/2409.19606.
+    The projections read h of all streams. count: N. rank: the width of W_down h. writes: whether there is a W_s; False for the
+    one before the head, which no block follows.   Zhu et al. 2024, https://arxiv.org/abs/2409.19606.
     """
 
     def __init__(self, width: int, count: int, rank: int, *, norm_eps: float, writes: bool = True, **options):
@@ -128,47 +135,45 @@ class HyperBlock(nnx.Module):
 # ---- n-grams -------------------------------------------------------------------------------------------------------------------
 
 
-class Hash:
-    """Map the n-grams that end at a token to rows of a table, for n = 2 to `size`, each by `heads` hashes:
+@dataclasses.dataclass(frozen=True)
+class NGramHash:
+    """Map the n-grams that end at a token to rows of a table, for n = 2 to the number of multipliers, each by `heads` hashes:
 
-        h_n = xor over i < n of m_i token_{t - i}        row of head j of n = offset_j + h_n mod p_j
+        a_n = xor over i < n of m_i token_{t - i}        row of hash j of n = offset_{n,j} + a_n mod p_{n,j}
 
-    m are odd numbers drawn from seed and layer, and p the primes from `base` on, of which each layer takes the next ones. m_i
-    token is below 2^63. A token before the sequence, or before the last end of a text, counts as `end`.
-
-    rows: those of the whole table, a multiple of `multiple`. layer: the number among the layers that have n-grams.
+    m: `multipliers`, odd. p: `primes`. m_i token is below 2^63 for every token of the vocabulary. A token before the sequence, or
+    before the nearest `end` that comes earlier, counts as `end`. rows: those of the whole table.
     """
 
-    def __init__(
-        self, vocabulary: int, size: int, heads: int, base: int, multiple: int, seed: int, layer: int, end: int
-    ):
-        self.size, self.heads, self.end = size, heads, end
-        half = max(1, (2**63 - 1) // max(vocabulary, 1) // 2)
-        first = seed + GAP * layer
-        self.multipliers = tuple(2 * (mixed(first + GAMMA * (i + 1)) % half) + 1 for i in range(size))
-        count = (size - 1) * heads
-        self.primes = primes_from(base, (layer + 1) * count)[-count:]
-        self.offsets = tuple(int(x) for x in np.cumsum((0, *self.primes[:-1])))
-        self.rows = -(-sum(self.primes) // multiple) * multiple
+    multipliers: tuple[int, ...]
+    primes: tuple[int, ...]
+    end: int
+    rows: int
 
-    def __eq__(self, other):
-        return isinstance(other, Hash) and vars(self) == vars(other)
+    @property
+    def size(self) -> int:
+        return len(self.multipliers)
 
-    def __hash__(self):
-        return hash((self.multipliers, self.primes, self.end))
+    @property
+    def heads(self) -> int:
+        return len(self.primes) // (self.size - 1)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        return tuple(itertools.accumulate(self.primes[:-1], initial=0))
 
     def __call__(self, before: Sequence[Int[Array, "*rows"]]) -> Int[Array, "*rows heads"]:
         """Return the rows of the table, [*rows, (size - 1) heads]. before: the token itself, the one before it and so on."""
-        found, total, has_end = [], None, jnp.zeros(before[0].shape, bool)
-        for lag, token in enumerate(before):
+        high, low = product(before[0].astype(jnp.uint32), self.multipliers[0])
+        found, has_end, offsets = [], jnp.zeros(before[0].shape, bool), self.offsets
+        for lag, token in enumerate(before[1:], 1):
             token = jnp.where(has_end, self.end, token)
-            high, low = product(token.astype(jnp.uint32), self.multipliers[lag])
-            total = (high, low) if total is None else (total[0] ^ high, total[1] ^ low)
-            if lag:
-                has_end = has_end | (token == self.end)
-                own = slice((lag - 1) * self.heads, lag * self.heads)
-                place = remainder(*total, self.primes[own])
-                found.append(place + for_rows(place, jnp.asarray(self.offsets[own], jnp.uint32), jnp.uint32))
+            has_end = has_end | (token == self.end)
+            more_high, more_low = product(token.astype(jnp.uint32), self.multipliers[lag])
+            high, low = high ^ more_high, low ^ more_low
+            own = slice((lag - 1) * self.heads, lag * self.heads)
+            place = remainder(high, low, self.primes[own])
+            found.append(place + for_rows(place, jnp.asarray(offsets[own], jnp.uint32), jnp.uint32))
         return jnp.concatenate(found, -1).astype(jnp.int32)
 
     def buffers(self) -> dict[str, np.ndarray]:
@@ -179,26 +184,19 @@ class Hash:
         return {name: np.array(values, np.int64) for name, values in arrays.items()}
 
 
-GAMMA, MASK = 0x9E3779B97F4A7C15, 2**64 - 1
+def split_mix(state: int) -> int:
+    """Return the output of SplitMix64 for a state.   Steele, Lea and Flood 2014, https://doi.org/10.1145/2660193.2660195."""
+    x = (state + GAMMA) & MASK
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ x >> shift) * factor & MASK
+    return x ^ x >> 31
 
 
-def mixed(value: int) -> int:
-    """Return the number after `value` of SplitMix64.   Steele, Lea and Flood 2014, https://doi.org/10.1145/2660193.2660195."""
-    value = (value + GAMMA) & MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
-    return value ^ (value >> 31)
-
-
-@functools.cache
-def primes_from(first: int, count: int) -> tuple[int, ...]:
-    """Return the first `count` primes of at least `first`."""
-    found, value = [], max(first, 2)
-    while len(found) < count:
+def primes_from(first: int) -> Iterator[int]:
+    """Yield the primes of at least `first`, upwards."""
+    for value in itertools.count(max(first, 2)):
         if value == 2 or (value % 2 and all(value % i for i in range(3, math.isqrt(value) + 1, 2))):
-            found.append(value)
-        value += 1
-    return tuple(found)
+            yield value
 
 
 def product(a: UInt32[Array, "*rows"], b: int) -> tuple[Array, Array]:
@@ -225,43 +223,37 @@ def remainder(high: UInt32[Array, "*rows"], low: UInt32[Array, "*rows"], divisor
 
 
 class NGrams(nnx.Module):
-    """Compute the features of the n-grams that end at a token, for each of N streams x_n:
+    """Compute the features of the n-grams that end at a token, for each of N streams x_n [D]:
 
-        e = the rows of the table that `Hash` names    g_n = RMSNorm(W_k^n e) . RMSNorm(x_n) / sqrt(D)
-        u_n = sigmoid(sign(g_n) sqrt(|g_n|)) W_v e      y_n = u_n + silu(conv(RMSNorm(u_n)))
+        e = the rows of the table that `hashes` names    g_n = RMSNorm(W_k^n e) . RMSNorm(x_n) / sqrt(D)
+        u_n = sigmoid(sign(g_n) sqrt(max(|g_n|, 1e-6))) W_v e      y_n = u_n + silu(conv(RMSNorm(u_n)))
 
-    conv: a causal convolution of each channel, which reads every `dilation`-th row, conv_size in all. table: [parts, rows, E],
-    the parts as a checkpoint has them.   Cheng et al. 2026, https://arxiv.org/abs/2601.07372.
+    width: D. count: N. embed_width: the width of e. parts: the tensors of the table in a checkpoint; its parameter is [parts,
+    rows, E]. conv: a `ShortConvolution` of conv_size rows, each hashes.size rows from the next.   Cheng et al. 2026,
+    https://arxiv.org/abs/2601.07372.
     """
 
     def __init__(
-        self, width: int, streams: int, embedded: int, hashes: Hash, parts: int, *, conv_size: int, norm_eps: float,
+        self, width: int, count: int, embed_width: int, hashes: NGramHash, parts: int, *, conv_size: int, norm_eps: float,
         kernel_init, dtype, param_dtype, rngs,
     ):  # fmt: skip
-        self.hashes, self.streams, self.conv_size, self.dtype = hashes, streams, conv_size, dtype
-        self.dilation, whole, own = hashes.size, streams * width, -(-hashes.rows // parts)
-        heads, options = len(hashes.primes), dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        shape = (-(-hashes.rows // own), own, embedded // heads)
-        self.table = parameter(kernel_init(rngs.params(), shape, param_dtype), None, None, EMBED)
-        self.key = linear(embedded, whole, (None, EMBED), kernel_init=kernel_init, **options)
-        self.value = linear(embedded, width, (None, EMBED), kernel_init=kernel_init, **options)
+        self.hashes, self.count, self.dtype = hashes, count, dtype
+        options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        whole, part_rows = count * width, -(-hashes.rows // parts)
+        shape = (-(-hashes.rows // part_rows), part_rows, embed_width // len(hashes.primes))
+        self.table = parameter(kernel_init(rngs.params(), shape, param_dtype), VOCABULARY, None, EMBED)
+        self.key = linear(embed_width, whole, (None, EMBED), kernel_init=kernel_init, **options)
+        self.value = linear(embed_width, width, (None, EMBED), kernel_init=kernel_init, **options)
         norm = functools.partial(
-            RMSNorm, whole, groups=streams, epsilon=norm_eps, zero_centred=True, param_dtype=param_dtype
+            RMSNorm, whole, groups=count, epsilon=norm_eps, zero_centred=True, param_dtype=param_dtype
         )
         self.key_norm, self.query_norm, self.value_norm = norm(), norm(), norm()
-        self.conv = DilatedFilter(conv_size, whole, param_dtype)
-
-    @property
-    def reach(self) -> int:
-        """Return how many rows before a row its convolution reads."""
-        return (self.conv_size - 1) * self.dilation
+        zeros: Any = nnx.initializers.zeros
+        self.conv = ShortConvolution(whole, conv_size, dilation=hashes.size, filter_init=zeros, **options)
 
     def empty_state(self, batch: int) -> dict:
-        whole = self.conv.filter.shape[1]
-        return dict(
-            ngram_tokens=jnp.zeros((batch, self.hashes.size - 1, 1), jnp.int32),
-            ngram_values=jnp.zeros((batch, self.reach, whole), self.dtype),
-        )
+        tokens = jnp.zeros((batch, self.hashes.size - 1, 1), jnp.int32)
+        return dict(ngram_tokens=tokens, ngram_values=self.conv.empty_state(batch)["recurrent"])
 
     def mix(self, x: Float[Array, "*rows N D"], tokens: Int[Array, "*rows 1"], state: State, rows: Rows):
         """Return y [*rows, N, D] and the new state. Tokens are held less `end`, so that zeros stand for it."""
@@ -270,42 +262,35 @@ class NGrams(nnx.Module):
         places = self.hashes([view[..., 0] + end for view in reversed(views)])
         table = self.table[...]
         e = merged(jnp.take(table.reshape(-1, table.shape[-1]), places, axis=0, mode="clip").astype(self.dtype))
-        key, query = (by_head(y, self.streams) for y in (self.key_norm(self.key(e)), self.query_norm(merged(x))))
+        key, query = (by_head(y, self.count) for y in (self.key_norm(self.key(e)), self.query_norm(merged(x))))
         g = (key * query).sum(-1, keepdims=True) / math.sqrt(x.shape[-1])
         g = jnp.sqrt(jnp.maximum(jnp.abs(g), 1e-6)) * jnp.sign(g)
         u = rows.without_padding(merged(jax.nn.sigmoid(g) * self.value(e)[..., None, :]))
-        views, values = rows.window(self.value_norm(u), self.reach + 1, state.get("ngram_values"))
-        y = u + self.conv(views[:: self.dilation])
-        return by_head(y, self.streams), dict(ngram_tokens=held, ngram_values=values)
-
-
-class DilatedFilter(nnx.Module):
-    """Compute y = silu(sum over i of filter[i] * x_i) of rows x_i that lie apart; filter [size, width], which starts as 0."""
-
-    def __init__(self, size: int, width: int, param_dtype):
-        self.filter = parameter(jnp.zeros((size, width), param_dtype), None, EMBED)
-
-    def __call__(self, views: Sequence[Float[Array, "*rows width"]]) -> Float[Array, "*rows width"]:
-        total = sum(view.astype(jnp.float32) * for_rows(view, self.filter[i]) for i, view in enumerate(views))
-        return jax.nn.silu(jnp.asarray(total)).astype(views[0].dtype)
+        y, values = self.conv.extend(self.value_norm(u), state.get("ngram_values"), rows)
+        return by_head(u + y, self.count), dict(ngram_tokens=held, ngram_values=values)
 
 
 # ---- attention -----------------------------------------------------------------------------------------------------------------
 
 
 class IndexedAttention(Attention):
-    """Compute `glax.nn.Attention` over the blocks of tokens that each row chooses by a `glax.nn.choice.Choice`.
+    """Compute `glax.nn.Attention` over the blocks of tokens that each row chooses by a `glax.nn.choice.Choice` of
 
-    Its queries and keys are [RMSNorm(W_q x), W_k x], of `heads` heads and of one. A block's key is the mean of those of its
-    tokens behind RMSNorm. Queries, and keys of blocks, rotate as those of attention do. size: the tokens of a block. best: the
-    blocks that a row reads. The cache also holds `index` [N, max_length, 1, head_width of the index], W_k x.
+        index_query_t = R_t RMSNorm(W_q x_t)  [index_heads, index_width]        index_key_t = W_k x_t  [index_width]
+        pool(block b) = R_s RMSNorm(the mean of the index keys of b), with s the position of its first token
+
+    R is the rotation of attention. block_size: the tokens of a block. num_blocks: the most blocks that a row reads. The cache
+    also holds `index` [N, max_length, 1, index_width], the index keys.
     """
 
-    def __init__(self, width: int, *, heads: int, index_width: int, size: int, best: int, norm_eps: float, **options):
+    def __init__(
+        self, width: int, *, index_heads: int, index_width: int, block_size: int, num_blocks: int, norm_eps: float, **options
+    ):  # fmt: skip
         super().__init__(width, norm_eps=norm_eps, **options)
-        self.heads, self.index_width, self.size, self.best = heads, index_width, size, best
+        self.index_heads, self.index_width = index_heads, index_width
+        self.block_size, self.num_blocks = block_size, num_blocks
         own = {name: options[name] for name in ("dtype", "param_dtype", "kernel_init", "rngs")}
-        self.index = linear(width, (heads + 1) * index_width, (EMBED, None), **own)
+        self.index = linear(width, (index_heads + 1) * index_width, (EMBED, None), **own)
         norm: dict[str, Any] = dict(epsilon=norm_eps, zero_centred=True, param_dtype=own["param_dtype"])
         self.index_query_norm, self.index_key_norm = RMSNorm(index_width, **norm), RMSNorm(index_width, **norm)
 
@@ -314,16 +299,16 @@ class IndexedAttention(Attention):
         return state | dict(index=jnp.zeros((*state["key"].shape[:2], 1, self.index_width), state["key"].dtype))
 
     def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
-        index = by_head(self.index(x), self.heads + 1)
+        index = by_head(self.index(x), self.index_heads + 1)
         place, _ = rows.positions(state.get("length"))
         query = self.rotated(self.index_query_norm(index[..., :-1, :]), place)
-        choice = Choice(query, index[..., -1, :], self.size, self.best, self.pooled)
+        choice = Choice(query, index[..., -1, :], self.block_size, self.num_blocks, self.pool)
         return self.attend(self.query(x), self.key(x), self.value(x), state, rows, choice=choice)
 
     def rotated(self, x: Float[Array, "*rows H D"], place: Int[Array, "*rows"]) -> Float[Array, "*rows H D"]:
         return x if self.rotation is None else rotate(x, place, self.rotation)
 
-    def pooled(self, keys: Float[Array, "*rows size D"], place: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
+    def pool(self, keys: Float[Array, "*rows size D"], place: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
         mean = keys.astype(jnp.float32).mean(-2).astype(keys.dtype)
         return self.rotated(self.index_key_norm(mean)[..., None, :], place)[..., 0, :]
 
@@ -332,31 +317,31 @@ class IndexedAttention(Attention):
 
 
 class Qwen4Exp(CausalLM):
-    """A CausalLM whose blocks pass on `streams` copies of the embedding and the tokens. Its checkpoints hold what the hashes of
-    n-grams are made of, which the config determines."""
+    """A CausalLM whose blocks pass on `num_streams` copies of the embedding, and the tokens. hashes: (the name of a module in a
+    checkpoint, its `NGramHash`), whose numbers a checkpoint holds although its config determines them."""
 
-    def __init__(self, *args, streams: int, buffers: tuple[tuple[str, Hash], ...], **options):
+    def __init__(self, *args, num_streams: int, hashes: tuple[tuple[str, NGramHash], ...], **options):
         super().__init__(*args, **options)
-        self.streams, self.buffers = streams, buffers
+        self.num_streams, self.hashes = num_streams, hashes
 
     def begin(self, tokens: Int[Array, "*rows"], rows: Rows) -> tuple[Array, Array]:
         x = super().begin(tokens, rows)
-        return jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], self.streams, x.shape[-1])), tokens[..., None]
+        return jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], self.num_streams, x.shape[-1])), tokens[..., None]
 
     def through(self, x: tuple[Array, Array], states: list[dict], rows: Rows) -> tuple[Array, list[dict]]:
         (streams, _), after = super().through(x, states, rows)
         return streams, after
 
     def derived_tensors(self) -> dict[str, np.ndarray]:
-        return {f"{place}.{name}": x for place, hashes in self.buffers for name, x in hashes.buffers().items()}
+        return {f"{module}.{name}": x for module, hashes in self.hashes for name, x in hashes.buffers().items()}
 
     def check_derived_tensors(self, tensors: Mapping[str, np.ndarray]):
         for name, expected in self.derived_tensors().items():
-            if not np.array_equal(tensors.get(name, expected), expected):
+            if not np.array_equal(found := tensors.get(name, expected), expected):
                 raise ValueError(
-                    f"{name} must be what config.json determines by vocab_size, ngram_size, heads_per_ngram, ple_layer_ids, "
-                    "ngram_vocab_size_base and seed, got other numbers: give config.json the values that the model was trained "
-                    "with"
+                    f"{name} must be {expected[:3].tolist()} and so on, which config.json determines by vocab_size, ngram_size, "
+                    f"heads_per_ngram, ple_layer_ids, ngram_vocab_size_base and seed, got {np.ravel(found)[:3].tolist()}: give "
+                    "config.json the values that the model was trained with"
                 )
 
 
@@ -398,7 +383,7 @@ def qwen4_exp(config: ModelConfig, precision: Precision) -> CausalLM:
     if is_whole:
         outermost.finish()
 
-    def streams(writes: bool = True) -> HyperConnection:
+    def hyper_connection(writes: bool = True) -> HyperConnection:
         return HyperConnection(width, count, rank, norm_eps=eps, writes=writes, **common)
 
     def mixer(kind: str) -> Mixing:
@@ -408,17 +393,16 @@ def qwen4_exp(config: ModelConfig, precision: Precision) -> CausalLM:
         return IndexedAttention(width, **index, **sizes, **turned, **more, **common)
 
     def block(layer: int, kind: str) -> HyperBlock:
-        own = ngrams[layer](streams=count, norm_eps=eps, **common) if layer in ngrams else None
-        return HyperBlock(own, streams(), mixer(kind), streams(), mlp())
+        own = ngrams[layer](count=count, norm_eps=eps, **common) if layer in ngrams else None
+        return HyperBlock(own, hyper_connection(), mixer(kind), hyper_connection(), mlp())
 
     blocks = [block(layer, kind) for layer, kind in enumerate(kinds)]
     prefix = "model.language_model" if is_whole else "model"
-    place = f"{prefix}.layers.{{}}.ple.ple_embedding"
-    hashed = [(place.format(i), block.ngrams.hashes) for i, block in enumerate(blocks) if block.ngrams is not None]
-    names = names_of(kinds, prefix, is_whole, {place: hashes.rows for place, hashes in hashed})
-    return Qwen4Exp(
-        config, blocks, streams(writes=False), names, width=width, streams=count, buffers=tuple(hashed), **outer
-    )
+    module = f"{prefix}.layers.{{}}.ple.ple_embedding"
+    hashes = [(module.format(i), block.ngrams.hashes) for i, block in enumerate(blocks) if block.ngrams is not None]
+    names = names_of(kinds, prefix, is_whole, {module: each.rows for module, each in hashes})
+    last = hyper_connection(writes=False)
+    return Qwen4Exp(config, blocks, last, names, width=width, num_streams=count, hashes=tuple(hashes), **outer)
 
 
 def index_arguments(options: Options, kinds: Sequence[str]) -> dict[str, int]:
@@ -428,13 +412,13 @@ def index_arguments(options: Options, kinds: Sequence[str]) -> dict[str, int]:
     if SOFTMAX not in kinds and len(missing) == len(INDEXER):
         return {}
     if missing:
-        raise options.unsupported(missing[0], "a model with layers of indexed_attention must have it")
+        raise options.unsupported(missing[0], f"layers of indexed_attention need all of {', '.join(INDEXER)}")
     heads, shared, width, budget, size = given.values()
     if shared != 1:
         raise options.unsupported("indexer_kv_heads", "it must be 1")
     if budget % size:
         raise options.unsupported("indexer_budget", f"it must be a multiple of indexer_compress_ratio={size}")
-    return dict(heads=heads, index_width=width, size=size, best=budget // size)
+    return dict(index_heads=heads, index_width=width, block_size=size, num_blocks=budget // size)
 
 
 def check_rotation(options: Options, turned: Mapping[str, Any], index: Mapping[str, int]):
@@ -449,46 +433,51 @@ def check_rotation(options: Options, turned: Mapping[str, Any], index: Mapping[s
         raise options.unsupported("indexer_head_dim", f"it must be at least the {width} channels that rotate")
 
 
-def ngram_makers(options: Options, kinds: Sequence[str], vocabulary: int, width: int) -> dict[int, Any]:
+def ngram_makers(
+    options: Options, kinds: Sequence[str], vocabulary: int, width: int
+) -> dict[int, Callable[..., NGrams]]:
     """Return, by the number of each layer that has n-grams, from 0, a function that makes its `NGrams`."""
-    numbers = options.take("ple_layer_ids", None) or []
-    is_list = isinstance(numbers, list) and all(type(x) is int and 1 <= x <= len(kinds) for x in numbers)
-    if not is_list:
-        raise options.unsupported("ple_layer_ids", f"it must list numbers of layers from 1 to {len(kinds)}")
-    embedded = options.integer("ple_embed_dim", None, optional=True) or width
+    given, layers = options.take("ple_layer_ids", None), len(kinds)
+    numbers = [] if given is None else given
+    if not isinstance(numbers, list) or not all(type(x) is int and 1 <= x <= layers for x in numbers):
+        raise options.unsupported("ple_layer_ids", f"it must list numbers of layers from 1 to {layers}")
+    embed_width = options.integer("ple_embed_dim", None, optional=True) or width
     size, heads = options.integer("ngram_size", 3), options.integer("heads_per_ngram", 8)
     base = options.integer("ngram_vocab_size_base", 20_000_000)
     multiple = options.integer("make_ngram_vocab_size_divisible_by", 128)
     seed, parts = options.integer("seed", 1234, least=-(2**63)), options.integer("split_ngram_parts", 512)
-    conv_size = options.integer("ple_conv_kernel_size", 4)
-    end = options.take("eos_token_id", None)
+    conv_size, end = options.integer("ple_conv_kernel_size", 4), options.take("eos_token_id", None)
     if not numbers:
         return {}
-    end = end[0] if isinstance(end, list) and end else end
-    if type(end) is not int:
-        raise options.unsupported("eos_token_id", "a model with ple_layer_ids must have it: it ends n-grams")
-    if size < 2 or embedded % ((size - 1) * heads):
-        raise options.unsupported(
-            "ple_embed_dim", f"it must be a multiple of (ngram_size - 1) heads_per_ngram={(size - 1) * heads}"
-        )
-    makers = {}
+    end, count = end[0] if isinstance(end, list) and end else end, (size - 1) * heads
+    if type(end) is not int or not 0 <= end < vocabulary:
+        raise options.unsupported("eos_token_id", f"it ends n-grams, and must be a token from 0 to {vocabulary - 1}")
+    if not count:
+        raise options.unsupported("ngram_size", "it must be at least 2")
+    if embed_width % count:
+        raise options.unsupported("ple_embed_dim", f"it must be a multiple of (ngram_size - 1) heads_per_ngram={count}")
+    if count * base > MOST_ROWS:  # before primes are looked for, of which each is at least `base`
+        raise options.unsupported("ngram_vocab_size_base", f"a table of {count} primes has at most {MOST_ROWS} rows")
+    makers, primes = {}, primes_from(base)
+    half = max(1, (2**63 - 1) // vocabulary // 2)
     for i, layer in enumerate(sorted({number - 1 for number in numbers})):
         if kinds[layer] != LINEAR:
             raise options.unsupported("ple_layer_ids", f"layer {layer + 1} must be one of linear_attention")
-        hashes = Hash(vocabulary, size, heads, base, multiple, seed, i, end)
-        if hashes.rows >= 2**31:
-            raise options.unsupported(
-                "ngram_vocab_size_base", f"a table has at most {2**31 - 1} rows, here {hashes.rows}"
-            )
+        own = tuple(itertools.islice(primes, count))
+        drawn = (split_mix(seed + GAP * i + GAMMA * (place + 1)) for place in range(size))
+        multipliers, rows = tuple(2 * (x % half) + 1 for x in drawn), -(-sum(own) // multiple) * multiple
+        if rows > MOST_ROWS:
+            raise options.unsupported("ngram_vocab_size_base", f"a table has at most {MOST_ROWS} rows, here {rows}")
+        hashes = NGramHash(multipliers, own, end, rows)
         makers[layer] = functools.partial(
-            NGrams, width, embedded=embedded, hashes=hashes, parts=parts, conv_size=conv_size
+            NGrams, width, embed_width=embed_width, hashes=hashes, parts=parts, conv_size=conv_size
         )
     return makers
 
 
 def names_of(kinds: Sequence[str], prefix: str, is_whole: bool, tables: Mapping[str, int]) -> Names:
     """Return the names of the tensors. tables: the rows of each table of n-grams, by the name of the module that holds it."""
-    streams = tuple(
+    stream_rules = tuple(
         rule
         for here in ("attn", "mlp")
         for rule in (*renamed(f"{here}_streams", STREAMS), (rf"\.{here}_streams\.", f".{here}_hyper_connection."))
@@ -497,11 +486,11 @@ def names_of(kinds: Sequence[str], prefix: str, is_whole: bool, tables: Mapping[
     ngrams = (*renamed("ngrams", NGRAMS), (r"\.ngrams\.", ".ple."))
     outer = outer_names(*(f"{prefix}.{name}" for name in ("embed_tokens", "layers")))
     return Names(
-        (*last, *mixer_names(kinds, MIXERS), *streams, *ngrams, *MLPS, *outer),
+        (*last, *mixer_names(kinds, MIXERS), *stream_rules, *ngrams, *MLPS, *outer),
         layouts=(*transposed_layouts("router", *GATED_MLP), ("table", ("weight", same, same))),
         aliases=(FROM_ALONE if is_whole else FROM_WHOLE,),
         stacked=stacked_experts(rf"{re.escape(prefix)}\.layers\.\d+\.mlp"),
-        rows=tuple((f"{place}.ngram_embedding.shard_*.weight", rows) for place, rows in tables.items()),
+        table_rows=tuple((f"{module}.ngram_embedding.shard_*.weight", rows) for module, rows in tables.items()),
         scales=((r"(\.ngram_embedding)\.shard_\d+\.weight$", r"\1.weight_scale"),),
         others=OTHERS,
     )

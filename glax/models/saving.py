@@ -188,10 +188,13 @@ def stored_tensors(model: CausalLM) -> dict[str, Stored]:
         rows: list[tuple[Any, str]] = [(..., name)]
         if "*" in name:
             rows = [*enumerate(stored_names(name, value))]
-            if (last := model.names.rows_of_last(name, value)) is not None:
-                rows[-1] = (len(rows) - 1, slice(last)), rows[-1][1]
+        last = model.names.last_rows(name, value)
+        if last is not None:
+            rows[-1] = (len(rows) - 1, slice(last)), rows[-1][1]
         for row, one in rows:
-            tensors[one] = Stored(value.nbytes // len(rows), functools.partial(to_host, value, row, to))
+            size = value.nbytes // len(rows)
+            size = size if last is None or one != rows[-1][1] else size * last // value.shape[1]
+            tensors[one] = Stored(size, functools.partial(to_host, value, row, to))
     return tensors
 
 

@@ -21,21 +21,21 @@ def uniform_filter(key, shape: tuple[int, int], dtype) -> Float[Array, "size wid
 
 
 class ShortConvolution(Layer):
-    """Compute a depthwise causal convolution:   y_t = act(sum over i of filter[i] * x_{t - size + 1 + i} + bias).
+    """Compute a depthwise causal convolution:   y_t = act(sum over i of filter[i] * x_{t - (size - 1 - i) dilation} + bias).
 
     The parameter filter is [size, width]; filter[size - 1] multiplies row t itself. The rows before a sequence's first are its
     state, or zeros without one. Packed sequences do not read each other's rows. Sums are float32. Over sequence shards of a mesh,
-    jit exchanges size - 1 rows.
+    jit exchanges (size - 1) dilation rows.
 
-    width:       the channels of x and y. size: how many rows a row reads, itself included.
+    width:       the channels of x and y. size: how many rows a row reads, itself included. dilation: the distance of these rows.
     bias:        whether there is a bias [width], which starts as 0.
     activation:  the name of act in `glax.nn.parts.ACTIVATIONS`; none if None.
     filter_init: a function (key, shape, dtype) that returns the first values of the filter; if None, they are uniform within
         1 / sqrt(size), as in torch.nn.Conv1d.
     dtype:       the dtype of the empty state; float32 if None. param_dtype: the dtype of the parameters.
 
-    layer(x [B, T, width]) returns (y [B, T, width] in the dtype of x, state). The state is the last size - 1 rows of x, [N, size
-    - 1, width]. `glax.nn.layer.Layer` has decoding and errors.
+    layer(x [B, T, width]) returns (y [B, T, width] in the dtype of x, state). The state is the last
+    (size - 1) dilation rows of x, [N, (size - 1) dilation, width]. `glax.nn.layer.Layer` has decoding and errors.
 
     >>> layer = nn.ShortConvolution(64, rngs=nnx.Rngs(0))
     >>> layer(jnp.ones((1, 16, 64)))[0].shape
@@ -48,6 +48,7 @@ class ShortConvolution(Layer):
         width: int,
         size: int = 4,
         *,
+        dilation: int = 1,
         bias: bool = False,
         activation: str | None = "silu",
         filter_init: Initializer | None = None,
@@ -55,7 +56,7 @@ class ShortConvolution(Layer):
         param_dtype=jnp.float32,
         rngs: nnx.Rngs,
     ):
-        self.width, self.size, self.activation, self.dtype = width, size, activation, dtype
+        self.width, self.size, self.dilation, self.activation, self.dtype = width, size, dilation, activation, dtype
         self.act(jnp.zeros(()))  # raises ValueError for an unknown name
         init = uniform_filter if filter_init is None else filter_init
         self.filter = parameter(init(rngs.params(), (size, width), jnp.float32).astype(param_dtype), None, HEADS)
@@ -66,7 +67,8 @@ class ShortConvolution(Layer):
         return activation("activation", self.activation)(x)
 
     def empty_state(self, batch: int, max_length: int | None = None) -> dict:
-        return dict(recurrent=jnp.zeros((batch, self.size - 1, self.width), self.dtype or jnp.float32))
+        rows = (self.size - 1) * self.dilation
+        return dict(recurrent=jnp.zeros((batch, rows, self.width), self.dtype or jnp.float32))
 
     def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
         y, after = self.extend(x, state.get("recurrent"), rows)
@@ -75,9 +77,11 @@ class ShortConvolution(Layer):
     def extend(self, x: Float[Array, "*rows width"], before: Array | None, rows: Rows) -> tuple[Array, Array]:
         """Return y [*rows, width] in the dtype of x, and the new state. A layer calls it that holds a convolution.
 
-        before: the state of the convolution, [N, size - 1, width], or None for zeros. rows: as in `glax.nn.layer.Layer.mix`.
+        before: the state of the convolution, [N, (size - 1) dilation, width], or None for zeros. rows: as in
+        `glax.nn.layer.Layer.mix`.
         """
-        views, after = rows.window(x, self.size, before)
+        views, after = rows.window(x, (self.size - 1) * self.dilation + 1, before)
+        views = views[:: self.dilation]
         y = jnp.asarray(sum(view.astype(jnp.float32) * for_rows(x, self.filter[i]) for i, view in enumerate(views)))
         y = y if self.bias is None else y + for_rows(y, self.bias[...])
         return self.act(gradient_in(x.dtype, y)).astype(x.dtype), after

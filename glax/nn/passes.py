@@ -86,7 +86,7 @@ class Rows(Protocol):
         stored: what a new cache holds in place of k and v, [*rows, H, E]. A cache without values stands for one whose values are
         the first channels of its keys, as many as v has. expanded: (its rows) -> (k, v), for a cache whose rows are neither. k
         and v are then both the rows to store. `Step` reads such a cache as it is, whatever `expanded` is. choice: how each row
-        chooses the keys that it reads, for a cache that also has an array "index", and without a window; all if None.
+        chooses the keys that it reads, of a cache with "key", "value" and "index"; all if None. With a window it is an error.
         """
         ...
 
@@ -235,8 +235,9 @@ class Parallel:
         self, q, k, v, cache: State, window: int | None, scale: float | None, stored=None, expanded=None, choice=None
     ) -> tuple[Array, State]:
         self.check_states(cache.get("key"))
+        check_choice(choice, window)
         content = dict(key=k, value=v) if stored is None else dict(key=stored)
-        content |= {} if choice is None else dict(index=choice.key[..., None, :])
+        content |= {} if choice is None else dict(index=choice.index_key[..., None, :])
         if expanded is None:
             expanded = functools.partial(values_within, width=v.shape[-1])
         if self.cu_seqlens is not None:
@@ -250,10 +251,10 @@ class Parallel:
         else:
             begin, attend, new = self.segments.begin, attend_in_blocks, self.segments.cache(content)
             seen = intervals(begin, jnp.where(self.segments.is_token, rows, -1), window)
-        all_seen = functools.partial(attend, q, k, v, seen, scale)
+        attend_all = functools.partial(attend, q, k, v, seen, scale)
         if choice is None:
-            return all_seen(), new
-        return choice.attend(all_seen, q, k, v, content["index"], seen, scale, begin), new
+            return attend_all(), new
+        return choice.attend(attend_all, q, k, v, content["index"], seen, scale, begin), new
 
     def attend_to_cache(
         self, q, content: State, cache: State, window, scale, expanded: Callable, choice: Choice | None
@@ -266,11 +267,11 @@ class Parallel:
         at = (jnp.broadcast_to(jnp.arange(q.shape[0])[:, None], place.shape), place)
         cache = extended(cache, at, content, length)
         seen, (keys, values) = intervals(jnp.zeros_like(place), place, window), cached(cache, expanded)
-        all_seen = functools.partial(attend_in_blocks, q, keys, values, seen, scale)
+        attend_all = functools.partial(attend_in_blocks, q, keys, values, seen, scale)
         if choice is None:
-            return nan_unless(place < L, all_seen()), cache
+            return nan_unless(place < L, attend_all()), cache
         begin = jnp.zeros((q.shape[0], L), jnp.int32)
-        o = choice.attend(all_seen, q, keys, values, cache["index"], seen, scale, begin)
+        o = choice.attend(attend_all, q, keys, values, cache["index"], seen, scale, begin)
         return nan_unless(place < L, o), cache
 
     def packed_attend(
@@ -283,12 +284,12 @@ class Parallel:
         if not cache:
             seen = intervals(self.cuts[own], jnp.where(is_token, rows, -1), window)
             seen = Intervals(seen.first[None], seen.last[None])
-            all_seen = functools.partial(attend_in_blocks, q, k, v, seen, scale)
+            attend_all = functools.partial(attend_in_blocks, q, k, v, seen, scale)
             if choice is None:
-                o = all_seen()
+                o = attend_all()
             else:
-                index = content["index"].reshape(1, *k.shape[1:2], 1, -1)
-                o = choice.attend(all_seen, q, k, v, index, seen, scale, self.cuts[own][None])
+                index = content["index"].reshape(1, -1, *content["index"].shape[-2:])
+                o = choice.attend(attend_all, q, k, v, index, seen, scale, self.cuts[own][None])
             return o.reshape(*shape[:-1], o.shape[-1]), self.packed_cache(content)
         N, L = cache["key"].shape[:2]
         check_room(cache["length"], jnp.diff(self.cuts), L)
@@ -299,9 +300,9 @@ class Parallel:
         seen = intervals(own * L, jnp.where(place < L, own * L + place, -1), window)
         seen = Intervals(seen.first[None], seen.last[None])
         keys, values = (x.reshape(1, N * L, *x.shape[2:]) for x in cached(cache, expanded))
-        all_seen = functools.partial(attend_by_sequence, q, keys, values, seen, scale, self.cuts)
+        attend_all = functools.partial(attend_by_sequence, q, keys, values, seen, scale, self.cuts)
         at = jnp.where(place < L, place, -1)
-        o = all_seen() if choice is None else choice.attend_to_caches(all_seen, q, cache, at, scale, self.cuts)
+        o = attend_all() if choice is None else choice.attend_to_caches(attend_all, q, cache, at, scale, self.cuts)
         return nan_unless(((place < L) | ~is_token)[None], o).reshape(*shape[:-1], o.shape[-1]), cache
 
     def packed_cache(self, content: State) -> State:
@@ -425,17 +426,18 @@ class Step:
         self, q, k, v, cache: State, window: int | None, scale: float | None, stored=None, expanded=None, choice=None
     ) -> tuple[Array, State]:
         L = cache["key"].shape[1]
+        check_choice(choice, window)
         place, length = self.positions(cache["length"])
         check_room(place, 1, L)  # an unused slot reads a length of 0
         rows = jnp.arange(len(q)) if self.slots is None else self.unused_to_end(self.slots, cache["key"])
         at = (rows, place)
-        content = dict(key=k, value=v) | ({} if choice is None else dict(index=choice.key[..., None, :]))
+        content = dict(key=k, value=v) | ({} if choice is None else dict(index=choice.index_key[..., None, :]))
         cache = extended(cache, at, content, length)
         seen = intervals(jnp.zeros_like(place)[:, None], place[:, None], window)
         slots, q = None if self.slots is None else rows, q[:, None]
         more: dict[str, Any] = dict(width=v.shape[-1], slots=slots)
-        all_seen = functools.partial(attend_step, q, cache["key"], cache.get("value"), seen, scale, **more)
-        o = all_seen() if choice is None else choice.step(all_seen, q, cache, rows, place, scale)
+        attend_all = functools.partial(attend_step, q, cache["key"], cache.get("value"), seen, scale, **more)
+        o = attend_all() if choice is None else choice.step(attend_all, q, cache, rows, place, scale)
         return nan_unless(place < L, o[:, 0]), cache
 
     def read(self, state: Array) -> Array:
@@ -457,6 +459,12 @@ class Step:
 def intervals(first: Int[Array, "*rows"], last: Int[Array, "*rows"], window: int | None) -> Intervals:
     """Return the intervals first to last, of which the window holds the last `window` keys, or all keys if it is None."""
     return Intervals(first if window is None else jnp.maximum(first, last - window + 1), last)
+
+
+def check_choice(choice: Choice | None, window: int | None):
+    """Raise ValueError if rows choose the keys that they read within a window: blocks are counted from a sequence's beginning."""
+    if choice is not None and window is not None:
+        raise ValueError(f"window must be None where rows choose the keys that they read, got {window}")
 
 
 def check_room(length: Int[Array, "N"], more: Int[Array, "N"] | int, rows: int):
@@ -484,7 +492,8 @@ def written(cache: Array, at: tuple[Array, Array], rows: Array) -> Array:
 
 
 def extended(cache: State, at: tuple[Array, Array], content: State, length: Array) -> State:
-    """Return the cache with rows of each of its arrays written to their places. content: the rows, and perhaps more."""
+    """Return the cache with the new rows of its arrays written to their places. content: new rows by name. Those of an array that
+    the cache lacks, such as the values of one that holds keys alone, are left out."""
     return {name: written(cache[name], at, x) for name, x in content.items() if name in cache} | dict(length=length)
 
 

@@ -623,7 +623,7 @@ SEEDS = dict(xlstm_parts_fused=2)
 
 
 def without_ties(scores: torch.Tensor, *args, topk=torch.Tensor.topk, **options):
-    """topk, of scores of which none is as great as the first that is left out."""
+    """Return topk. Where the index of Qwen4-Exp calls it, along axis 0, assert that no score left out equals one that counts."""
     found = topk(scores, *args, **options)
     if options.get("dim") == 0:
         lowest = found.values.amin(0)

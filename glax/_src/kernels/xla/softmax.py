@@ -7,6 +7,7 @@ scores are NaN.
 
 import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +113,26 @@ def of_one_block(size: int | None, q, k, v, intervals: Intervals, scale: float) 
     return o[0]
 
 
+class KeysRead(NamedTuple):
+    """Hold which keys rows read, [blocks, B, rows, S] or without `blocks`, in the place of `Intervals` where all keys are read
+    together."""
+
+    is_read: Bool[Array, "*rows S"]
+
+    def hold(self, keys: Int[Array, "S"]) -> Bool[Array, "*rows S"]:
+        return self.is_read
+
+
+def attend_masked(q, k, v, is_read: Bool[Array, "B T S"], scale: float | None) -> Float[Array, "B T Hq V"]:
+    """Return softmax attention over the keys that each row reads, by one product of all rows and keys; 0 where it reads none.
+
+    q [B, T, Hq, D], k [B, S, Hk, D] and v [B, S, Hk, V] have one dtype.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    o: Array = attend_blocks(None, scale, q[None], k, v, KeysRead(is_read[None]))
+    return o[0]
+
+
 def in_blocks(operands: SoftmaxOperands, scale: float) -> Float[Array, "B T Hq V"]:
     """Return the same as `whole`. A block of rows reads the keys between the ends of its intervals alone."""
     q, k, v, first, last, _ = operands
@@ -158,19 +179,21 @@ def is_small(T: int, S: int) -> bool:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def attend_blocks(size: int | None, scale: float, q, k, v, intervals: Intervals) -> Float[Array, "blocks B rows Hq V"]:
+def attend_blocks(
+    size: int | None, scale: float, q, k, v, intervals: Intervals | KeysRead
+) -> Float[Array, "blocks B rows Hq V"]:
     """Return the outputs of blocks of rows. q: [blocks, B, rows, Hq, D]. k, v: [B, S, Hk, D or V]. intervals: of [blocks, B,
     rows]. size: how many keys a block reads together; all if None."""
     return attend_blocks_fwd(size, scale, q, k, v, intervals)[0]
 
 
-def attend_blocks_fwd(size: int | None, scale: float, q, k, v, intervals: Intervals):
+def attend_blocks_fwd(size: int | None, scale: float, q, k, v, intervals: Intervals | KeysRead):
     q, k, v, intervals = aligned((q, k, v, intervals))
     o, log_total = summed(size, scale, q, k, v, intervals, None, v.shape[-1])
     return o, (q, k, v, intervals, o, log_total)
 
 
-def summed(size: int | None, scale: float, q, k, v, intervals: Intervals, slots: Array | None, width: int):
+def summed(size: int | None, scale: float, q, k, v, intervals: Intervals | KeysRead, slots: Array | None, width: int):
     """Return the outputs, and the logarithms of the sums of exp(scores). size: as of `attend_blocks`. slots, width: as of
     `attend_step`."""
     q, k, v, intervals, slots = aligned((q, k, v, intervals, slots))
@@ -251,7 +274,7 @@ def over_blocks(of_block: Callable, carry, blocks):
     return carry, jax.tree.map(lambda x: x[None], results)
 
 
-def over_keys(size: int | None, add: Callable, sums, S: int, read: Callable, intervals: Intervals):
+def over_keys(size: int | None, add: Callable, sums, S: int, read: Callable, intervals: Any):
     """Return the sums behind sums = add(sums, begin, k, v, seen) for every part of the S keys that the rows read.
 
     The part begins at the key `begin`. read(begin, size): its keys and values. seen: [B, 1, 1, rows, keys of the part], whether
