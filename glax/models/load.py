@@ -52,8 +52,8 @@ from glax.models.shardings import Placement, check_mesh
 logger = logging.getLogger(__name__)
 # Buffers of rotary positions, which older versions stored and the config determines.
 ROTARY = r"(^|\.)(inv_freq|cos_cached|sin_cached)$"
-# Bounds several times beyond what is published, so that a wrong number in a config is an error and not an allocation.
-MOST_PARAMETERS, MOST_ELEMENTS = 2**43, 2**38
+# Bounds a few times beyond what is published, so that a wrong number in a config is an error and not an allocation.
+MOST_PARAMETERS, MOST_ELEMENTS = 2**43, 2**37
 SHOWN = 2**28  # bytes from which on a person sees the progress of loading
 COMPARED = 1024  # rows that are compared together
 
