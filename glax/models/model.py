@@ -93,10 +93,10 @@ class CausalLM(nnx.Module):
     logit_cap: c of logits c tanh(z / c), or None.
 
     `folder` is the folder that the model was loaded from, or None. A subclass may override five methods. embed(tokens) returns
-    the embedding's activations, and begin(tokens, rows) what the first block reads. arguments(layer) returns a tuple of what the
-    `mix` of the block of this number, from 0, takes behind x, state and rows. through(x, states, rows) returns the activations
-    after all blocks, and the new states, a list with one for each block. before_head(x) returns what the head multiplies, from
-    the activations after the norm.
+    the embedding's activations, and begin(tokens, rows) what the first block reads. arguments(layer) returns a tuple of what
+    `mix` of block number `layer`, from 0, takes behind x, state and rows. through(x, states, rows) returns the activations after
+    all blocks, and the new states, a list with one for each block. before_head(x) returns what the head multiplies, from the
+    activations after the norm.
 
     Methods raise TypeError or ValueError for tokens of another shape or dtype, and for known tokens that the vocabulary does
     not have.
@@ -295,7 +295,7 @@ class CausalLM(nnx.Module):
         """Return what `through` reads: the embedding's rows [*rows, width], with zeros in those of padding. A model whose blocks
         read more of the tokens overrides this, and returns a tree of arrays."""
         x = rows.without_padding(self.embed(tokens))
-        return self.by_width(x) if x.ndim == 3 else x
+        return self.by_width(x) if x.ndim == 3 else x  # rows [T] and [B] have no axes that a mesh of training shards
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows width"]:
         """Return the embedding's rows of `tokens`, in the dtype of activations."""

@@ -56,8 +56,8 @@ class Names:
     no parameter. others: patterns of tensors of other models in the checkpoint, such as a vision tower: not read, and saved
     again. float32: patterns of tensors that the model's own code has in float32, in a model of narrower parameters too.
     table_rows: (the name of a parameter with `*`, the rows of its tensors together), for tables whose last tensor may have fewer
-    rows. scales: (pattern of tensors in float8, the name of their scale, one number) of re.sub; the scale of other tensors in
-    float8 has their name with "_scale_inv" behind it.
+    rows. scales: (pattern, replacement) of re.sub, which turn the name of a tensor in float8 into the name of the one number that
+    scales it. The scale of another tensor in float8 has its name with "_scale_inv" behind it.
     """
 
     rules: Rules

@@ -38,6 +38,7 @@ from glax.nn.parts import EMBED, VOCABULARY, by_head, for_rows, linear, merged, 
 from glax.nn.passes import Rows, State
 from glax.nn.rotary import rotate
 
+# Published configs say "full_attention" of layers that choose blocks, too.
 KINDS = {LINEAR: LINEAR, "indexed_attention": SOFTMAX, "full_attention": SOFTMAX}
 INDEXER = ("indexer_n_heads", "indexer_kv_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
 MIXERS = QWEN3_5_MIXERS | {
@@ -58,10 +59,10 @@ NGRAMS = {
     "table": "ple_embedding.ngram_embedding.shard_*.table", "key": "key_proj", "value": "value_proj", "key_norm": "norm_key",
     "query_norm": "norm_query", "value_norm": "norm_conv", "conv": "conv1d",
 }  # fmt: skip
-# As in glax.models.qwen3_5, where the last norm has another name.
+# As FROM_ALONE of glax.models.qwen3_5, but the last norm is "hyper_connection_mixer" here.
 FROM_ALONE = (r"^model\.(?=(embed_tokens|layers|hyper_connection_mixer)\.)", "model.language_model.")
-# Numbers that the tables of published checkpoints were trained by: between the seeds of two layers, and of SplitMix64.
-GAP, GAMMA, MASK = 10007, 0x9E3779B97F4A7C15, 2**64 - 1
+GAP = 10007  # between the seeds of two layers that have n-grams: published tables were trained with it
+GAMMA, MASK = 0x9E3779B97F4A7C15, 2**64 - 1  # of SplitMix64
 MOST_ROWS = 2**31 - 1  # of a table: its rows are named by int32
 
 
@@ -141,8 +142,8 @@ class NGramHash:
 
         a_n = xor over i < n of m_i token_{t - i}        row of hash j of n = offset_{n,j} + a_n mod p_{n,j}
 
-    m: `multipliers`, odd. p: `primes`. m_i token is below 2^63 for every token of the vocabulary. A token before the sequence, or
-    before the nearest `end` that comes earlier, counts as `end`. rows: those of the whole table.
+    m: `multipliers`, odd. p: `primes`. m_i token is below 2^63 for every token of the vocabulary. Tokens before the sequence, and
+    before the last `end` among t - 1, t - 2 and so on, count as `end`. rows: those of the whole table.
     """
 
     multipliers: tuple[int, ...]
@@ -162,7 +163,7 @@ class NGramHash:
     def offsets(self) -> tuple[int, ...]:
         return tuple(itertools.accumulate(self.primes[:-1], initial=0))
 
-    def __call__(self, before: Sequence[Int[Array, "*rows"]]) -> Int[Array, "*rows heads"]:
+    def __call__(self, before: Sequence[Int[Array, "*rows"]]) -> Int[Array, "*rows hashes"]:
         """Return the rows of the table, [*rows, (size - 1) heads]. before: the token itself, the one before it and so on."""
         high, low = product(before[0].astype(jnp.uint32), self.multipliers[0])
         found, has_end, offsets = [], jnp.zeros(before[0].shape, bool), self.offsets
@@ -188,8 +189,8 @@ def split_mix(state: int) -> int:
     """Return the output of SplitMix64 for a state.   Steele, Lea and Flood 2014, https://doi.org/10.1145/2660193.2660195."""
     x = (state + GAMMA) & MASK
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = (x ^ x >> shift) * factor & MASK
-    return x ^ x >> 31
+        x = ((x ^ (x >> shift)) * factor) & MASK
+    return x ^ (x >> 31)
 
 
 def primes_from(first: int) -> Iterator[int]:
@@ -228,9 +229,9 @@ class NGrams(nnx.Module):
         e = the rows of the table that `hashes` names    g_n = RMSNorm(W_k^n e) . RMSNorm(x_n) / sqrt(D)
         u_n = sigmoid(sign(g_n) sqrt(max(|g_n|, 1e-6))) W_v e      y_n = u_n + silu(conv(RMSNorm(u_n)))
 
-    width: D. count: N. embed_width: the width of e. parts: the tensors of the table in a checkpoint; its parameter is [parts,
-    rows, E]. conv: a `ShortConvolution` of conv_size rows, each hashes.size rows from the next.   Cheng et al. 2026,
-    https://arxiv.org/abs/2601.07372.
+    width: D. count: N. embed_width: the width of e. parts: in how many tensors, at most, a checkpoint divides the table. The
+    parameter is [tensors, rows of each, E], with rows that nothing reads behind the last. conv: a `ShortConvolution` of conv_size
+    rows, each hashes.size rows from the next.   Cheng et al. 2026, https://arxiv.org/abs/2601.07372.
     """
 
     def __init__(
@@ -256,7 +257,7 @@ class NGrams(nnx.Module):
         return dict(ngram_tokens=tokens, ngram_values=self.conv.empty_state(batch)["recurrent"])
 
     def mix(self, x: Float[Array, "*rows N D"], tokens: Int[Array, "*rows 1"], state: State, rows: Rows):
-        """Return y [*rows, N, D] and the new state. Tokens are held less `end`, so that zeros stand for it."""
+        """Return y [*rows, N, D] and the new state, which holds token - end, so that zeros stand for `end`."""
         end = self.hashes.end
         views, held = rows.window(tokens - end, self.hashes.size, state.get("ngram_tokens"))
         places = self.hashes([view[..., 0] + end for view in reversed(views)])
@@ -266,21 +267,21 @@ class NGrams(nnx.Module):
         g = (key * query).sum(-1, keepdims=True) / math.sqrt(x.shape[-1])
         g = jnp.sqrt(jnp.maximum(jnp.abs(g), 1e-6)) * jnp.sign(g)
         u = rows.without_padding(merged(jax.nn.sigmoid(g) * self.value(e)[..., None, :]))
-        y, values = self.conv.extend(self.value_norm(u), state.get("ngram_values"), rows)
-        return by_head(u + y, self.count), dict(ngram_tokens=held, ngram_values=values)
+        more, values = self.conv.extend(self.value_norm(u), state.get("ngram_values"), rows)
+        return by_head(u + more, self.count), dict(ngram_tokens=held, ngram_values=values)
 
 
 # ---- attention -----------------------------------------------------------------------------------------------------------------
 
 
 class IndexedAttention(Attention):
-    """Compute `glax.nn.Attention` over the blocks of tokens that each row chooses by a `glax.nn.choice.Choice` of
+    """Compute `glax.nn.Attention` over the blocks of tokens that each row chooses by a `glax.nn.choice.Choice`, whose parts are
 
-        index_query_t = R_t RMSNorm(W_q x_t)  [index_heads, index_width]        index_key_t = W_k x_t  [index_width]
+        index_query_t = R_t RMSNorm(W_iq x_t)  [index_heads, index_width]        index_key_t = W_ik x_t  [index_width]
         pool(block b) = R_s RMSNorm(the mean of the index keys of b), with s the position of its first token
 
-    R is the rotation of attention. block_size: the tokens of a block. num_blocks: the most blocks that a row reads. The cache
-    also holds `index` [N, max_length, 1, index_width], the index keys.
+    R is the rotation of attention, and `index` holds W_iq and W_ik. block_size, num_blocks: `size` and `best` of the choice. The
+    cache also holds `index` [N, max_length, 1, index_width], the index keys.
     """
 
     def __init__(
@@ -317,7 +318,8 @@ class IndexedAttention(Attention):
 
 
 class Qwen4Exp(CausalLM):
-    """A CausalLM whose blocks pass on `num_streams` copies of the embedding, and the tokens. hashes: (the name of a module in a
+    """A CausalLM whose blocks pass on `num_streams` streams, which begin as copies of the embedding, and the tokens. Its norm is a
+    `HyperConnection` that writes nothing. hashes: (the name of a module in a
     checkpoint, its `NGramHash`), whose numbers a checkpoint holds although its config determines them."""
 
     def __init__(self, *args, num_streams: int, hashes: tuple[tuple[str, NGramHash], ...], **options):
@@ -457,13 +459,16 @@ def ngram_makers(
     if embed_width % count:
         raise options.unsupported("ple_embed_dim", f"it must be a multiple of (ngram_size - 1) heads_per_ngram={count}")
     if count * base > MOST_ROWS:  # before primes are looked for, of which each is at least `base`
-        raise options.unsupported("ngram_vocab_size_base", f"a table of {count} primes has at most {MOST_ROWS} rows")
+        raise options.unsupported(
+            "ngram_vocab_size_base", f"{count} primes of at least {base} make more than {MOST_ROWS} rows"
+        )
     makers, primes = {}, primes_from(base)
-    half = max(1, (2**63 - 1) // vocabulary // 2)
+    half = max(1, (2**63 - 1) // vocabulary // 2)  # so that a multiplier times a token is below 2^63
     for i, layer in enumerate(sorted({number - 1 for number in numbers})):
         if kinds[layer] != LINEAR:
             raise options.unsupported("ple_layer_ids", f"layer {layer + 1} must be one of linear_attention")
-        own = tuple(itertools.islice(primes, count))
+        own = tuple(itertools.islice(primes, count))  # those after the primes of the layer before
+        # `split_mix` adds GAMMA once more, as the models' own code does.
         drawn = (split_mix(seed + GAP * i + GAMMA * (place + 1)) for place in range(size))
         multipliers, rows = tuple(2 * (x % half) + 1 for x in drawn), -(-sum(own) // multiple) * multiple
         if rows > MOST_ROWS:

@@ -29,8 +29,8 @@ COUNTS = ("num_heads", "num_kv_heads", "num_query_heads", "num_key_heads", "num_
 
 logger = logging.getLogger("glax")
 
-# The first logical axes of a layer's states, by their names. Other states are replicated, such as those of few channels or of one
-# head that all others read.
+# The first logical axes of a layer's states, by their names. Other states are replicated: the index of chosen blocks has one
+# head, which all others read, and the states of n-grams have few rows.
 STATES = dict(
     recurrent=(None, HEADS),
     normaliser=(None, HEADS),

@@ -17,16 +17,17 @@ SCORES = 2**26  # scores of rows and keys that are formed at a time, unless thos
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Choice:
-    """Hold how rows choose the keys that they read. A row reads the `best` blocks of the greatest scores that end at it or before
-    it, and the tokens behind the last block that does.
+    """Hold how rows choose the keys that they read. Row t of a sequence sees (t + 1) // size whole blocks. It reads the `best` of
+    them with the greatest scores, and all tokens behind the last whole block.
 
         score of block b for row t = sum over heads of max(index_query_t^T pool(index_key of b), 0)
 
-    Blocks are counted from the first token of a sequence. Of equal scores the first count, and one that is NaN is the greatest,
-    so that the row is NaN. Scores have no gradient: which blocks are read is no differentiable function of them.
+    Blocks are counted from the first token of a sequence. Of equal scores the first count. One that is NaN counts as infinite: the
+    row reads that block, and is NaN if the keys of the block are. Scores have no gradient: which blocks are read is no
+    differentiable function of them.
 
     index_query: [*rows, H, D]. index_key: [*rows, D], which a cache holds as "index" [N, L, 1, D]. size: the tokens of a block.
-    best: the most blocks that a row reads. pool: (the index keys of blocks [..., n, size, D], the positions of their first tokens
+    best: how many blocks a row reads at most. pool: (the index keys of blocks [..., n, size, D], the positions of their first tokens
     [..., n]) -> [..., n, D].
 
     Methods return the results of `attend_all`, attention over all keys that a row sees, where rows read all of them. They raise
@@ -105,7 +106,8 @@ class Choice:
         """Return what `attend` does, of packed rows over the caches of their sequences.
 
         cache: "key", "value" and "index", each [N, L, ...]. place: the position of each row; -1 for one that reads nothing. cuts:
-        the first row of each sequence, and the end.
+        the first row of each sequence, and the end. Gradients of the cache are added in its dtype: prompts have
+        none, and a wider copy of the cache would take its memory twice more.
         """
         (_, T, Hq, _), (N, L) = q.shape, cache["key"].shape[:2]
         if self.reads_all(L) or q.size == 0:
@@ -120,10 +122,7 @@ class Choice:
             rows = begins[:-1, None] + jnp.arange(size)
             is_own = rows < jnp.minimum(begins[1:, None], cuts[-1])
             sequence = jnp.clip(jnp.searchsorted(cuts, begins[:-1], side="right") - 1, 0, N - 1)
-            query, keys, values = (
-                self.index_query.reshape(T, *self.index_query.shape[-2:]),
-                *map(wide, (cache["key"], cache["value"])),
-            )
+            query = self.index_query.reshape(T, *self.index_query.shape[-2:])
 
             @jax.checkpoint
             def of_rows(part):
@@ -132,7 +131,7 @@ class Choice:
                 last = jnp.where(is_own, place[at], -1)[None]
                 seen = Intervals(jnp.zeros_like(last), last)
                 is_read = self.read_mask(query[at][None], pooled[n][None], starts, block_of, seen)
-                k, v = (x[n][None].astype(q.dtype) for x in (keys, values))
+                k, v = (cache[name][n][None].astype(q.dtype) for name in ("key", "value"))
                 return attend_masked(q[0, at][None], k, v, is_read, scale)[0]
 
             o = jax.lax.map(of_rows, (rows, is_own, sequence))
@@ -160,7 +159,7 @@ class Choice:
         size, L, B = self.size, cache["index"].shape[1], len(rows)
         if self.reads_all(L) or q.size == 0:
             return attend_all()
-        # Whatever the places are: a GPU waits for its host where they decide, which takes longer than what a short text saves.
+        # No branch on the places, as in `attend`: a GPU would wait for its host, longer than a short text saves.
         count, seen = L // size, (place + 1) // size
         index = cache["index"].at[rows, : count * size, 0].get(mode="fill", fill_value=0)
         starts = jnp.broadcast_to(jnp.arange(count) * size, (B, count))
@@ -184,6 +183,7 @@ class Choice:
         is_whole = (starts[:, None] >= first[..., None]) & (starts[:, None] + self.size - 1 <= last[..., None])
         at = self.best_blocks(scores(query, pooled), is_whole)
         batch, rows = jnp.arange(len(first))[:, None, None], jnp.arange(first.shape[1])[None, :, None]
+        # Column `count` takes what `best_blocks` gives in the place of none, and is cleared.
         is_best = jnp.zeros((*first.shape, count + 1), bool).at[batch, rows, at].set(True).at[..., count].set(False)
         in_best = jnp.take_along_axis(is_best, jnp.broadcast_to(block_of[:, None], (*first.shape, len(keys))), -1)
         behind = first + (last - first + 1) // self.size * self.size
@@ -208,9 +208,9 @@ def wide(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def blocks(begin: Int[Array, "B S"], size: int) -> tuple[Int[Array, "B n"], Int[Array, "B S"]]:
-    """Return the first key of each whole block, S behind the last one; and the number of each key's block, n where there is none.
+    """Return the first keys of the whole blocks, filled up with S; and the number of each key's block, n for a key in none.
 
-    begin: the first key of each key's sequence. n = S // size: a sequence's last tokens may be no whole block.
+    begin: the first key of each key's sequence. n = S // size, the most whole blocks that there can be.
     """
     S = begin.shape[1]
     keys, count = jnp.arange(S)[None], S // size

@@ -86,7 +86,8 @@ class Rows(Protocol):
         stored: what a new cache holds in place of k and v, [*rows, H, E]. A cache without values stands for one whose values are
         the first channels of its keys, as many as v has. expanded: (its rows) -> (k, v), for a cache whose rows are neither. k
         and v are then both the rows to store. `Step` reads such a cache as it is, whatever `expanded` is. choice: how each row
-        chooses the keys that it reads, of a cache with "key", "value" and "index"; all if None. With a window it is an error.
+        chooses the keys that it reads, of a cache with "key", "value" and "index"; all if None. It excludes window, which is an
+        error, stored and expanded.
         """
         ...
 
@@ -434,7 +435,8 @@ class Step:
         content = dict(key=k, value=v) | ({} if choice is None else dict(index=choice.index_key[..., None, :]))
         cache = extended(cache, at, content, length)
         seen = intervals(jnp.zeros_like(place)[:, None], place[:, None], window)
-        slots, q = None if self.slots is None else rows, q[:, None]
+        slots = None if self.slots is None else rows
+        q = q[:, None]
         more: dict[str, Any] = dict(width=v.shape[-1], slots=slots)
         attend_all = functools.partial(attend_step, q, cache["key"], cache.get("value"), seen, scale, **more)
         o = attend_all() if choice is None else choice.step(attend_all, q, cache, rows, place, scale)

@@ -20,19 +20,11 @@ import fla.layers.attn
 import fla.models  # registers its types
 import torch
 import transformers
+from random_models import DERIVED
 from read_keys import classes_of, number_or_object
 
 FOLDER = pathlib.Path(__file__).parent / "published"
 fla.layers.attn.flash_attn_func = len  # models are built, and their softmax attention never runs
-DERIVED = (
-    "slope_rate",
-    "query_decay",
-    "key_decay",
-    "diagonal_decay",
-    "layer_multipliers",
-    "ngram_heads_vocab_sizes",
-    "ngram_heads_offsets",
-)  # as in make_fixtures.py
 OF_FLA = ("fuse_norm", "fuse_cross_entropy", "norm_eps")
 
 

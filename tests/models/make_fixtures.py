@@ -85,7 +85,7 @@ from fla.ops.comba.naive import naive_recurrent_comba
 from fla.ops.gated_delta_product.naive import naive_recurrent_gated_delta_product
 from fla.ops.generalized_delta_rule.dplr.naive import dplr_recurrence
 from fla.ops.hgrn.naive import naive_recurrent_hgrn
-from random_models import TOKENS, in_float64, randomise
+from random_models import DERIVED, TOKENS, in_float64, randomise
 from safetensors.torch import load_file, save_file
 from transformers import (
     BailingHybridConfig,
@@ -148,15 +148,6 @@ from transformers import (
 
 FOLDER = pathlib.Path(__file__).parent / "fixtures"
 VISION = "model.visual."  # tensors of other models in the folder: saved, and nothing here reads them
-DERIVED = (
-    "slope_rate",
-    "query_decay",
-    "key_decay",
-    "diagonal_decay",
-    "layer_multipliers",
-    "ngram_heads_vocab_sizes",
-    "ngram_heads_offsets",
-)  # stored, though the config determines them
 LAYERS = dict(num_hidden_layers=2, vocab_size=32)
 SMALL = LAYERS | dict(hidden_size=16, num_heads=2, intermediate_size=24)
 HGRN = {key: value for key, value in SMALL.items() if key != "num_heads"}

@@ -5,6 +5,16 @@ import contextlib
 import torch
 
 TOKENS = (2, 21)
+# The ends of the names of buffers that a checkpoint holds, though the config determines them.
+DERIVED = (
+    "slope_rate",
+    "query_decay",
+    "key_decay",
+    "diagonal_decay",
+    "layer_multipliers",
+    "ngram_heads_vocab_sizes",
+    "ngram_heads_offsets",
+)
 
 
 def randomise(model: torch.nn.Module):

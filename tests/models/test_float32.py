@@ -25,7 +25,7 @@ def dtypes(model) -> dict[str, jnp.dtype]:
 
 def float32_names(folder: pathlib.Path) -> list[str]:
     saved = load_file(folder / "model.safetensors")
-    assert {str(x.dtype) for x in saved.values()} <= {"float32", "bfloat16", "int64"}  # the last of derived tensors
+    assert {str(x.dtype) for x in saved.values()} <= {"float32", "bfloat16", "int64"}  # int64: derived tensors
     return sorted(name for name, x in saved.items() if x.dtype == np.float32)
 
 

@@ -114,19 +114,20 @@ def of_one_block(size: int | None, q, k, v, intervals: Intervals, scale: float) 
 
 
 class KeysRead(NamedTuple):
-    """Hold which keys rows read, [blocks, B, rows, S] or without `blocks`, in the place of `Intervals` where all keys are read
-    together."""
+    """Hold which of all S keys each row reads, [blocks, B, rows, S], or [B, rows, S] of one block. It takes the place of
+    `Intervals` where all keys are read together, and so has no `bounds`."""
 
     is_read: Bool[Array, "*rows S"]
 
     def hold(self, keys: Int[Array, "S"]) -> Bool[Array, "*rows S"]:
+        """Return is_read. keys: all S of them, in order."""
         return self.is_read
 
 
 def attend_masked(q, k, v, is_read: Bool[Array, "B T S"], scale: float | None) -> Float[Array, "B T Hq V"]:
     """Return softmax attention over the keys that each row reads, by one product of all rows and keys; 0 where it reads none.
 
-    q [B, T, Hq, D], k [B, S, Hk, D] and v [B, S, Hk, V] have one dtype.
+    q [B, T, Hq, D], k [B, S, Hk, D] and v [B, S, Hk, V] have one dtype. Its first gradient alone is defined.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     o: Array = attend_blocks(None, scale, q[None], k, v, KeysRead(is_read[None]))
