@@ -318,9 +318,9 @@ class IndexedAttention(Attention):
 
 
 class Qwen4Exp(CausalLM):
-    """A CausalLM whose blocks pass on `num_streams` streams, which begin as copies of the embedding, and the tokens. Its norm is a
-    `HyperConnection` that writes nothing. hashes: (the name of a module in a
-    checkpoint, its `NGramHash`), whose numbers a checkpoint holds although its config determines them."""
+    """A CausalLM whose blocks pass on `num_streams` streams, which begin as copies of the embedding, and the tokens. Its norm is
+    a `HyperConnection` that writes nothing. hashes: (the name of a module in a checkpoint, its `NGramHash`), whose numbers a
+    checkpoint holds although its config determines them."""
 
     def __init__(self, *args, num_streams: int, hashes: tuple[tuple[str, NGramHash], ...], **options):
         super().__init__(*args, **options)
