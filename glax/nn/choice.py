@@ -22,13 +22,13 @@ class Choice:
 
         score of block b for row t = sum over heads of max(index_query_t^T pool(index_key of b), 0)
 
-    Blocks are counted from the first token of a sequence. Of equal scores the first count. One that is NaN counts as infinite: the
-    row reads that block, and is NaN if the keys of the block are. Scores have no gradient: which blocks are read is no
+    Blocks are counted from the first token of a sequence. Of equal scores the first count. One that is NaN counts as infinite:
+    the row reads that block, and is NaN if the keys of the block are. Scores have no gradient: which blocks are read is no
     differentiable function of them.
 
     index_query: [*rows, H, D]. index_key: [*rows, D], which a cache holds as "index" [N, L, 1, D]. size: the tokens of a block.
-    best: how many blocks a row reads at most. pool: (the index keys of blocks [..., n, size, D], the positions of their first tokens
-    [..., n]) -> [..., n, D].
+    best: how many blocks a row reads at most. pool: (the index keys of blocks [..., n, size, D], the positions of their first
+    tokens [..., n]) -> [..., n, D].
 
     Methods return the results of `attend_all`, attention over all keys that a row sees, where rows read all of them. They raise
     ValueError for a number of tokens that is a symbol.   Qwen Team 2026, https://huggingface.co/Qwen/Qwen3.8-Flash-Next.
