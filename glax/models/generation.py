@@ -310,7 +310,6 @@ class Call:
         self.is_traced = any(isinstance(x, Tracer) for x in leaves)
         if self.is_traced and self.stops is not None:
             raise ValueError("stop must be None where the model or an argument is traced: call generate outside of jit")
-        self.model.check_length(self.longest + self.count - 1)  # the last token is not read
         limit = bucket(max(self.count, 64))
         # Both are sizes of buckets, so that all lengths in a bucket give the same shapes.
         self.most = bucketed(bucketed(self.longest) + limit)

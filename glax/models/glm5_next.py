@@ -1,18 +1,17 @@
-"""Build the language model of GLM-5.3-Flash (glm5_next): Kimi Delta Attention, multi-head latent attention that an indexer makes
-sparse, and experts, between which several streams of residuals run."""
+"""Build the language model of GLM-5.3-Flash (glm5_next): Kimi Delta Attention, multi-head latent attention that chooses the
+blocks it reads, and experts, between which several streams of residuals run."""
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from glax._src.core.bind import known_values
-from glax.models.config import ModelConfig, Options, UnsupportedOption
+from glax.models.config import ModelConfig, Options
 from glax.models.hybrids import LINEAR, SOFTMAX, TRAINING, activate_convolutions, hidden_act, layer_kinds
 from glax.models.kimi_linear import (
     DELTA,
@@ -34,11 +33,12 @@ from glax.models.names import (
     transposed_layouts,
 )
 from glax.nn import KimiDeltaAttention, LayerNorm, MultiHeadLatentAttention, RMSNorm, SwiGLU
+from glax.nn.choice import Choice
 from glax.nn.layer import Layer
 from glax.nn.mlp import SparseMLP
 from glax.nn.norms import normalized
-from glax.nn.parts import EMBED, for_rows, linear, normal, parameter
-from glax.nn.passes import Parallel, Rows, State
+from glax.nn.parts import EMBED, by_head, for_rows, linear, normal, parameter
+from glax.nn.passes import Rows, State
 
 INDEXED = "indexed_attention"
 # The last names are those of older configs.
@@ -80,52 +80,85 @@ FLOAT32 = (
 )  # fmt: skip
 
 
-class Indexer(nnx.Module):
-    """Hold the parameters by which the model's own code chooses the tokens that a token reads. Where it reads all of them, as
-    `IndexedAttention` does, they change nothing; they are loaded and saved with the others."""
+class IndexRows(NamedTuple):
+    """Hold what a `Choice` has of rows: index queries [*rows, H D], keys [*rows, 2 D] and weights [*rows, H]."""
 
-    def __init__(self, width: int, *, rank: int, heads: int, head_width: int, pool: int, **options):
+    query: Float[Array, "*rows HD"]
+    key: Float[Array, "*rows 2D"]
+    weight: Float[Array, "*rows H"]
+
+
+class Indexer(nnx.Module):
+    """Compute from x and the latent c of its query what a `glax.nn.choice.Choice` has of rows:
+
+        index_query_t = W_q c_t  [H, D]                    index_key_t = [LayerNorm(W_k x_t), W_g x_t]  [2 D]
+        index_weight_t = W_w x_t / sqrt(H D)  [H]
+
+    query, key, pooling and weights hold W_q, W_k, W_g and W_w. places [block_size, D] is what `pooled` adds by the place in a
+    block.
+    """
+
+    def __init__(self, width: int, *, rank: int, heads: int, head_width: int, block_size: int, **options):
         self.query = linear(rank, heads * head_width, (None, None), **options)
         self.key = linear(width, head_width, (EMBED, None), **options)
         self.key_norm = LayerNorm(head_width, epsilon=1e-6, param_dtype=options["param_dtype"])
         self.weights = linear(width, heads, (EMBED, None), **options)
-        self.places = parameter(jnp.zeros((pool, head_width), options["param_dtype"]), None, None)
+        self.places = parameter(jnp.zeros((block_size, head_width), options["param_dtype"]), None, None)
         self.pooling = parameter(jnp.ones((head_width, width), options["param_dtype"]), None, EMBED)
+
+    def __call__(self, x: Float[Array, "*rows width"], c: Float[Array, "*rows rank"]) -> IndexRows:
+        query, weight, key = self.query(c), self.weights(x), self.key_norm(self.key(x))
+        gate = x @ self.pooling[...].T.astype(x.dtype)
+        scale = (query.shape[-1]) ** -0.5
+        return IndexRows(query, jnp.concatenate([key, gate], -1), weight.astype(jnp.float32) * scale)
+
+
+def pooled(places: Array, keys: Float[Array, "*rows size 2D"], _: Array) -> Float[Array, "*rows D"]:
+    """Return sum_s p_s k_s over the tokens of a block, where keys = [k, g] and p = softmax_s(g_s + places_s) in each channel."""
+    k, gate = jnp.split(keys, 2, axis=-1)
+    share = jax.nn.softmax(gate.astype(jnp.float32) + places.astype(jnp.float32), -2)
+    return (share.astype(k.dtype) * k).astype(jnp.float32).sum(-2).astype(k.dtype)
 
 
 class IndexedAttention(MultiHeadLatentAttention):
-    """Compute `glax.nn.MultiHeadLatentAttention` over at most `most` tokens of a sequence.
+    """Compute `glax.nn.MultiHeadLatentAttention` over the blocks of tokens that each row chooses by a `glax.nn.choice.Choice`,
+    from what an `Indexer` computes and `pooled`.
 
-    The model's own code reads index_topk tokens, in groups of index_kpool, and the tokens of the last group that is not whole.
-    Up to most = index_topk + index_kpool - 1 these are all tokens. Beyond, it would choose: UnsupportedOption is raised where the
-    number of tokens is known, and the outputs are NaN where it is traced.
+    block_size, num_blocks: those of the choice. index_width: D of the `Indexer`. indexer: None for a layer that chooses as the
+    layer before it. The cache also holds `index` [N, max_length, 1, 2 D], the index keys.
     """
 
-    def __init__(self, width: int, most: int, indexer: Indexer | None, **options):
+    def __init__(
+        self, width: int, *, block_size: int, num_blocks: int, index_width: int, indexer: Indexer | None, **options
+    ):
         super().__init__(width, **options)
-        self.most, self.indexer = most, indexer
+        self.block_size, self.num_blocks, self.index_width = block_size, num_blocks, index_width
+        self.indexer = indexer
+
+    def empty_state(self, batch: int, max_length: int | None = None) -> dict:
+        state = super().empty_state(batch, max_length)
+        return state | dict(index=jnp.zeros((*state["key"].shape[:2], 1, 2 * self.index_width), state["key"].dtype))
 
     def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
-        y, after = super().mix(x, state, rows)
-        is_parallel = isinstance(rows, Parallel)
-        if is_parallel and rows.cu_seqlens is None and rows.segment_ids is None:
-            check_length(rows.shape[-1], self.most)
-        if (state["key"].shape[1] if "key" in state else x.shape[-2]) <= self.most:
-            return y, after
-        place, _ = rows.positions(state.get("length"))
-        if is_parallel:
-            place = jnp.where(rows.without_padding(jnp.ones((*place.shape, 1)))[..., 0] > 0, place, 0)
-        if (known := known_values(place)) is not None:
-            check_length(int(np.max(known, initial=-1)) + 1, self.most)
-        return jnp.where((place < self.most)[..., None], y, jnp.nan), after
+        y, state, _ = self.mix_after(x, state, rows, None, None)
+        return y, state
 
-
-def check_length(length: int, most: int):
-    if length > most:
-        raise UnsupportedOption(
-            f"index_topk in config.json allows sequences of at most {most} tokens here, got {length}: beyond, attention would be "
-            "sparse, which is not supported"
+    def mix_after(
+        self, x: Float[Array, "*rows width"], state: State, rows: Rows, index: IndexRows | None, places: Array | None
+    ) -> tuple[Array, State, IndexRows]:
+        """Return y, the new state and what the choice has of the rows. index, places: that of the layer before, and the places of
+        its indexer, which a layer without an indexer of its own needs."""
+        c = self.query_latent(x)
+        if self.indexer is not None:
+            index, places = self.indexer(x, c), self.indexer.places[...]
+        if index is None or places is None:
+            raise ValueError("a layer without an indexer must follow one that has an indexer, in a model")
+        pool = functools.partial(pooled, places)
+        query = by_head(index.query, index.weight.shape[-1])
+        y, state = self.attend(
+            x, c, state, rows, Choice(query, index.key, self.block_size, self.num_blocks, pool, index.weight)
         )
+        return y, state, index
 
 
 class Streams(nnx.Module):
@@ -177,45 +210,62 @@ def written(x: Float[Array, "*rows N D"], y: Float[Array, "*rows D"], post: Arra
 
 
 class StreamBlock(nnx.Module):
-    """Compute a mixer and an MLP behind their norms, each of which reads and writes the streams by `Streams`."""
+    """Compute a mixer and an MLP behind their norms, each of which reads and writes the streams by `Streams`. `mix` takes a pair:
+    the streams [*rows, N, D], and the `IndexRows` of the block before, None where this block needs none. passes_index: whether
+    the next block needs those of this one."""
 
-    def __init__(self, attn_streams: Streams, attn_norm, attn: Mixing, mlp_streams: Streams, mlp_norm, mlp):
+    def __init__(
+        self, attn_streams: Streams, attn_norm, attn: Mixing, mlp_streams: Streams, mlp_norm, mlp, passes_index: bool
+    ):
         self.attn_streams, self.attn_norm, self.attn = attn_streams, attn_norm, attn
         self.mlp_streams, self.mlp_norm, self.mlp = mlp_streams, mlp_norm, mlp
+        self.passes_index = passes_index
 
     def empty_state(self, batch: int, max_length: int | None) -> dict:
         return self.attn.empty_state(batch, max_length)
 
-    def mix(self, x: Float[Array, "*rows N D"], state: dict, rows: Rows) -> tuple[Array, dict]:
+    def mix(
+        self, pair: tuple[Array, IndexRows | None], state: dict, rows: Rows, places: Array | None = None
+    ) -> tuple[tuple[Array, IndexRows | None], dict]:
+        x, index = pair
         read, post, mixing = self.attn_streams(x)
-        y, state = self.attn.mix(self.attn_norm(read), state, rows)
+        read = self.attn_norm(read)
+        if isinstance(self.attn, IndexedAttention):
+            y, state, index = self.attn.mix_after(read, state, rows, index, places)
+        else:
+            y, state = self.attn.mix(read, state, rows)
         x = written(x, y, post, mixing)
         read, post, mixing = self.mlp_streams(x)
-        return written(x, self.mlp(self.mlp_norm(read)), post, mixing), dict(state)
+        x = written(x, self.mlp(self.mlp_norm(read)), post, mixing)
+        return (x, index if self.passes_index else None), dict(state)
 
 
 class StreamLM(CausalLM):
-    """A CausalLM whose blocks read `streams` copies of the embedding, and whose head reads their mean. most: the tokens of a
-    sequence that its attention reads whole, or None."""
+    """A CausalLM whose blocks read `streams` copies of the embedding, and whose head reads their mean. sharing: the numbers of
+    the layers that take the choice of the layer before them."""
 
-    def __init__(self, *args, streams: int, most: int | None, **options):
+    def __init__(self, *args, streams: int, sharing: tuple[int, ...], **options):
         super().__init__(*args, **options)
-        self.streams, self.most = streams, most
+        self.streams, self.sharing = streams, sharing
 
-    def check_length(self, length: int):
-        if self.most is not None:
-            check_length(length, self.most)
+    def begin(self, tokens: Int[Array, "*rows"], rows: Rows) -> tuple[Array, None]:
+        x = super().begin(tokens, rows)
+        return jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], self.streams, x.shape[-1])), None
 
-    def through(self, x: Float[Array, "*rows D"], states: list[dict], rows: Rows) -> tuple[Array, list[dict]]:
-        copies = jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], self.streams, x.shape[-1]))
-        x, states = super().through(copies, states, rows)
-        return x.mean(-2), states
+    def arguments(self, layer: int) -> tuple:
+        return (self.blocks[layer - 1].attn.indexer.places[...],) if layer in self.sharing else ()
+
+    def cannot_scan(self) -> str | None:
+        return "layers take the choice of the layer before them" if self.sharing else None
+
+    def through(self, x: tuple[Array, None], states: list[dict], rows: Rows) -> tuple[Array, list[dict]]:
+        (streams, _), states = super().through(x, states, rows)
+        return streams.mean(-2), states
 
 
 def glm5_next(config: ModelConfig, precision: Precision) -> CausalLM:
     """Build the language model of GLM-5.3-Flash. Its vision tower and the layer of multi-token prediction behind the last are not
-    read. Sparse attention runs where it reads all tokens: see `IndexedAttention`. Raises UnsupportedOption for an option that is
-    not supported.
+    read. Raises UnsupportedOption for an option that is not supported.
 
     Z.ai 2026, https://huggingface.co/zai-org/GLM-5.3-Flash.
     """
@@ -236,8 +286,8 @@ def glm5_next(config: ModelConfig, precision: Precision) -> CausalLM:
     if latent["shared_width"] is not None:
         raise options.unsupported("qk_rope_head_dim", "it must be 0: nothing rotates")
     delta = delta_options(options)
-    index, most = index_options(options, latent["query_rank"])
-    indexers = indexer_kinds(options, kinds)
+    index, num_blocks = index_options(options, latent["query_rank"])
+    sharing = sharing_layers(options, kinds)
     counted = EXPERTS | {"count": options.either("n_routed_experts", "num_local_experts")}
     experts, shared = expert_arguments(options, counted, inside=2048, count=288, groups=1, best=1, scaling=2.5)
     inside, limit = options.integer("intermediate_size", 12288), options.number("swiglu_limit", 10.0, above=0)
@@ -260,8 +310,11 @@ def glm5_next(config: ModelConfig, precision: Precision) -> CausalLM:
 
     def mixer(layer: int) -> Layer:
         if kinds[layer] == SOFTMAX:
-            indexer = Indexer(width, **index, **common) if indexers[layer] == FULL else None
-            return IndexedAttention(width, most, indexer, norm_eps=eps, **latent, **common)
+            indexer = None if layer in sharing else Indexer(width, **index, **common)
+            sizes: dict[str, Any] = dict(block_size=index["block_size"], index_width=index["head_width"])
+            return IndexedAttention(
+                width, num_blocks=num_blocks, indexer=indexer, norm_eps=eps, **sizes, **latent, **common
+            )
         mixer = KimiDeltaAttention(width, norm_eps=eps, gate_bias=False, filter_init=init, **delta, **common)
         activate_convolutions(mixer, act)
         return mixer
@@ -273,13 +326,12 @@ def glm5_next(config: ModelConfig, precision: Precision) -> CausalLM:
         # The experts have SiLU, whatever hidden_act says.
         return SparseMLP(width, routing="sigmoid", limit=limit, shared=gated(shared), **experts, **common)
 
-    blocks = [
-        StreamBlock(
-            Streams(width, count, **streams), norm(), mixer(layer), Streams(width, count, **streams), norm(), mlp(kind)
-        )
-        for layer, kind in enumerate(mlps)
-    ]
-    outer |= dict(streams=count, most=most if SOFTMAX in kinds else None)
+    def block(layer: int, kind: str) -> StreamBlock:
+        own = Streams(width, count, **streams), norm(), mixer(layer), Streams(width, count, **streams), norm(), mlp(kind)
+        return StreamBlock(*own, passes_index=layer + 1 in sharing)
+
+    blocks = [block(layer, kind) for layer, kind in enumerate(mlps)]
+    outer |= dict(streams=count, sharing=sharing)
     return StreamLM(config, blocks, norm(), names_of(kinds, layers), width=width, **outer)
 
 
@@ -309,20 +361,20 @@ def delta_options(options: Options) -> dict[str, Any]:
 
 
 def index_options(options: Options, rank: int) -> tuple[dict[str, Any], int]:
-    """Return the arguments of `Indexer`, and the number of tokens up to which a token reads all of them."""
-    best, pool = options.integer("index_topk", 2048), options.integer("index_kpool", 16)
-    if best % pool:
-        raise options.unsupported("index_topk", f"it must be a multiple of index_kpool={pool}")
-    if not options.flag("index_kpool_always_select_tail", True) and pool > 1:
+    """Return the arguments of `Indexer`, and the number of blocks that a row reads."""
+    best, size = options.integer("index_topk", 2048), options.integer("index_kpool", 16)
+    if best % size:
+        raise options.unsupported("index_topk", f"it must be a multiple of index_kpool={size}")
+    if not options.flag("index_kpool_always_select_tail", True) and size > 1:
         raise options.unsupported(
-            "index_kpool_always_select_tail", "without it attention would be sparse at any length"
+            "index_kpool_always_select_tail", "without it the first tokens of a sequence would read none"
         )
     sizes = dict(heads=options.integer("index_n_heads", 32), head_width=options.integer("index_head_dim", 128))
-    return dict(rank=rank, pool=pool, **sizes), best + pool - 1
+    return dict(rank=rank, block_size=size, **sizes), best // size
 
 
-def indexer_kinds(options: Options, kinds: Sequence[str]) -> list[str]:
-    """Return for each layer whether it has an indexer, if it is one of softmax attention."""
+def sharing_layers(options: Options, kinds: Sequence[str]) -> tuple[int, ...]:
+    """Return the numbers of the layers of softmax attention that have no indexer: they take the choice of the layer before."""
     layers, every = len(kinds), max(options.integer("index_topk_freq", 1, least=0), 1)
     offset = options.integer("index_skip_topk_offset", 2, least=0)
     usual = [SHARED if max(layer - offset + 1, 0) % every else FULL for layer in range(layers)]
@@ -331,11 +383,11 @@ def indexer_kinds(options: Options, kinds: Sequence[str]) -> list[str]:
         key = "index_topk_pattern"
         options.values[key] = list(pattern) if isinstance(pattern, str) else pattern
     found = layer_kinds(options, (key,), layers, usual, {FULL: FULL, SHARED: SHARED, "F": FULL, "S": SHARED})
-    for layer, kind in enumerate(found):
-        before = kinds[layer - 1] == SOFTMAX and found[layer - 1] == FULL if layer else False
-        if kinds[layer] == SOFTMAX and kind == SHARED and not before:
+    sharing = tuple(i for i, kind in enumerate(found) if kinds[i] == SOFTMAX and kind == SHARED)
+    for layer in sharing:
+        if layer == 0 or kinds[layer - 1] != SOFTMAX or found[layer - 1] != FULL:
             raise options.unsupported(key, f"layer {layer} must follow a layer that has an indexer")
-    return found
+    return sharing
 
 
 def names_of(kinds: Sequence[str], layers: int) -> Names:

@@ -429,9 +429,6 @@ class CausalLM(nnx.Module):
         tensors: {name: array} of the checkpoint's tensors that `derived_tensors` names, and of no others.
         """
 
-    def check_length(self, length: int):
-        """Raise ValueError if the model cannot read a sequence of `length` tokens. Subclasses that have a limit override this."""
-
     def initial_states(self, batch: int, max_length: int | None = None) -> list[dict]:
         """Return the empty states of `batch` sequences, or pools of as many slots: one dict per block, each array with one row
         per sequence.

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from glax._src.core.recurrence import is_symbol
 from glax.nn.arguments import checked
+from glax.nn.choice import Choice
 from glax.nn.layer import Layer
 from glax.nn.norms import RMSNorm
 from glax.nn.parts import EMBED, HEADS, by_head, check_sizes, kernel_of, linear, merged
@@ -106,16 +107,21 @@ class MultiHeadLatentAttention(Layer):
         shape = (batch, max_length, 1, self.latent_width + self.shared_width)
         return dict(key=jnp.zeros(shape, self.dtype or jnp.float32), length=jnp.zeros(batch, jnp.int32))
 
-    def queries(self, x: Float[Array, "*rows width"]) -> tuple[Array, Array]:
-        """Return (q, q_shared), before the rotation: the part of q that reads W_k^h c_t, [*rows, H, head_width], and the part
-        that reads the shared key, [*rows, H, shared_width]. Without a shared key the second has no columns."""
-        if self.query_down is not None and self.query_norm is not None:
-            x = self.query_norm(self.query_down(x))
-        q = by_head(self.query(x), self.num_heads)
-        return q[..., : self.head_width], q[..., self.head_width :]
+    def query_latent(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows query_rank"]:
+        """Return what W_q and W_r read: RMSNorm(W_u x), or x where there is no W_u."""
+        return x if self.query_down is None or self.query_norm is None else self.query_norm(self.query_down(x))
 
     def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
-        q, q_shared = self.queries(x)
+        return self.attend(x, self.query_latent(x), state, rows)
+
+    def attend(
+        self, x: Array, query_latent: Array, state: State, rows: Rows, choice: Choice | None = None
+    ) -> tuple[Array, State]:
+        """Return y and the new state. query_latent: as the method of this name returns it. state, rows: as in
+        `glax.nn.layer.Layer.mix`. choice: how rows choose the keys that they read, for a state that also has "index"; all if
+        None."""
+        q = by_head(self.query(query_latent), self.num_heads)
+        q, q_shared = q[..., : self.head_width], q[..., self.head_width :]
         row = self.latent(x)
         c, k_shared = self.latent_norm(row[..., : self.latent_width]), row[..., None, self.latent_width :]
         if self.rotation is not None:
@@ -126,12 +132,13 @@ class MultiHeadLatentAttention(Layer):
         stored = jnp.concatenate([c[..., None, :], k_shared], -1)
         if "key" not in state:
             k, v = self.expanded(stored)
-            o, cache = rows.attend(jnp.concatenate([q, q_shared], -1), k, v, {}, None, self.scale, stored)
+            q = jnp.concatenate([q, q_shared], -1)
+            o, cache = rows.attend(q, k, v, {}, None, self.scale, stored, choice=choice)
         elif self.should_absorb(rows.mean_length, state["key"].shape[1]):  # one token always does
-            o, cache = self.absorbed(q, q_shared, stored, state, rows)
+            o, cache = self.absorbed(q, q_shared, stored, state, rows, choice)
         else:
             q = jnp.concatenate([q, q_shared], -1)
-            o, cache = rows.attend(q, stored, stored, state, None, self.scale, expanded=self.expanded)
+            o, cache = rows.attend(q, stored, stored, state, None, self.scale, expanded=self.expanded, choice=choice)
         if self.gate is not None:
             o = o * jax.nn.sigmoid(self.gate(x).astype(jnp.float32)).astype(o.dtype)[..., None]
         return self.output(merged(o)), cache
@@ -160,17 +167,19 @@ class MultiHeadLatentAttention(Layer):
         shared = jnp.broadcast_to(k_shared, (*k.shape[:-1], self.shared_width))
         return jnp.concatenate([k, shared], -1), v
 
-    def absorbed(self, q: Array, q_shared: Array, stored: Array, state: State, rows: Rows) -> tuple[Array, State]:
+    def absorbed(
+        self, q: Array, q_shared: Array, stored: Array, state: State, rows: Rows, choice: Choice | None = None
+    ) -> tuple[Array, State]:
         """Return o [*rows, H, value_width] and the new cache, where queries read the rows of the cache as they are.
 
-        q, q_shared: as `queries` returns them, with q_shared rotated. stored: the new rows of the cache, [*rows, 1,
-        latent_width + shared_width]: the latents behind their norm, and then the rotated shared keys. state: the cache. rows: as
-        in `glax.nn.layer.Layer.mix`.
+        q: the part of the queries that reads W_k^h c_t, [*rows, H, head_width]. q_shared: the rotated part that reads the shared
+        key, [*rows, H, shared_width]. stored: the new rows of the cache, [*rows, 1, latent_width + shared_width]: the latents
+        behind their norm, and then the rotated shared keys. state: the cache. rows, choice: as of `attend`.
         """
         kernel = kernel_of(self.expand).astype(q.dtype).reshape(self.latent_width, self.num_heads, -1)
         to_key, to_value = kernel[..., : self.head_width], kernel[..., self.head_width :]
         q = jnp.concatenate([jnp.einsum("...hd,rhd->...hr", q, to_key), q_shared], -1)
-        o, cache = rows.attend(q, stored, stored[..., : self.latent_width], state, None, self.scale)
+        o, cache = rows.attend(q, stored, stored[..., : self.latent_width], state, None, self.scale, choice=choice)
         return jnp.einsum("...hr,rhv->...hv", o, to_value), cache
 
 

@@ -86,8 +86,7 @@ class Rows(Protocol):
         stored: what a new cache holds in place of k and v, [*rows, H, E]. A cache without values stands for one whose values are
         the first channels of its keys, as many as v has. expanded: (its rows) -> (k, v), for a cache whose rows are neither. k
         and v are then both the rows to store. `Step` reads such a cache as it is, whatever `expanded` is. choice: how each row
-        chooses the keys that it reads, of a cache with "key", "value" and "index"; all if None. It excludes window, which is an
-        error, stored and expanded.
+        chooses the keys that it reads, of a cache that also has "index"; all if None. It excludes window, which is an error.
         """
         ...
 
@@ -300,10 +299,14 @@ class Parallel:
         cache = extended(cache, (own, place), flat, length)
         seen = intervals(own * L, jnp.where(place < L, own * L + place, -1), window)
         seen = Intervals(seen.first[None], seen.last[None])
-        keys, values = (x.reshape(1, N * L, *x.shape[2:]) for x in cached(cache, expanded))
+        k, v = cached(cache, expanded)
+        keys, values = (x.reshape(1, N * L, *x.shape[2:]) for x in (k, v))
         attend_all = functools.partial(attend_by_sequence, q, keys, values, seen, scale, self.cuts)
-        at = jnp.where(place < L, place, -1)
-        o = attend_all() if choice is None else choice.attend_to_caches(attend_all, q, cache, at, scale, self.cuts)
+        if choice is None:
+            o = attend_all()
+        else:
+            at = jnp.where(place < L, place, -1)
+            o = choice.attend_to_caches(attend_all, q, k, v, cache["index"], at, scale, self.cuts)
         return nan_unless(((place < L) | ~is_token)[None], o).reshape(*shape[:-1], o.shape[-1]), cache
 
     def packed_cache(self, content: State) -> State:
@@ -437,9 +440,10 @@ class Step:
         seen = intervals(jnp.zeros_like(place)[:, None], place[:, None], window)
         slots = None if self.slots is None else rows
         q = q[:, None]
-        more: dict[str, Any] = dict(width=v.shape[-1], slots=slots)
+        width = v.shape[-1]
+        more: dict[str, Any] = dict(width=width, slots=slots)
         attend_all = functools.partial(attend_step, q, cache["key"], cache.get("value"), seen, scale, **more)
-        o = attend_all() if choice is None else choice.step(attend_all, q, cache, rows, place, scale)
+        o = attend_all() if choice is None else choice.step(attend_all, q, cache, rows, place, scale, width)
         return nan_unless(place < L, o[:, 0]), cache
 
     def read(self, state: Array) -> Array:

@@ -261,7 +261,6 @@ class Scheduler:
             raise ValueError(
                 f"prompt and max_tokens must be at most max_length={self.max_length} tokens together, got {count} and {more}"
             )
-        self.model.check_length(count + more - 1)
         if not self.slots.capacity_with(self.slots.room_for(count + more - 1)):
             raise ValueError(
                 f"prompt and max_tokens must fit into state_bytes={self.slots.state_bytes}, got {count} and {more} tokens"

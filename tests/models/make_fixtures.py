@@ -226,7 +226,7 @@ BAILING = {key: value for key, value in KIMI.items() if not key.startswith("line
 )
 GLM = {key: value for key, value in KIMI.items() if key not in ("num_local_experts", "qk_rope_head_dim")} | dict(
     layer_types=["linear_attention", "indexed_attention"], mlp_layer_types=["dense", "sparse"], n_routed_experts=4,
-    q_lora_rank=7, index_topk=20, index_kpool=2, index_n_heads=2, index_head_dim=4
+    q_lora_rank=7, index_topk=6, index_kpool=2, index_n_heads=8, index_head_dim=5
 )  # fmt: skip
 GLM_EYES = dict(
     depth=1, hidden_size=8, intermediate_size=8, num_heads=2, patch_size=2, image_size=4, out_hidden_size=16,
@@ -339,12 +339,12 @@ CASES = {
     "glm5_next": (Glm5NextConfig, Glm5NextForConditionalGeneration, dict(text_config=GLM, vision_config=GLM_EYES)),
     "glm5_next_options": (Glm5NextConfig, Glm5NextForConditionalGeneration, dict(
         text_config=GLM | dict(
-            num_hidden_layers=4, layer_types=["indexed_attention", "indexed_attention", "linear_attention", "linear_attention"],
-            mlp_layer_types=["sparse", "dense", "sparse", "dense"], indexer_types=["full", "shared", "full", "shared"],
+            num_hidden_layers=4, layer_types=["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+            mlp_layer_types=["sparse", "dense", "sparse", "dense"], indexer_types=["full", "full", "shared", "shared"],
             attention_bias=True, n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3, n_shared_experts=2,
             norm_topk_prob=False, routed_scaling_factor=1.7, linear_conv_kernel_dim=3, linear_lower_bound=None,
             hidden_act="gelu", rms_norm_eps=1e-3, pad_token_id=3, swiglu_limit=0.6, hc_mult=3, hc_eps=1e-3,
-            hc_sinkhorn_iters=4, index_topk=128, index_kpool=1, index_kpool_always_select_tail=False),
+            hc_sinkhorn_iters=4, index_topk=8, index_kpool=1, index_kpool_always_select_tail=False, index_n_heads=8),
         vision_config=GLM_EYES, tie_word_embeddings=True)),
     "kimi_linear": (KimiLinearConfig, KimiLinearForCausalLM, KIMI | dict(
         num_hidden_layers=3, layer_types=["linear_attention", "linear_attention", "full_attention"])),
@@ -614,11 +614,15 @@ SEEDS = dict(xlstm_parts_fused=2)
 
 
 def without_ties(scores: torch.Tensor, *args, topk=torch.Tensor.topk, **options):
-    """Return topk. Where the index of Qwen4-Exp calls it, along axis 0, assert that no score left out equals one that counts."""
+    """Return topk. Where an index calls it, of Qwen4-Exp along axis 0 and of GLM-5.3-Flash over [B, T, blocks], assert that no
+    score left out equals one that counts."""
     found = topk(scores, *args, **options)
-    if options.get("dim") == 0:
-        lowest = found.values.amin(0)
-        assert int((scores >= lowest).sum()) == len(found.values), (
+    axis = options.get("dim")
+    if axis == 0 or scores.ndim == 3:
+        lowest = found.values.amin(axis, keepdim=True)
+        counted, hidden = (scores >= lowest).sum(axis), torch.finfo(scores.dtype).min
+        is_full = lowest.squeeze(axis) > hidden
+        assert bool((counted[is_full] == found.values.shape[axis]).all()), (
             "equal scores, of which any may count: change the fixture"
         )
     return found

@@ -1,6 +1,5 @@
-"""The attention of GLM-5.3-Flash where it would be sparse, and options that its own code cannot run."""
+"""The attention of GLM-5.3-Flash where it reads a part of the tokens, and options that its own code cannot run."""
 
-import functools
 import json
 import pathlib
 
@@ -9,51 +8,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
 
 import glax.models
 from glax.models.load import abstract_model
 
 FOLDER = pathlib.Path(__file__).parent / "fixtures" / "glm5_next"
-MOST = 21  # index_topk + index_kpool - 1 of the fixture
+MOST = 7  # index_topk + index_kpool - 1 of the fixture: up to so many tokens, all are read
 
 
-@functools.cache
-def loaded():
-    return glax.models.from_pretrained(FOLDER), load_file(FOLDER / "expected.safetensors")
+def test_the_indexer_decides_beyond_the_tokens_that_are_all_read_and_there_alone():
+    attention = glax.models.from_pretrained(FOLDER).blocks[1].attn
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 3 * MOST, 16)), jnp.float32)
+    before, _ = attention(x)
+    attention.indexer.weights.kernel[...] = -attention.indexer.weights.kernel[...]
+    after, _ = attention(x)
+    np.testing.assert_array_equal(before[:, :MOST], after[:, :MOST])
+    assert (np.abs(before - after)[:, MOST:].max(-1) > 1e-3).any()
 
 
-def test_sequences_that_would_be_sparse_are_refused():
-    model, _ = loaded()
-    text = rf"index_topk in config\.json allows sequences of at most {MOST} tokens here, got 22"
-    attention, x = model.blocks[1].attn, jnp.ones((1, 30, model.width))
-    calls = (
-        lambda: jax.eval_shape(lambda: model(np.zeros((1, MOST + 1), np.int32))),
-        lambda: attention(x, segment_ids=jnp.asarray([[1] * 8 + [2] * 22])),
-        lambda: glax.models.generate(model, np.zeros((1, MOST - 1), np.int32), 3),
-    )
-    for call in calls:
-        with pytest.raises(glax.models.UnsupportedOption, match=text):
-            call()
-
-
-def test_long_rows_of_short_sequences_run_and_a_traced_long_sequence_is_nan():
-    model, expected = loaded()
-    tokens, want = expected["tokens"], expected["logits"]
-    packed = np.concatenate([tokens[0], tokens[1], [0] * 22])[None]
-    run = jax.jit(lambda ids: model(packed, ids, pad_id=0))
-    logits = np.asarray(run(jnp.asarray([[1] * MOST + [2] * MOST + [0] * 22])))[0, : 2 * MOST]
-    np.testing.assert_allclose(logits, want.reshape(2 * MOST, -1), atol=2e-5)
-    logits = np.asarray(run(jnp.asarray([[1] * MOST + [2] * (MOST + 22)])))[0]
-    np.testing.assert_allclose(logits[: 2 * MOST], want.reshape(2 * MOST, -1), atol=2e-5)
-    assert np.isnan(logits[2 * MOST :]).all()
-
-
-def test_a_step_behind_the_last_token_that_attention_reads_whole_is_nan():
-    attention = loaded()[0].blocks[1].attn
-    state = attention.initial_state(2, 32) | dict(length=jnp.array([MOST - 1, MOST]))
-    y, _ = nnx.jit(type(attention).step)(attention, jnp.ones((2, 16)), state)
-    assert np.isfinite(y[0]).all() and np.isnan(y[1]).all()
+def test_a_layer_that_takes_the_choice_of_another_cannot_run_alone():
+    model = glax.models.from_pretrained(FOLDER.with_name("glm5_next_options"))
+    with pytest.raises(ValueError, match="a layer without an indexer must follow one that has an indexer, in a model"):
+        model.blocks[2].attn(jnp.ones((1, 4, 16)))
+    assert "the layer before them" in (model.cannot_scan() or "")
 
 
 @pytest.mark.parametrize(

@@ -17,18 +17,19 @@ WHOLE = SIZE * BEST + SIZE - 1  # up to so many tokens, all are read
 
 def drawn(seed: int, *rows: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    shapes = dict(q=(4, 6), k=(2, 6), v=(2, 5), query=(HEADS, 7), key=(7,))
+    shapes = dict(q=(4, 6), k=(2, 6), v=(2, 5), query=(HEADS, 7), key=(7,), weight=(HEADS,))
     return {name: rng.standard_normal((*rows, *shape)).astype(np.float32) for name, shape in shapes.items()}
 
 
-def choice_of(x) -> Choice:
+def choice_of(x, weighted: bool = False) -> Choice:
     def pool(keys, position):
         return keys.mean(-2) + 0.1 * position[..., None]
 
-    return Choice(jnp.asarray(x["query"]), jnp.asarray(x["key"]), SIZE, BEST, pool)
+    weight = jnp.asarray(x["weight"]) if weighted else None
+    return Choice(jnp.asarray(x["query"]), jnp.asarray(x["key"]), SIZE, BEST, pool, weight)
 
 
-def by_loops(x) -> np.ndarray:
+def by_loops(x, weighted: bool = False) -> np.ndarray:
     """The outputs of one sequence, [T, 4, 5]."""
     x = {name: value.astype(np.float64) for name, value in x.items()}
     T = len(x["q"])
@@ -36,7 +37,8 @@ def by_loops(x) -> np.ndarray:
     found = np.zeros((T, 4, 5))
     for t in range(T):
         count = (t + 1) // SIZE
-        scores = [np.maximum(x["query"][t] @ block, 0).sum() for block in pooled[:count]]
+        weight = x["weight"][t] if weighted else np.ones(HEADS)
+        scores = [weight @ np.maximum(x["query"][t] @ block, 0) for block in pooled[:count]]
         best = sorted(range(count), key=lambda b: -scores[b])[:BEST]
         read = [s for b in best for s in range(b * SIZE, (b + 1) * SIZE)] + list(range(count * SIZE, t + 1))
         for h in range(4):
@@ -82,6 +84,36 @@ def test_whole_sequences(T, scores):
     o, cache = attend(x, parallel_rows((2, T), None))
     np.testing.assert_allclose(o, [by_loops(part(x, b)) for b in range(2)], atol=2e-6)
     np.testing.assert_array_equal(cache["index"][:, :, 0], x["key"])
+
+
+def test_heads_with_weights_of_both_signs(scores):
+    """In a whole batch, in packed rows over caches and in steps; the caches hold keys whose first channels are the values."""
+    T, x = 25, drawn(7, 2, 25)
+    x["k"] = np.repeat(x["k"][..., :1, :], 2, -2)
+    x["v"] = x["k"][..., :5]
+    want = [by_loops(part(x, b), weighted=True) for b in range(2)]
+    q, k, v = (jnp.asarray(x[name]) for name in "qkv")
+    one = k[..., :1, :]
+    o, _ = parallel_rows((2, T), None).attend(q, k, v, {}, None, None, one, choice=choice_of(x, weighted=True))
+    np.testing.assert_allclose(o, want, atol=2e-6)
+
+    cache = dict(key=jnp.zeros((2, T, 1, 6)), index=jnp.zeros((2, T, 1, 7)), length=jnp.zeros(2, jnp.int32))
+    first, found = 13, []
+    packed = {name: value.reshape(-1, *value.shape[2:]) for name, value in part(x, slice(None), slice(first)).items()}
+    rows = parallel_rows((2 * first,), jnp.array([0, first, 2 * first]))
+    key = jnp.asarray(packed["k"][:, :1])
+    o, cache = rows.attend(
+        jnp.asarray(packed["q"]), key, key[..., :5], cache, None, None, choice=choice_of(packed, weighted=True)
+    )
+    found.append(o.reshape(2, first, 4, 5))
+    for t in range(first, T):
+        at = part(x, slice(None), t)
+        key = jnp.asarray(at["k"][:, :1])
+        o, cache = token_rows(None, 2, cache, "cache").attend(
+            jnp.asarray(at["q"]), key, key[..., :5], cache, None, None, choice=choice_of(at, weighted=True)
+        )
+        found.append(o[:, None])
+    np.testing.assert_allclose(np.concatenate(found, 1), want, atol=2e-6)
 
 
 def test_segments_and_padding(scores):
@@ -217,6 +249,8 @@ def test_of_equal_scores_the_first_count():
     np.testing.assert_array_equal(at, [1, 2])
     at = choice.best_blocks(jnp.array([3.0, jnp.nan, 1.0]), jnp.array([True, True, False]))
     np.testing.assert_array_equal(at, [1, 0])
+    at = choice.best_blocks(jnp.array([-1.0, -jnp.inf, -3.0]), jnp.array([False, True, True]))
+    np.testing.assert_array_equal(at, [2, 1])  # below 0, where heads have weights
     at = choice.best_blocks(jnp.zeros(3), jnp.array([False, True, False]))
     np.testing.assert_array_equal(at, [1, 3])  # 3: none
 
