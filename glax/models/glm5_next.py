@@ -146,7 +146,7 @@ class IndexedAttention(MultiHeadLatentAttention):
     def mix_after(
         self, x: Float[Array, "*rows width"], state: State, rows: Rows, index: IndexRows | None, places: Array | None
     ) -> tuple[Array, State, IndexRows]:
-        """Return y, the new state and what the choice has of the rows. index, places: that of the layer before, and the places of
+        """Return y, the new state and what the choice has of the rows. index, places: of the layer before, and the places of
         its indexer, which a layer without an indexer of its own needs."""
         c = self.query_latent(x)
         if self.indexer is not None:
@@ -231,13 +231,13 @@ class StreamBlock(nnx.Module):
         read, post, mixing = self.attn_streams(x)
         read = self.attn_norm(read)
         if isinstance(self.attn, IndexedAttention):
-            y, state, index = self.attn.mix_after(read, state, rows, index, places)
+            y, after, index = self.attn.mix_after(read, state, rows, index, places)
         else:
-            y, state = self.attn.mix(read, state, rows)
+            y, after = self.attn.mix(read, state, rows)
         x = written(x, y, post, mixing)
         read, post, mixing = self.mlp_streams(x)
         x = written(x, self.mlp(self.mlp_norm(read)), post, mixing)
-        return (x, index if self.passes_index else None), dict(state)
+        return (x, index if self.passes_index else None), dict(after)
 
 
 class StreamLM(CausalLM):
@@ -327,7 +327,14 @@ def glm5_next(config: ModelConfig, precision: Precision) -> CausalLM:
         return SparseMLP(width, routing="sigmoid", limit=limit, shared=gated(shared), **experts, **common)
 
     def block(layer: int, kind: str) -> StreamBlock:
-        own = Streams(width, count, **streams), norm(), mixer(layer), Streams(width, count, **streams), norm(), mlp(kind)
+        own = (
+            Streams(width, count, **streams),
+            norm(),
+            mixer(layer),
+            Streams(width, count, **streams),
+            norm(),
+            mlp(kind),
+        )
         return StreamBlock(*own, passes_index=layer + 1 in sharing)
 
     blocks = [block(layer, kind) for layer, kind in enumerate(mlps)]
