@@ -288,14 +288,17 @@ class Weights:
         return self.mapped(name)
 
     def mapped(self, name: str) -> np.ndarray:
-        path = self.files[name]
+        return self.array(self.files[name], self.stored.get(name, name))
+
+    def array(self, path: Path, name: str) -> np.ndarray:
+        """Return the tensor of this name in a file, which is mapped."""
         if path not in self.maps:
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(length))  # which safetensors has checked
                 self.maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), header | {"": 8 + length}
         content, header = self.maps[path]
-        found = header[self.stored.get(name, name)]
+        found = header[name]
         if found["dtype"] not in STORED:
             raise ValueError(f"{name} in {path} must be of {', '.join(STORED)}, got {found['dtype']}")
         start, shape = header[""] + found["data_offsets"][0], found["shape"]

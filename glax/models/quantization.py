@@ -1,33 +1,43 @@
-"""Read checkpoints whose weights are stored in float8 with one scale for each block, and refuse other quantizations by name."""
+"""Read checkpoints whose weights are quantized, with scales beside them, and refuse other quantizations by name."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import EllipsisType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from glax.models.config import ModelConfig, Options
-from glax.models.folders import Weights, named_dtype
+from glax.models.dequantization import BESIDE, PACKED, SCALES, SHAPE, Block, columns_of, weight_of
+from glax.models.folders import STORED, Weights, named_dtype, read_optional_object
 
-KEY, SCALE, FLOAT8 = "quantization_config", "_scale_inv", "F8_E4M3"
+KEY, MODELOPT_FILE = "quantization_config", "hf_quant_config.json"
 REMEDY = (
     "load the checkpoint that it was made from, or dequantize it with transformers: model.dequantize(), then "
     "save_pretrained"
 )
-AT_ONCE = 128  # rows that are dequantized together
 READ_INSIDE = frozenset({"load_in_4bit", "load_in_8bit"})  # another quantization, whatever quant_method says
 # Options of quantization_config that say which weights are quantized, which the files say too, or that choose kernels.
 IGNORED = ("dequantize", "fmt", "ignored_layers", "modules_to_convert", "modules_to_not_convert")
+FORMATS = (
+    None, "dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision",
+)  # fmt: skip
+ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION")
+FLOAT8, INTEGERS = "F8_E4M3", ("I8", "U8", "I32")  # the numbers of quantized weights
+# Scales of activations and of cached keys and values, which glax does not round.
+OF_ACTIVATIONS = re.compile(r"[._](input_(scale|zero_point|global_scale)|output_scale|[kqv]_scale|[kqv]_zero_point)$")
+# A factor of a layer's inputs, and an order of its columns.
+REFUSED = (".pre_quant_scale", "weight_g_idx")
 
 
-def without_quantization(config: ModelConfig) -> tuple[ModelConfig, tuple[int, int] | None]:
-    """Return the config without `quantization_config`, and the (rows, columns) of a block that shares one scale.
+def without_quantization(config: ModelConfig) -> tuple[ModelConfig, tuple[Block, ...] | None]:
+    """Return the config without `quantization_config`, and the (rows, columns) of blocks that share one scale.
 
-    The block is (0, 0) if it is the whole weight, and None if nothing is quantized. Raises UnsupportedOption for another
-    quantization than float8 with scales of its weights.
+    A block is (0, 0) if it is the whole weight. None stands for weights that are not quantized. Raises UnsupportedOption for a
+    quantization that is not supported.
     """
     values = config.values
     given = values.pop(KEY, None)
@@ -35,102 +45,190 @@ def without_quantization(config: ModelConfig) -> tuple[ModelConfig, tuple[int, i
         return (config if given is None else ModelConfig.of(values)), None
     options = Options(config.values, frozenset(config.values))
     inner = options.part(KEY, given, read=READ_INSIDE)
-    method = inner.take("quant_method", None)
-    if method != "fp8":
-        raise options.unsupported(KEY, f"quant_method must be 'fp8', got {method!r}. Otherwise {REMEDY}")
+    method = inner.take("quant_method", "modelopt" if "quant_algo" in inner.values else None)
+    if not isinstance(method, str) or method not in METHODS:
+        known = ", ".join(map(repr, METHODS))
+        raise options.unsupported(KEY, f"quant_method must be one of {known}, got {method!r}. Otherwise {REMEDY}")
+    blocks = METHODS[method](options, inner)
+    inner.finish()
+    options.finish()
+    return ModelConfig.of(values), blocks
+
+
+def of_fp8(options: Options, inner: Options) -> tuple[Block, ...]:
     inner.choice("activation_scheme", "dynamic", ("dynamic",))
     inner.choice("scale_fmt", "float", ("float",))
     inner.choice("expert_dtype", "fp8", ("fp8",))
     inner.ignore(*IGNORED)
-    block = inner.take("weight_block_size", (128, 128))
-    inner.finish()
-    options.finish()
-    return ModelConfig.of(values), block_size(options, block)
+    return (block_size(options, inner.take("weight_block_size", (128, 128)), "weight_block_size"),)
 
 
-def block_size(options: Options, block: Any) -> tuple[int, int]:
+def of_compressed_tensors(options: Options, inner: Options) -> tuple[Block, ...]:
+    """Return the blocks of the format of vLLM's compressed-tensors, which its `config_groups` name."""
+    inner.choice("format", None, FORMATS)
+    for key, name in (("sparsity_config", "format"), ("transform_config", "config_groups")):
+        given = inner.take(key, None) or {}
+        if not isinstance(given, Mapping) or given.get(name) not in (None, {}, "dense"):
+            raise options.unsupported(KEY, f"{key} must be empty. Otherwise {REMEDY}")
+    blocks = []
+    groups = inner.part("config_groups", inner.take("config_groups", {}), read=frozenset())
+    for key in groups.values:
+        group = groups.part(key, groups.take(key), read=frozenset())
+        group.choice("format", None, FORMATS)
+        if group.take("weights", None) is None:
+            continue
+        weights = group.part("weights", group.values["weights"], read=frozenset())
+        if (block := weights.take("block_structure", None)) is not None:
+            blocks.append(block_size(options, block, "block_structure"))
+        if (size := weights.integer("group_size", None, optional=True, least=-1)) is not None and size > 0:
+            blocks.append((1, size))
+    return tuple(dict.fromkeys(blocks))
+
+
+def of_modelopt(options: Options, inner: Options) -> tuple[Block, ...]:
+    """Return the blocks of the format of NVIDIA's Model Optimizer."""
+    inner.choice("quant_algo", None, ALGORITHMS)
+    layers = inner.part("quantized_layers", inner.take("quantized_layers", {}) or {}, read=frozenset())
+    for key in layers.values:
+        layers.part(key, layers.take(key), read=frozenset()).choice("quant_algo", None, (None, *ALGORITHMS))
+    return ((128, 128),)
+
+
+METHODS: dict[str, Callable[[Options, Options], tuple[Block, ...]]] = {
+    "fp8": of_fp8, "compressed-tensors": of_compressed_tensors, "modelopt": of_modelopt
+}  # fmt: skip
+
+
+def block_size(options: Options, block: Any, key: str) -> Block:
     if block is None:
         return 0, 0
     is_pair = isinstance(block, list | tuple) and len(block) == 2
     if not is_pair or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in block):
-        raise options.unsupported(KEY, f"weight_block_size must be two integers of at least 1, got {block!r}")
+        raise options.unsupported(KEY, f"{key} must be two integers of at least 1, got {block!r}")
     return block[0], block[1]
 
 
+def with_modelopt_file(config: ModelConfig, folder: Path) -> ModelConfig:
+    """Return the config with the quantization that a file of older versions of Model Optimizer names, if config.json has none."""
+    if config.values.get(KEY) or not (folder / MODELOPT_FILE).exists():
+        return config
+    given = read_optional_object(folder / MODELOPT_FILE).get("quantization")
+    if not isinstance(given, Mapping):
+        return config
+    return ModelConfig.of(config.values | {KEY: dict(given) | dict(quant_method="modelopt")})
+
+
+class Header(NamedTuple):
+    """Hold what `Weights.header` returns of a quantized tensor: the shape of the weight, and the dtype of its codes."""
+
+    shape: list[int]
+    dtype: str
+
+    def get_shape(self) -> list[int]:
+        return self.shape
+
+    def get_dtype(self) -> str:
+        return self.dtype
+
+
 class DequantizedWeights(Weights):
-    """Hold the tensors of a folder whose weights may be float8. Such a weight [..., rows, columns] is read as
-
-        weight[i, j] * scale[i // block[0], j // block[1]]
-
-    formed in float32 and rounded to the config's dtype, bfloat16 if it names none. The scale is the tensor of the same name with
-    "_scale_inv" behind it, or the one number that `Names.scales` names. The models' own code also rounds activations to float8,
-    and glax does not.
+    """Hold the tensors of a folder whose weights may be quantized. Such a weight is formed as
+    `glax.models.dequantization.Quantized` says, and rounded to the config's dtype, bfloat16 if it names none. The arrays beside
+    it have its name in the file with an ending of `BESIDE`; a weight of packed numbers has `PACKED` behind its own. Scales that
+    several weights share are those of `Names.scales`. The models' own code may also round activations, and glax does not.
     """
 
-    def __init__(self, folder: Path, config: Mapping, block: tuple[int, int]):
+    def __init__(self, folder: Path, config: Mapping, blocks: tuple[Block, ...]):
         super().__init__(folder)
-        self.block = block
+        self.blocks = blocks
         self.to = named_dtype(config) or jnp.dtype(jnp.bfloat16)
         self.scales: tuple[tuple[str, str], ...] = ()  # `Names.scales`
+        # Weights by their names in the files, without `PACKED`; and the files of the arrays beside them, by name.
+        self.quantized: set[str] = set()
+        self.beside: dict[str, Path] = {}
+        if refused := [name for name in self.files if name.endswith(REFUSED)]:
+            raise ValueError(f"{refused[0]} in {self.files[refused[0]]} is not supported. {REMEDY.capitalize()}")
+        for name in [name for name in self.files if name.endswith(PACKED)]:
+            usual = name.removesuffix(PACKED)
+            self.files[usual], self.stored[usual] = self.files.pop(name), name
+        for name in [name for name in self.files if not name.endswith(BESIDE)]:
+            kind = super().header(name).get_dtype()
+            has_scale = any(name + end in self.files for end in SCALES)
+            if kind == FLOAT8 or name in self.stored or (kind in INTEGERS and has_scale):
+                self.quantized.add(name)
+                self.beside |= {name + end: self.files.pop(name + end) for end in BESIDE if name + end in self.files}
+        for name in [name for name in self.files if OF_ACTIVATIONS.search(name)]:
+            del self.files[name]
 
     def name_scales(self, rules: tuple[tuple[str, str], ...]):
         self.scales = rules
 
-    def scale_name(self, name: str) -> str:
+    def shared_scale(self, name: str) -> str | None:
+        """Return the name of the scale that a weight shares with others, or None."""
         for pattern, replacement in self.scales:
             if re.search(pattern, name):
                 return re.sub(pattern, replacement, name)
-        return name + SCALE
+        return None
 
-    def is_float8(self, name: str) -> bool:
-        return self.header(name).get_dtype() == FLOAT8
+    def is_quantized(self, name: str) -> bool:
+        """Return whether a tensor of self.files holds the numbers of a quantized weight."""
+        return self.original(name) in self.quantized
 
     def names(self) -> set[str]:
-        return super().names() - {self.scale_name(name) for name in self.files if self.is_float8(name)}
+        return super().names() - {self.shared_scale(name) for name in self.files}
 
     def dtype(self, name: str) -> jnp.dtype:
-        return self.to if self.is_float8(name) else super().dtype(name)
+        tensor = self.parts[name][0] if name in self.parts else name
+        return self.to if self.is_quantized(tensor) else super().dtype(name)
+
+    def header(self, name: str):
+        tensor = self.parts[name][0] if name in self.parts else name
+        found = super().header(name)
+        if not self.is_quantized(tensor):
+            return found
+        shape, kind = found.get_shape(), found.get_dtype()
+        columns = columns_of(shape, np.dtype(STORED[kind]), self.arrays_beside(tensor, (SHAPE,)).get(SHAPE))
+        return Header([*shape[:-1], columns], kind)
 
     def read(self, name: str) -> np.ndarray:
-        if not self.is_float8(name):
-            return super().read(name)
         whole: tuple[EllipsisType, slice] = ..., slice(None)
         tensor, (expert, rows) = self.parts.get(name, (name, whole))
+        if name in self.values or not self.is_quantized(tensor):
+            return super().read(name)
+        at = f"{self.stored.get(tensor, tensor)} in {self.files[tensor]}"
         if rows is None:  # np.newaxis, by `Weights.divide_rows`
-            raise ValueError(
-                f"{tensor} in {self.files[tensor]} must not be float8, because its rows are tensors of their own"
-            )
-        if (scale := self.scale_name(tensor)) not in self.files:
-            raise ValueError(f"{tensor} in {self.files[tensor]} is float8 and must come with {scale}")
-        weight = self.mapped(tensor)
-        scale, block = self.scale_of(tensor, weight.shape)
-        return dequantized(weight[expert], scale[expert], block, rows, self.to)
+            raise ValueError(f"{at} must not be quantized, because its rows are tensors of their own")
+        beside = self.arrays_beside(tensor)
+        if (shared := self.shared_scale(tensor)) in self.files and shared is not None:
+            beside = {SCALES[1]: self.mapped(shared)}
+        if not beside.keys() & set(SCALES):
+            scale = shared or " or ".join(f"{self.original(tensor)}{end}" for end in SCALES)
+            raise ValueError(f"{at} is quantized and must come with {scale}")
+        codes = self.mapped(tensor)
 
-    def scale_of(self, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, tuple[int, int]]:
-        """Return (the scale of each block, the rows and columns of a block). Raises ValueError if the scales do not fit the
-        blocks."""
-        of = self.scale_name(name)
-        scale = np.asarray(self.mapped(of), np.float32)
-        rows, columns = shape[-2:]
-        if scale.size == 1:
-            return np.broadcast_to(scale.reshape(()), (*shape[:-2], 1, 1)), (rows, columns)
-        block = self.block[0] or rows, self.block[1] or columns
-        wanted = (*shape[:-2], -(-rows // block[0]), -(-columns // block[1]))
-        if scale.shape != wanted:
-            raise ValueError(
-                f"{of} in {self.files[of]} must be {list(wanted)} for blocks of {list(block)}, got {scale.shape}"
-            )
-        return scale, block
+        def of_one(expert: int | EllipsisType) -> np.ndarray:
+            own = {end: x if end == SHAPE else of_expert(x, expert, len(codes)) for end, x in beside.items()}
+            return weight_of(codes[expert], own, self.blocks).rows(rows, self.to)
+
+        try:
+            if codes.ndim == 3 and isinstance(expert, EllipsisType):
+                return np.stack([of_one(each) for each in range(len(codes))])
+            return of_one(expert)  # pyright: ignore[reportArgumentType]  # experts have numbers here
+        except ValueError as error:
+            raise ValueError(f"{at} cannot be dequantized: {error}") from None
+
+    def original(self, name: str) -> str:
+        """Return the name in the files, without `PACKED`."""
+        return self.stored.get(name, name).removesuffix(PACKED)
+
+    def arrays_beside(self, name: str, ends: tuple[str, ...] = BESIDE) -> dict[str, np.ndarray]:
+        """Return the arrays beside a weight by the ends of their names."""
+        own = self.original(name)
+        return {end: self.array(self.beside[own + end], own + end) for end in ends if own + end in self.beside}
 
 
-def dequantized(
-    weight: np.ndarray, scale: np.ndarray, block: tuple[int, int], rows: slice, dtype: np.dtype
-) -> np.ndarray:
-    """Return rows of weight [..., rows, columns] times the scales of their blocks, in `dtype`."""
-    first, last, _ = rows.indices(weight.shape[-2])
-    result = np.empty((*weight.shape[:-2], last - first, weight.shape[-1]), dtype)
-    for start in range(first, last, AT_ONCE):  # in float32 a few rows at a time
-        stop = min(start + AT_ONCE, last)
-        wide = np.repeat(scale[..., np.arange(start, stop) // block[0], :], block[1], -1)[..., : weight.shape[-1]]
-        result[..., start - first : stop - first, :] = weight[..., start:stop, :].astype(np.float32) * wide
-    return result
+def of_expert(x: np.ndarray, expert: int | EllipsisType, count: int) -> np.ndarray:
+    """Return what belongs to one of `count` experts, of an array for all of them or of one number. `...` stands for a weight that
+    is none of several."""
+    is_whole = isinstance(expert, EllipsisType) or x.size == 1
+    return x if is_whole or len(x) != count else x[expert]

@@ -394,7 +394,10 @@ def test_float8_weights_are_read_with_the_scale_of_each_block(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("quantization", "text"),
     [
-        (dict(quant_method="modelopt"), "quant_method must be 'fp8', got 'modelopt'. Otherwise load the checkpoint"),
+        (
+            dict(quant_method="awq"),
+            "quant_method must be one of 'fp8', 'compressed-tensors', 'modelopt', got 'awq'. Otherwise",
+        ),
         (dict(quant_method="fp8", activation_scheme="static"), "quantization_config.activation_scheme='static'"),
         (dict(quant_method="fp8", weight_block_size=[0, 1]), "weight_block_size must be two integers"),
         (dict(quant_method="fp8", load_in_8bit=True), "quantization_config.load_in_8bit=True"),

@@ -1,0 +1,175 @@
+"""Folders whose weights compressed-tensors and NVIDIA's Model Optimizer have quantized: tests/models/make_quantized.py."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+import glax.models
+from glax.models.dequantization import E2M1, packed_bits, unpacked, weight_of
+from glax.models.folders import Weights
+
+FOLDER = pathlib.Path(__file__).parent / "quantized"
+NAMES = sorted(path.name for path in FOLDER.iterdir())
+GATE = "model.layers.1.mlp.gate_proj.weight"
+COMPRESSED, OPTIMIZED = dict(quant_method="compressed-tensors"), dict(quant_method="modelopt", quant_algo="NVFP4")
+
+
+def error(model, name: str):
+    expected = load_file(FOLDER / name / "expected.safetensors")
+    logits = np.asarray(model(expected["tokens"]), np.float64)
+    return np.linalg.norm(logits - expected["logits"]) / np.linalg.norm(expected["logits"])
+
+
+def changed(folder: pathlib.Path, name: str, change) -> pathlib.Path:
+    """Return a copy of a folder, with `change(tensors)` of its weights."""
+    shutil.copytree(FOLDER / name, folder, dirs_exist_ok=True)
+    weights = Weights(folder)
+    tensors = {key: weights.mapped(key) for key in weights.files}  # load_file reads no float8
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_the_weights_as_the_other_tool_dequantizes_them(name):
+    assert error(glax.models.from_pretrained(FOLDER / name, dtype=jnp.float32), name) < 2e-5
+
+
+@pytest.mark.core
+def test_the_file_of_older_versions_of_model_optimizer_is_read_where_the_config_names_no_quantization(tmp_path):
+    shutil.copytree(FOLDER / "modelopt_nvfp4", tmp_path, dirs_exist_ok=True)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert error(glax.models.from_pretrained(tmp_path), "modelopt_nvfp4") < 2e-5
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "modelopt_fp8"])
+def test_a_folder_is_saved_dequantized(name, tmp_path):
+    model = glax.models.from_pretrained(FOLDER / name)
+    glax.models.save_pretrained(model, tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert not [key for key in saved if not key.endswith((".weight", ".A_log", ".dt_bias"))]
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    again = glax.models.from_pretrained(tmp_path)
+    assert error(again, name) < 2e-5
+    wide = glax.models.from_pretrained(FOLDER / name, dtype=jnp.bfloat16, only=r"layers\.1\.mlp")
+    kernel = wide.blocks[1].mlp.gate.kernel[...]
+    assert kernel.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(kernel, again.blocks[1].mlp.gate.kernel[...].astype(jnp.bfloat16))
+
+
+def test_weights_are_formed_shard_by_shard():
+    mesh = jax.make_mesh((1,), ("tensor",))
+    assert error(glax.models.from_pretrained(FOLDER / "int4_asymmetric", mesh=mesh), "int4_asymmetric") < 2e-5
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+def test_floats_of_4_bits_are_those_of_ml_dtypes():
+    byte = np.arange(256, dtype=np.uint8)
+    lower, upper = ((byte >> shift & 15).view(ml_dtypes.float4_e2m1fn) for shift in (0, 4))
+    np.testing.assert_array_equal(E2M1, np.stack([lower, upper], -1).astype(np.float32))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("columns", [5, 7, 8, 33])
+def test_packed_integers(bits, columns):
+    rng = np.random.default_rng(columns)
+    values, each = rng.integers(-(2 ** (bits - 1)), 2 ** (bits - 1), (3, columns)), 32 // bits
+    filled = np.pad(values + 2 ** (bits - 1), ((0, 0), (0, -columns % each))).reshape(3, -1, each).astype(np.uint64)
+    words = (
+        (filled << (bits * np.arange(each, dtype=np.uint64))).sum(-1, dtype=np.uint64).astype(np.uint32).view(np.int32)
+    )
+    assert packed_bits(words.shape[1], columns) == bits
+    np.testing.assert_array_equal(unpacked(words, columns, bits), values)
+
+
+@pytest.mark.core
+def test_rows_of_a_weight_of_4_bit_floats():
+    """With a scale of each row and 16 columns, and one of the whole weight."""
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 256, (10, 16), dtype=np.uint8)
+    scale, whole = rng.uniform(0.5, 2, (10, 2)).astype(ml_dtypes.float8_e4m3fn), np.float32(0.7)
+    found = weight_of(codes, {"_scale": scale, "_scale_2": np.array(whole)}, ()).rows(slice(2, 9), np.dtype(np.float32))
+    want = E2M1[codes].reshape(10, 32) * np.repeat(scale.astype(np.float64), 16, -1) * float(whole)
+    np.testing.assert_allclose(found, want[2:9], rtol=1e-6)
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("quantization", "text"),
+    [
+        (COMPRESSED | dict(format="marlin-24"), "quantization_config.format='marlin-24'"),
+        (COMPRESSED | dict(format="mxfp6-pack-quantized"), "quantization_config.format='mxfp6-pack-quantized'"),
+        (COMPRESSED | dict(config_groups={"a": dict(format="sparse-24-bitmask")}), "config_groups.a.format='sparse"),
+        (COMPRESSED | dict(sparsity_config=dict(format="sparse-24-bitmask")), "sparsity_config must be empty"),
+        (COMPRESSED | dict(transform_config=dict(config_groups={"R1": {}})), "transform_config must be empty"),
+        (COMPRESSED | dict(config_groups={"a": dict(weights=dict(block_structure=[0, 8]))}), "must be two integers"),
+        (COMPRESSED | dict(config_groups=[1]), "it must hold JSON objects"),
+        (OPTIMIZED | dict(quant_algo="W4A16_AWQ"), "quantization_config.quant_algo='W4A16_AWQ'"),
+        (
+            OPTIMIZED | dict(quantized_layers={"x": dict(quant_algo="NVFP4_AWQ")}),
+            "quantized_layers.x.quant_algo='NVFP4_AWQ'",
+        ),
+        (
+            dict(quant_method="gptq"),
+            "must be one of 'fp8', 'compressed-tensors', 'modelopt', got 'gptq'. Otherwise load",
+        ),
+        (dict(quant_method=["fp8"]), "must be one of 'fp8', 'compressed-tensors', 'modelopt', got ['fp8']"),
+    ],
+    ids=str,
+)
+def test_other_quantizations_are_refused_by_name(quantization, text):
+    values = json.loads((FOLDER / "nvfp4" / "config.json").read_text()) | dict(quantization_config=quantization)
+    with pytest.raises(glax.models.UnsupportedOption) as caught:
+        glax.models.from_config(values, rngs=nnx.Rngs(0))
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        ("nvfp4", {GATE + "_scale": None}, "gate_proj.weight_packed in .* is quantized and must come with"),
+        ("float8_tensor", {GATE + "_scale": None}, "is quantized and must come with"),
+        (
+            "float8_block",
+            {GATE + "_scale": np.ones((3, 7), np.float32)},
+            r"must be one number, or fit blocks of \[24, 40\]",
+        ),
+        (
+            "int4_group",
+            {GATE + "_shape": np.array([96, 640])},
+            "must hold 640 integers of 4 or 8 bits a row, got 8 words",
+        ),
+        ("int4_group", {GATE + "_shape": None}, r"_shape beside it must be \[96, 'columns'\], got None"),
+        ("int4_asymmetric", {GATE + "_zero_point": np.zeros((3, 2), np.int32)}, "cannot be dequantized"),
+        ("modelopt_nvfp4", {"x.pre_quant_scale": np.ones(3, np.float32)}, r"x\.pre_quant_scale in .* is not supported"),
+        ("int4_group", {GATE + "_g_idx": np.zeros(64, np.int32)}, r"weight_g_idx in .* is not supported"),
+    ],
+    ids=str,
+)
+def test_arrays_that_do_not_fit_are_named(name, change, text, tmp_path):
+    def apply(tensors):
+        for key, value in change.items():
+            tensors.pop(key, None)
+            if value is not None:
+                tensors[key] = value
+
+    folder = changed(tmp_path, name, apply)
+    with pytest.raises(ValueError, match=text):
+        glax.models.from_pretrained(folder)
