@@ -1,4 +1,4 @@
-"""Make tests/models/quantized: a tiny Qwen3.5 in the formats of compressed-tensors and of NVIDIA's Model Optimizer, and logits.
+"""Make tests/models/quantized: tiny models in the formats of compressed-tensors and of NVIDIA's Model Optimizer, and logits.
 
     env/bin/python tests/models/make_quantized.py [NAME ...]
 
@@ -11,6 +11,7 @@ import copy
 import functools
 import json
 import pathlib
+import re
 import shutil
 import sys
 
@@ -26,7 +27,14 @@ from compressed_tensors.quantization import (
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from random_models import TOKENS, randomise
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CompressedTensorsConfig,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
 
 # compressed-tensors forms these weights in bfloat16, which would hide errors below its rounding.
 nvfp4.unpack_fp4_from_uint8 = functools.partial(nvfp4.unpack_fp4_from_uint8, dtype=torch.float32)
@@ -37,6 +45,12 @@ SIZES = dict(
     vocab_size=40, hidden_size=64, num_hidden_layers=2, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
     head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
     layer_types=["linear_attention", "full_attention"], pad_token_id=0, eos_token_id=1, tie_word_embeddings=False,
+)  # fmt: skip
+NEMOTRON = dict(
+    vocab_size=40, hidden_size=64, num_hidden_layers=3, layers_block_type=["mamba", "moe", "attention"], num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, mamba_num_heads=4, mamba_head_dim=16, n_groups=2, ssm_state_size=8, n_routed_experts=4,
+    num_experts_per_tok=2, moe_intermediate_size=32, moe_shared_expert_intermediate_size=32, n_shared_experts=1, n_group=1,
+    topk_group=1, intermediate_size=32, pad_token_id=0, eos_token_id=1,
 )  # fmt: skip
 FLOAT8 = dict(num_bits=8, type="float")
 FLOAT4 = dict(num_bits=4, type="float")
@@ -64,12 +78,18 @@ MODELOPT = {
     "modelopt_nvfp4_weights": "W4A16_NVFP4_CFG",
     "modelopt_mixed": "NVFP4_MLP_ONLY_CFG",  # with attention in float8
     "modelopt_mxfp8": "MXFP8_DEFAULT_CFG",
+    "modelopt_nemotron": "NVFP4_DEFAULT_CFG",
 }
 
 
-def source() -> torch.nn.Module:
+def source(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES, architectures=["Qwen3_5ForCausalLM"])).float().eval()
+    if name == "modelopt_nemotron":
+        model = NemotronHForCausalLM(NemotronHConfig(**NEMOTRON, architectures=["NemotronHForCausalLM"]))
+        model.config._experts_implementation = "eager"
+    else:
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES, architectures=["Qwen3_5ForCausalLM"]))
+    model = model.float().eval()
     randomise(model)
     return model
 
@@ -111,7 +131,7 @@ def expected(model: torch.nn.Module, folder: pathlib.Path):
 
 
 def make_compressed(name: str):
-    model, folder = source(), FOLDER / name
+    model, folder = source(name), FOLDER / name
     groups = {
         f"group_{i}": QuantizationScheme(
             targets=targets,
@@ -150,7 +170,7 @@ def make_modelopt(name: str):
     from modelopt.torch.quantization import tensor_quant
 
     tensor_quant._dynamic_block_quantize_impl = lambda x, *_: x  # which runs on a GPU alone, in calibration too
-    model, folder = source(), FOLDER / name
+    model, folder = source(name), FOLDER / name
     tokens = torch.randint(0, SIZES["vocab_size"], TOKENS)
     config = copy.deepcopy(getattr(mtq, MODELOPT[name]))
     if name == "modelopt_fp8":
@@ -164,11 +184,30 @@ def make_modelopt(name: str):
         ]
     mtq.quantize(model, config, lambda model: model(tokens))
     export_hf_checkpoint(model, export_dir=folder)
-    plain, tensors = source(), load_file(folder / "model.safetensors")
+    plain, tensors = source(name), load_file(folder / "model.safetensors")
     with torch.no_grad():
-        for key, x in plain.named_parameters():
-            x.copy_(from_modelopt(tensors, key if key in tensors else f"model.language_{key}", x))
+        for key, x in (*plain.named_parameters(), *plain.named_buffers()):
+            published = exported_name(name, key)
+            if ".experts." in key:
+                start, part = published.rsplit(".", 1)
+                each = [from_modelopt(tensors, f"{start}.{i}.{part}.weight", x[i]) for i in range(len(x))]
+                x.copy_(torch.stack(each))
+            elif published in tensors:
+                x.copy_(from_modelopt(tensors, published, x))
     expected(plain, folder)
+
+
+def exported_name(name: str, key: str) -> str:
+    """Return the name that Model Optimizer gives a parameter of transformers in a folder."""
+    if name == "modelopt_nemotron":
+        for old, new in (
+            ("model.", "backbone."),
+            ("embed_tokens", "embeddings"),
+            ("backbone.norm.", "backbone.norm_f."),
+        ):
+            key = key.replace(old, new, 1)
+        return key
+    return re.sub(r"^model\.", "model.language_model.", key)
 
 
 def from_modelopt(tensors: dict[str, torch.Tensor], key: str, like: torch.Tensor) -> torch.Tensor:
