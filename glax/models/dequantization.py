@@ -1,8 +1,11 @@
 """Form weights from quantized numbers and the scales that stand beside them in a checkpoint."""
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
+import ml_dtypes
 import numpy as np
 
 # What a name of a weight has behind it in the names of the tensors that belong to it.
@@ -11,18 +14,21 @@ FACTOR, DIVISOR = "_scale_2", "_global_scale"
 ZERO, SHAPE, PACKED = "_zero_point", "_shape", "_packed"
 BESIDE = (*SCALES, FACTOR, DIVISOR, ZERO, SHAPE)
 AT_ONCE = 128  # rows that are formed together, in float32
+MANY = 2**20  # numbers of a weight that several threads form
 
 Block = tuple[int, int]  # rows and columns that share a scale; 0 for all
 
 
-def e2m1_pairs() -> np.ndarray:
-    """Return the two numbers of each byte of 4-bit floats, [256, 2]: first that of its lower bits."""
-    half = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-    numbers, byte = np.concatenate([half, -half]), np.arange(256)
+def pairs_of_4_bits(numbers: np.ndarray) -> np.ndarray:
+    """Return by byte the numbers [16] of its lower and of its upper bits, [256, 2]."""
+    byte = np.arange(256)
     return np.stack([numbers[byte & 15], numbers[byte >> 4]], -1)
 
 
-E2M1 = e2m1_pairs()
+E2M1 = pairs_of_4_bits(np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32))
+INT4 = pairs_of_4_bits(np.arange(-8, 8, dtype=np.float32))
+INT8 = np.arange(-128, 128, dtype=np.float32)
+E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,20 +48,35 @@ class Quantized:
     zero: np.ndarray | None
 
     def rows(self, rows: slice, dtype: np.dtype) -> np.ndarray:
-        """Return some rows of the weight, formed in float32 and rounded to `dtype`."""
+        """Return some rows of the weight, formed in float32 and rounded to `dtype`, many of them by several threads."""
         first, last, _ = rows.indices(self.codes.shape[-2])
-        result = np.empty((last - first, self.columns), dtype)
-        for start in range(first, last, AT_ONCE):
+        result, starts = np.empty((last - first, self.columns), dtype), range(first, last, AT_ONCE)
+
+        def form(start: int):
             stop = min(start + AT_ONCE, last)
-            values, at = numbers(self.codes[start:stop], self.columns), np.arange(start, stop) // self.block[0]
-            if self.zero is not None:
-                values = values - self.wide(self.zero[at])
-            result[start - first : stop - first] = values * self.wide(self.scale[at])
+            result[start - first : stop - first] = self.formed(start, stop)
+
+        if result.size < MANY:
+            for start in starts:
+                form(start)
+        else:
+            with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+                list(threads.map(form, starts))
         return result
 
-    def wide(self, x: np.ndarray) -> np.ndarray:
-        """Return x [rows, blocks] by column."""
-        return np.repeat(x, self.block[1], -1)[:, : self.columns]
+    def formed(self, start: int, stop: int) -> np.ndarray:
+        """Return rows of the weight in float32."""
+        values, at = numbers(self.codes[start:stop], self.columns), np.arange(start, stop) // self.block[0]
+        scale, zero, size = self.scale[at], None if self.zero is None else self.zero[at], self.block[1]
+        if self.columns % size:  # the last block of a row is not whole
+            scale = np.repeat(scale, size, -1)[:, : self.columns]
+            zero = None if zero is None else np.repeat(zero, size, -1)[:, : self.columns]
+            size = 1
+        values = values.reshape(len(values), -1, size)
+        if zero is not None:
+            values = values - zero[..., None]
+        np.multiply(values, scale[..., None], out=values)
+        return values.reshape(len(values), -1)
 
 
 def columns_of(codes: Sequence[int], dtype: np.dtype, shape: np.ndarray | None) -> int:
@@ -72,12 +93,22 @@ def columns_of(codes: Sequence[int], dtype: np.dtype, shape: np.ndarray | None) 
 
 
 def numbers(codes: np.ndarray, columns: int) -> np.ndarray:
-    """Return codes [rows, ...] as float32 [rows, columns]."""
+    """Return codes [rows, ...] as float32 [rows, columns]. Tables of what a byte stands for are faster than arithmetic."""
     if codes.dtype == np.uint8:
-        return E2M1[codes].reshape(len(codes), -1)
+        return taken(E2M1, codes)
     if codes.dtype == np.int32:
-        codes = unpacked(codes, columns, packed_bits(codes.shape[-1], columns))
+        return unpacked(codes, columns, packed_bits(codes.shape[-1], columns))
+    if codes.dtype.itemsize == 1 and codes.dtype != np.int8:
+        return taken(E4M3, codes)
     return codes.astype(np.float32)
+
+
+def taken(table: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """Return the numbers of each byte of codes [rows, ...], [rows, numbers]. table: [256], or [256, 2]."""
+    rows = table.reshape(256, -1)
+    whole = rows.view(np.dtype((np.void, rows.itemsize * rows.shape[1]))) if table.ndim == 2 else rows
+    found = np.take(whole[:, 0], np.ascontiguousarray(codes).view(np.uint8))
+    return found.view(np.float32).reshape(len(codes), -1)
 
 
 def packed_bits(words: int, columns: int) -> int:
@@ -89,11 +120,9 @@ def packed_bits(words: int, columns: int) -> int:
 
 
 def unpacked(words: np.ndarray, columns: int, bits: int) -> np.ndarray:
-    """Return the integers [rows, columns] of 4 or 8 bits in words [rows, words], as int16."""
-    content = np.ascontiguousarray(words).astype("<i4").view(np.uint8).astype(np.int16)
-    if bits == 4:
-        content = np.stack([content & 15, content >> 4], -1).reshape(len(words), -1)
-    return content[:, :columns] - 2 ** (bits - 1)
+    """Return the integers [rows, columns] of 4 or 8 bits in words [rows, words], as float32."""
+    content = np.ascontiguousarray(words).astype("<i4", copy=False)
+    return taken(INT4 if bits == 4 else INT8, content)[:, :columns]
 
 
 def weight_of(codes: np.ndarray, beside: Mapping[str, np.ndarray], blocks: Sequence[Block]) -> Quantized:
@@ -110,7 +139,7 @@ def weight_of(codes: np.ndarray, beside: Mapping[str, np.ndarray], blocks: Seque
     if zero is not None:
         if zero.dtype == np.int32:
             zero = unpacked(zero.T, rows, packed_bits(codes.shape[-1], columns)).T
-        zero = zero.astype(np.float32).reshape(scale.shape)
+        zero = zero.astype(np.float32, copy=False).reshape(scale.shape)
     return Quantized(codes, columns, scale, block, zero)
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import glax.models
-from glax.models.dequantization import E2M1, packed_bits, unpacked, weight_of
+from glax.models.dequantization import E2M1, MANY, packed_bits, unpacked, weight_of
 from glax.models.folders import Weights
 
 FOLDER = pathlib.Path(__file__).parent / "quantized"
@@ -105,6 +105,19 @@ def test_rows_of_a_weight_of_4_bit_floats():
     found = weight_of(codes, {"_scale": scale, "_scale_2": np.array(whole)}, ()).rows(slice(2, 9), np.dtype(np.float32))
     want = E2M1[codes].reshape(10, 32) * np.repeat(scale.astype(np.float64), 16, -1) * float(whole)
     np.testing.assert_allclose(found, want[2:9], rtol=1e-6)
+
+
+@pytest.mark.core
+def test_blocks_that_do_not_divide_a_weight_of_several_threads():
+    rows, columns = 1100, 1000
+    assert rows * columns > MANY
+    rng = np.random.default_rng(1)
+    codes = rng.integers(-128, 128, (rows, columns), dtype=np.int8)
+    scale, zero = rng.uniform(0.5, 2, (9, 11)).astype(np.float32), rng.integers(-9, 9, (9, 11), dtype=np.int8)
+    weight = weight_of(codes, {"_scale": scale, "_zero_point": zero}, ((128, 96),))
+    at = np.arange(rows)[:, None] // 128, np.arange(columns)[None] // 96
+    want = ((codes - zero.astype(np.float64)[at]) * scale[at]).astype(np.float32)
+    np.testing.assert_array_equal(weight.rows(slice(5, 1098), np.dtype(np.float32)), want[5:1098])
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------------
