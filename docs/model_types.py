@@ -35,6 +35,8 @@ BEGIN, END = "<!-- model types: begin -->\n", "<!-- model types: end -->"
 # Codes whose row of READ_WORDS does not name its package.
 WRITERS = {
     "bailing_moe_v2_5": "Ring-V2.5",
+    "kimi_k3": "Kimi-K3",
+    "kimi_k3_text": "Kimi-K3",
     "mamba_fla": "fla",
     "mamba2_fla": "fla",
     "mamba3": "fla",

@@ -69,6 +69,12 @@ MODELS = {
         mamba_d_state=8, adapter_rank=4, use_shared_attention_adapter=True,
     ),
     "kimi_linear": SIZES | LATENT | dict(linear_head_dim=8, linear_num_heads=2),
+    "kimi_k3": dict(text_config=SIZES | LATENT | dict(
+        layer_types=None, mla_use_nope=True, mla_use_output_gate=True, attn_res_block_size=2, q_lora_rank=7,
+        first_k_dense_replace=1,
+        routed_expert_hidden_size=8, latent_moe_use_norm=True, hidden_act="situ", linear_attn_config=dict(
+            full_attn_layers=[2], kda_layers=[1], head_dim=8, num_heads=2, use_full_rank_gate=True),
+    )),
     "bailing_hybrid": SIZES | LATENT | dict(head_dim=8, n_group=1, topk_group=1, first_k_dense_replace=1),
     "glm5_next": dict(text_config=SIZES | LATENT | dict(
         layer_types=["linear_attention", "indexed_attention"], mlp_layer_types=["dense", "sparse"], linear_head_dim=8,

@@ -85,7 +85,9 @@ def kimi_linear(config: ModelConfig, precision: Precision) -> CausalLM:
     outer, init = outer_options(options, precision, 163840, pad=163839)
     outer["tied"] = False  # whatever tie_word_embeddings says
     eps, act = options.number("rms_norm_eps", 1e-5, least=0), hidden_act(options)
-    delta, kinds = delta_arguments(options, layers)
+    inner = linear_options(options)
+    delta, kinds = delta_arguments(options, inner, layers)
+    inner.finish()
     mlps = mlp_kinds(options, layers, 1)
     latent = latent_arguments(options)
     experts, shared = expert_arguments(
@@ -121,13 +123,16 @@ def kimi_linear(config: ModelConfig, precision: Precision) -> CausalLM:
     return CausalLM(config, blocks, norm(), names, width=width, **outer)
 
 
-def delta_arguments(options: Options, layers: int) -> tuple[dict[str, Any], list[str]]:
-    """Return the arguments of KimiDeltaAttention, and the kind of each layer. Kimi's own config has both in one object, whose
-    lists number the layers from 1."""
-    inner = options.part("linear_attn_config", options.take("linear_attn_config", None) or {}, read=frozenset())
+def linear_options(options: Options) -> Options:
+    """Return the options in `linear_attn_config`."""
+    return options.part("linear_attn_config", options.take("linear_attn_config", None) or {}, read=frozenset())
+
+
+def delta_arguments(options: Options, inner: Options, layers: int) -> tuple[dict[str, Any], list[str]]:
+    """Return the arguments of KimiDeltaAttention, and the kind of each layer. Kimi's own config has both in one object, `inner`,
+    whose lists number the layers from 1."""
     sizes = delta_sizes(options, inner, 32)
     listed = [inner.take(key, None) for key in ("full_attn_layers", "kda_layers")]
-    inner.finish()
     usual = [SOFTMAX if layer and layer % 4 == 0 else LINEAR for layer in range(layers)]
     if None not in listed:
         softmax, linear = ([layer - 1 for layer in given] if are_numbers(given) else None for given in listed)

@@ -4,10 +4,6 @@ import functools
 import math
 from typing import Any
 
-import jax.numpy as jnp
-from flax import nnx
-from jaxtyping import Array, Float
-
 from glax.models.config import ModelConfig, Options
 from glax.models.hybrids import (
     KINDS,
@@ -25,8 +21,7 @@ from glax.models.mamba2 import BACKBONE, draw_output, first_steps, output_factor
 from glax.models.model import CausalLM, MixerBlock, Precision, outer_options
 from glax.models.names import ATTENTION, MAMBA, Names, mixer_names, renamed, transposed_layouts
 from glax.nn import RMSNorm
-from glax.nn.mlp import Chosen, Experts, sigmoid_router
-from glax.nn.parts import EMBED, linear, normal, parameter
+from glax.nn.mlp import SparseMLP
 
 PATTERN = {"M": LINEAR, "*": SOFTMAX, "-": "mlp", "E": "moe"}
 WORDS = KINDS | {"mlp": "mlp", "moe": "moe"}
@@ -64,54 +59,6 @@ MIXERS = {
 BIAS = r"\.gate\.e_score_correction_bias$"
 
 
-class NemotronExperts(nnx.Module):
-    """Choose experts by `sigmoid_router`, and add an MLP that every token reads.
-
-    latent: the width in which the experts work, or None for the width of x. bias: of the projections into and out of it.
-    """
-
-    def __init__(
-        self,
-        width: int,
-        inside: int,
-        *,
-        count: int,
-        top_k: int,
-        groups: int,
-        best_groups: int,
-        normalised: bool,
-        scaling: float,
-        latent: int | None,
-        shared: DenseMLP,
-        act: str,
-        bias: bool,
-        **options: Any,
-    ):
-        self.count, self.top_k, self.groups, self.best_groups = count, top_k, groups, best_groups
-        self.normalised, self.scaling, self.shared = normalised, scaling, shared
-        param_dtype = options["param_dtype"]
-        self.router = parameter(normal(0.02)(options["rngs"].params(), (width, count), param_dtype), EMBED, None)
-        self.correction = parameter(jnp.zeros(count, param_dtype), None)
-        self.experts = Experts(width if latent is None else latent, inside, count, form="plain", act=act, **options)
-        self.is_latent = latent is not None
-        if latent is not None:
-            self.into = linear(width, latent, (EMBED, None), bias=bias, **options)
-            self.out_of = linear(latent, width, (None, EMBED), bias=bias, **options)
-
-    def chosen(self, x: Float[Array, "M D"]) -> Chosen:
-        groups: dict[str, int] = dict(groups=self.groups, best_groups=self.best_groups)
-        more: dict[str, Any] = dict(normalize=self.normalised, scaling=self.scaling, **groups)
-        route = functools.partial(sigmoid_router, top_k=self.top_k, **more)
-        return self.experts.on_rows(route, (x,), self.router[...], self.correction[...])
-
-    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        flat = x.reshape(-1, x.shape[-1])
-        inner = self.into(flat) if self.is_latent else flat
-        y = self.experts(inner, self.chosen(flat))
-        y = self.out_of(y) if self.is_latent else y
-        return y.reshape(x.shape) + self.shared(x)
-
-
 def kinds_of(options: Options) -> list[str]:
     """Return each layer's kind, from a list of words or from the pattern of letters that older configs have."""
     pattern = options.take("hybrid_override_pattern", None)
@@ -143,7 +90,7 @@ def expert_arguments(options: Options) -> dict[str, Any]:
         top_k=options.integer("num_experts_per_tok", 2),
         groups=options.integer("n_group", 1),
         best_groups=options.integer("topk_group", 1),
-        normalised=options.flag("norm_topk_prob", True),
+        normalize=options.flag("norm_topk_prob", True),
         scaling=options.number("routed_scaling_factor", 1.0),
         latent=options.integer("moe_latent_size", None, optional=True),
     )
@@ -202,7 +149,10 @@ def nemotron_h(config: ModelConfig, precision: Precision) -> CausalLM:
         if kind == "mlp":
             return DenseMLP(width, inside, gated=False, **mlp, **precision.options)
         always = DenseMLP(width, shared, gated=False, **mlp, **precision.options)
-        return NemotronExperts(width, routed, shared=always, **experts, **mlp, **precision.options)
+        kind_of_experts: dict[str, Any] = dict(form="plain", routing="sigmoid", act=mlp["act"], kernel_init=init)
+        if experts["latent"] is not None:
+            kind_of_experts["latent_bias"] = mlp["bias"]
+        return SparseMLP(width, routed, shared=always, **experts, **kind_of_experts, **precision.options)
 
     norm = functools.partial(RMSNorm, width, epsilon=eps, param_dtype=precision.param_dtype)
 

@@ -39,10 +39,13 @@ def without_quantization(config: ModelConfig) -> tuple[ModelConfig, tuple[Block,
     A block is (0, 0) if it is the whole weight. None stands for weights that are not quantized. Raises UnsupportedOption for a
     quantization that is not supported.
     """
-    values = config.values
+    values, inside = config.values, config.values.get("text_config")
     given = values.pop(KEY, None)
+    if isinstance(inside, dict) and KEY in inside:  # Kimi K3
+        values["text_config"] = {key: value for key, value in inside.items() if key != KEY}
+        given = given or inside[KEY]
     if not given:
-        return (config if given is None else ModelConfig.of(values)), None
+        return (config if values == config.values else ModelConfig.of(values)), None
     options = Options(config.values, frozenset(config.values))
     inner = options.part(KEY, given, read=READ_INSIDE)
     method = inner.take("quant_method", "modelopt" if "quant_algo" in inner.values else None)

@@ -135,6 +135,18 @@ READ_WORDS = {
         @fla allow_neg_eigval attn_mode attnres_block_size conv_size expand_v fuse_swiglu head_dim lower_bound
         num_heads num_v_heads safe_gate use_short_conv
     """,
+    "kimi_k3": """
+        quantization_config text_config tie_word_embeddings vision_config
+    """,
+    "kimi_k3_text": """
+        @transformers activation_situ_beta activation_situ_linear_beta attention_dropout attn_res_block_size
+        first_k_dense_replace head_dim hidden_act intermediate_size kv_lora_rank latent_moe_use_norm
+        linear_attn_config max_position_embeddings mla_use_nope mla_use_output_gate moe_intermediate_size
+        moe_layer_freq moe_renormalize moe_router_activation_func num_attention_heads num_expert_group num_experts
+        num_experts_per_token num_hidden_layers num_key_value_heads num_nextn_predict_layers num_shared_experts
+        pad_token_id q_lora_rank qk_nope_head_dim qk_rope_head_dim rms_norm_eps rope_theta routed_expert_hidden_size
+        routed_scaling_factor topk_group topk_method use_grouped_topk v_head_dim
+    """,
     "kimi_linear": """
         @transformers attention_bias attention_dropout attribute_map hidden_act intermediate_size is_causal
         kv_lora_rank kv_sharing_modes layer_types linear_conv_kernel_dim linear_head_dim linear_num_heads

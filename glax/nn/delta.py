@@ -361,7 +361,7 @@ class KimiDeltaAttention(DeltaAttention):
     num_qk_heads: the heads of q and k, a divisor of num_heads; num_heads if None. Head h reads head h * num_qk_heads //
         num_heads.
     gate_rank:    the rank of W_f W_r and of W_s W_t; value_width if None. low_rank: whether they are such products; else each is
-        one matrix.
+        one matrix. low_rank_output: whether W_s W_t is such a product; as low_rank if None.
     lower_bound:  a negative bound of the log gates: g_t = lower_bound sigmoid(exp(A_log) f_t). No bound if None.
     gate_fn:      the name of the function of W_s W_t x_t + b, in place of sigmoid: `glax.nn.linear_attention.Options` lists the
         names. gate_bias: whether there is b.
@@ -386,6 +386,7 @@ class KimiDeltaAttention(DeltaAttention):
         num_qk_heads: int | None = None,
         gate_rank: int | None = None,
         low_rank: bool = True,
+        low_rank_output: bool | None = None,
         lower_bound: float | None = None,
         gate_fn: str = "sigmoid",
         gate_bias: bool = True,
@@ -403,15 +404,15 @@ class KimiDeltaAttention(DeltaAttention):
         gate_rank = self.value_width if gate_rank is None else gate_rank
         check_sizes(gate_rank=gate_rank)
         gates, values = num_heads * self.key_width, num_heads * self.value_width
-        init, inputs = options.get("kernel_init"), (gate_rank, None) if low_rank else (width, EMBED)
+        init, low_rank_output = options.get("kernel_init"), low_rank if low_rank_output is None else low_rank_output
 
-        def down() -> nnx.Linear | None:
-            return self.linear(width, gate_rank, (EMBED, None), rngs, init) if low_rank else None
+        def product(is_low: bool, outputs: int, **more) -> tuple[nnx.Linear | None, nnx.Linear]:
+            down = self.linear(width, gate_rank, (EMBED, None), rngs, init) if is_low else None
+            inputs, axis = (gate_rank, None) if is_low else (width, EMBED)
+            return down, self.linear(inputs, outputs, (axis, HEADS), rngs, init, **more)
 
-        self.gate_down = down()
-        self.gate_up = self.linear(inputs[0], gates, (inputs[1], HEADS), rngs, init)
-        self.output_gate_down = down()
-        self.output_gate_up = self.linear(inputs[0], values, (inputs[1], HEADS), rngs, init, bias=gate_bias)
+        self.gate_down, self.gate_up = product(low_rank, gates)
+        self.output_gate_down, self.output_gate_up = product(low_rank_output, values, bias=gate_bias)
         self.A_log = parameter(initial_A_log(rngs, num_heads, A_range).astype(self.param_dtype), HEADS)
         self.dt_bias = parameter(initial_dt_bias(rngs, gates, dt_range, dt_floor).astype(self.param_dtype), HEADS)
 

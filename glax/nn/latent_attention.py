@@ -37,7 +37,7 @@ class MultiHeadLatentAttention(Layer):
     value_width:   the channels of v; head_width if None.
     theta:         the base of the rotation; no rotation if None. frequencies: as in `glax.nn.Attention`. interleaved: whether
                    channels 2 i and 2 i + 1 are a pair; else i and i + shared_width / 2.
-    gated:         whether sigmoid(w^h . x_t) multiplies o_t.
+    gated:         whether sigmoid(w^h . x_t) multiplies o_t. gated_channels: whether sigmoid(W_g^h x_t) does, a number a channel.
     scale:         the factor of the scores; (head_width + shared_width) ** -0.5 if None.
     bias:          whether W_c, W_s and W_u have a bias. output_bias: whether W_o has one.
     norm_eps:      the epsilon of both norms.
@@ -70,6 +70,7 @@ class MultiHeadLatentAttention(Layer):
         frequencies: Sequence[float] | Rotation | None = None,
         interleaved: bool = False,
         gated: bool = False,
+        gated_channels: bool = False,
         scale: float | None = None,
         bias: bool = False,
         output_bias: bool = False,
@@ -97,7 +98,10 @@ class MultiHeadLatentAttention(Layer):
         self.latent = linear(width, latent_width + shared_width, (EMBED, None), bias=bias, **options)
         self.latent_norm = RMSNorm(latent_width, **norms)
         self.expand = linear(latent_width, num_heads * (head_width + value_width), (None, HEADS), **options)
-        self.gate = linear(width, num_heads, (EMBED, HEADS), **options) if gated else None
+        if gated and gated_channels:
+            raise ValueError("gated_channels must be False with gated=True: the output has one gate")
+        gates = num_heads * (value_width if gated_channels else 1)
+        self.gate = linear(width, gates, (EMBED, HEADS), **options) if gated or gated_channels else None
         self.output = linear(num_heads * value_width, width, (HEADS, EMBED), bias=output_bias, **options)
 
     def empty_state(self, batch: int, max_length: int | None = None) -> dict:
@@ -140,7 +144,7 @@ class MultiHeadLatentAttention(Layer):
             q = jnp.concatenate([q, q_shared], -1)
             o, cache = rows.attend(q, stored, stored, state, None, self.scale, expanded=self.expanded, choice=choice)
         if self.gate is not None:
-            o = o * jax.nn.sigmoid(self.gate(x).astype(jnp.float32)).astype(o.dtype)[..., None]
+            o = o * jax.nn.sigmoid(by_head(self.gate(x), self.num_heads).astype(jnp.float32)).astype(o.dtype)
         return self.output(merged(o)), cache
 
     def should_absorb(self, tokens: int, cached: int) -> bool:

@@ -16,8 +16,10 @@ from glax._src.core.recurrence import to_int32
 from glax._src.solve.grouped import grouped_product
 from glax._src.solve.partitioning import flat_axes
 from glax.nn.arguments import checked
+from glax.nn.norms import RMSNorm
 from glax.nn.parts import EMBED, EXPERTS, MLP, activation, check_floats, linear, normal, parameter, products
 
+Situ = tuple[float, float | None]
 Chosen = tuple[Float[Array, "M k"], Int[Array, "M k"]]  # the weights and the numbers of the experts of each token
 
 
@@ -28,6 +30,8 @@ class SwiGLU(nnx.Module):
     activation: the name of act in `glax.nn.parts.ACTIVATIONS`; "swish" is SiLU. "powlu" is x^(3 / (sqrt(x) + 1)) sigmoid(x) for
         x > 0, and SiLU elsewhere.
     limit: W_gate x is at most limit, and W_up x between -limit and limit; no bound if None.
+    situ: numbers (b, c), for b tanh(g / b) sigmoid(g) in place of act(g), and c tanh(u / c) in place of u = W_up x. With c None u
+        is as it is. It excludes limit and another activation than "swish".   Kimi Team 2026, https://arxiv.org/abs/2607.24653.
 
     W_gate x and W_up x are computed by one matrix product if x has more than `width` rows and there is no bias.
     dtype, param_dtype and kernel_init are as in `glax.nn.linear_attention.MixerOptions`. mlp(x [..., width]) returns y of the
@@ -46,14 +50,17 @@ class SwiGLU(nnx.Module):
         *,
         activation: str = "swish",
         limit: float | None = None,
+        situ: Situ | None = None,
         bias: bool = False,
         dtype: jnp.dtype | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: Callable | None = None,
         rngs: nnx.Rngs,
     ):
-        self.width, self.activation, self.limit = width, activation, limit
+        self.width, self.activation, self.limit, self.situ = width, activation, limit, checked_situ(situ)
         self.act(jnp.zeros(()))  # raises ValueError for an unknown name
+        if situ is not None and (limit is not None or activation not in ("swish", "silu")):
+            raise ValueError(f"situ must be None with limit or activation={activation!r}, got {situ}")
         options: dict[str, Any] = dict(
             bias=bias, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
         )
@@ -69,8 +76,29 @@ class SwiGLU(nnx.Module):
         """Return y [..., width] of x [..., width]. Raises TypeError or ValueError for other x."""
         check_floats("x", x, self.width)
         gate, up = products(x, self.gate, self.up)
-        gate, up = bounded(gate.astype(jnp.float32), up.astype(jnp.float32), self.limit)
-        return self.down((self.act(gate) * up).astype(x.dtype))
+        gated = gated_product(gate.astype(jnp.float32), up.astype(jnp.float32), self.act, self.limit, self.situ)
+        return self.down(gated.astype(x.dtype))
+
+
+def gated_product(gate: Array, up: Array, act: Callable, limit: float | None, situ: Situ | None) -> Array:
+    """Return act(gate) up, bounded by `limit`, or what `situ` of `SwiGLU` says, computed in float32 and rounded to up's dtype."""
+    if situ is None:
+        gate, up = bounded(gate, up, limit)
+        return act(gate) * up
+    (b, c), dtype = situ, up.dtype
+    gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+    up = up if c is None else c * jnp.tanh(up / c)
+    return (b * jnp.tanh(gate / b) * jax.nn.sigmoid(gate) * up).astype(dtype)
+
+
+def checked_situ(situ: Situ | None) -> Situ | None:
+    """Return the numbers of `situ` as floats. Raises ValueError unless they are above 0."""
+    if situ is None:
+        return None
+    b, c = situ
+    if not b > 0 or not (c is None or c > 0):
+        raise ValueError(f"situ must be two numbers above 0, the second of which may be None, got {situ}")
+    return float(b), None if c is None else float(c)
 
 
 def bounded(gate: Array, up: Array, limit: float | None) -> tuple[Array, Array]:
@@ -160,7 +188,7 @@ class Experts(nnx.Module):
     width, inside, count: D, the width of x and y; I, the width of W_gate x; and E, the number of experts.
     form:  "split": the parameters `gate` and `up` [E, D, I] apart. "fused": both in `input` [E, D, 2 I], the gate first. "plain":
         `up` alone, without a gate. W_down is `down` [E, I, D] in every form.
-    act:   the name of a function in `glax.nn.parts.ACTIVATIONS`. limit: as in `SwiGLU`, for forms with a gate.
+    act:   the name of a function in `glax.nn.parts.ACTIVATIONS`. limit, situ: as in `SwiGLU`, for forms with a gate.
     param_dtype, kernel_init: the dtype and the first values of the parameters, as in `glax.nn.linear_attention.MixerOptions`.
     dtype: of the products and of y; the dtype of x if None.
 
@@ -188,15 +216,20 @@ class Experts(nnx.Module):
         form: str = "split",
         act: str = "silu",
         limit: float | None = None,
+        situ: Situ | None = None,
         dtype=None,
         param_dtype=jnp.float32,
         kernel_init: Callable | None = None,
         rngs: nnx.Rngs,
     ):
         activation("act", act)
-        if limit is not None and form == "plain":
-            raise ValueError(f"limit must be None with form='plain', which has no gate, got {limit}")
+        for name, value in (("limit", limit), ("situ", situ)):
+            if value is not None and form == "plain":
+                raise ValueError(f"{name} must be None with form='plain', which has no gate, got {value}")
+        if situ is not None and (limit is not None or act not in ("swish", "silu")):
+            raise ValueError(f"situ must be None with limit or act={act!r}, got {situ}")
         self.width, self.form, self.act, self.count, self.dtype, self.limit = width, form, act, count, dtype, limit
+        self.situ = checked_situ(situ)
         self.rows: NamedSharding | None = None
         init = normal(0.02) if kernel_init is None else kernel_init
 
@@ -281,8 +314,7 @@ class Experts(nnx.Module):
             gate, up = jnp.split(product(x, "input"), 2, axis=-1)
         else:
             gate, up = product(x, "gate"), product(x, "up")
-        gate, up = bounded(gate, up, self.limit)
-        return product(act(gate) * up, "down")
+        return product(gated_product(gate, up, act, self.limit, self.situ), "down")
 
 
 class SparseMLP(nnx.Module):
@@ -290,7 +322,10 @@ class SparseMLP(nnx.Module):
 
         y = sum over e in the top_k of x of p_e expert_e(x) + shared(x)
 
-    width, inside, count: as in `Experts`, D, I and E. top_k: how many experts a token has. form, act, limit: as in `Experts`.
+    width, inside, count: D, the width of x and y; and as in `Experts`, I and E. top_k: how many experts a token has.
+    form, act, limit, situ: as in `Experts`.
+    latent:  L, the width of the experts, which read W_in x. Their sum z is then W_out z, or W_out RMSNorm(z) with the epsilon
+        latent_norm_eps, if that is not None. latent_bias: whether W_in and W_out have a bias. Experts have the width D if None.
     shared:  a module from x [..., D] to rows of the same shape; none if None.
     routing: "softmax" or "sigmoid", the function of the logits x @ router; router [D, E] is a parameter.
     normalize: whether p_e is normalised over the top_k experts.
@@ -329,6 +364,10 @@ class SparseMLP(nnx.Module):
         corrected: bool = True,
         sum_floor: float = 1e-20,
         limit: float | None = None,
+        situ: Situ | None = None,
+        latent: int | None = None,
+        latent_norm_eps: float | None = None,
+        latent_bias: bool = False,
         dtype=None,
         param_dtype=jnp.float32,
         kernel_init: Callable | None = None,
@@ -351,13 +390,24 @@ class SparseMLP(nnx.Module):
         has_correction = routing == "sigmoid" and corrected
         self.correction = parameter(jnp.zeros(count, param_dtype), None) if has_correction else None
         options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
-        self.experts = Experts(width, inside, count, form=form, act=act, limit=limit, **options)
+        inner, self.width = width if latent is None else latent, width
+        self.experts = Experts(inner, inside, count, form=form, act=act, limit=limit, situ=situ, **options)
+        if latent is None and (latent_norm_eps is not None or latent_bias):
+            raise ValueError("latent_norm_eps and latent_bias must come with latent")
+        is_latent = latent is not None
+        ends: dict[str, Any] = options | dict(bias=latent_bias)
+        self.into = linear(width, inner, (EMBED, None), **ends) if is_latent else None
+        eps = latent_norm_eps
+        self.out_norm = None if eps is None else RMSNorm(inner, epsilon=eps, param_dtype=param_dtype)
+        self.out_of = linear(inner, width, (None, EMBED), **ends) if is_latent else None
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         """Return y [..., D] of x [..., D]."""
-        check_floats("x", x, self.experts.width)
+        check_floats("x", x, self.width)
         flat = x.reshape(-1, x.shape[-1])
-        y = self.experts(flat, self.chosen(flat)).reshape(x.shape)
+        y = self.experts(flat if self.into is None else self.into(flat), self.chosen(flat))
+        y = y if self.out_norm is None else self.out_norm(y)
+        y = (y if self.out_of is None else self.out_of(y)).reshape(x.shape)
         return y if self.shared is None else y + self.shared(x)
 
     def chosen(self, x: Float[Array, "M D"]) -> Chosen:

@@ -66,6 +66,20 @@ TRANSFORMERS = (
     "lara_mini", "lfm2", "lfm2_moe", "lfm3", "llama", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3",
     "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "xlstm", "zamba2",
 )  # fmt: skip
+# Kimi K3's modeling code is in no package. These are the arguments of the config's classes in its repository, but for those that
+# no code reads, and what transformers' own class reads.
+KIMI_K3 = {
+    "kimi_k3": "quantization_config text_config tie_word_embeddings vision_config",
+    "kimi_k3_text": """
+        @transformers activation_situ_beta activation_situ_linear_beta attention_dropout attn_res_block_size
+        first_k_dense_replace head_dim hidden_act intermediate_size kv_lora_rank latent_moe_use_norm linear_attn_config
+        max_position_embeddings mla_use_nope mla_use_output_gate moe_intermediate_size moe_layer_freq moe_renormalize
+        moe_router_activation_func num_attention_heads num_expert_group num_experts num_experts_per_token
+        num_hidden_layers num_key_value_heads num_nextn_predict_layers num_shared_experts pad_token_id q_lora_rank
+        qk_nope_head_dim qk_rope_head_dim rms_norm_eps rope_theta routed_expert_hidden_size routed_scaling_factor
+        topk_group topk_method use_grouped_topk v_head_dim
+    """,
+}
 HEADLESS = ("glm5_next_text",)  # models of a whole one that have no head of their own
 WHOLE = ("glm5_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp")  # configs that hold the config of a language model
 PROBES = (
@@ -302,6 +316,7 @@ def table() -> str:
     for kind in WHOLE:
         keys[kind] = set(keys_of_whole(kind))
         print(kind, sorted(keys[kind]), file=sys.stderr)
+    keys |= {kind: set(words.split()) for kind, words in KIMI_K3.items()}
     versions = (f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "fla-core", "mamba-ssm"))
     return text_of(keys, ", ".join(versions))
 

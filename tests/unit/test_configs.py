@@ -216,7 +216,11 @@ def test_the_kinds_of_minimax_come_from_layer_types_and_else_from_the_original_l
 
 
 def test_every_type_has_its_keys():
-    inner = {"glm5_next_text", "bailing_moe_v2_5"}  # a part of another type's config, and older code of a type
+    inner = {
+        "glm5_next_text",
+        "kimi_k3_text",
+        "bailing_moe_v2_5",
+    }  # a part of another type's config, and older code of a type
     assert {code.split("_fla")[0].split("_state")[0] for code in READ_KEYS} - inner == set(glax.models.MODEL_TYPES)
     assert all("vocab_size" in keys or "text_config" in keys for keys in READ_KEYS.values())
 
