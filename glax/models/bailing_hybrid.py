@@ -130,7 +130,7 @@ def delta_model(config: ModelConfig, precision: Precision) -> CausalLM:
 
     def mixer(kind: str) -> Layer:
         if kind == SOFTMAX:
-            more = dict(interleaved=True, gated=True, norm_eps=LATENT_NORM_EPS)
+            more = dict(interleaved=True, head_gated=True, norm_eps=LATENT_NORM_EPS)
             return MultiHeadLatentAttention(width, **latent, **turned, **more, **common)
         more = dict(low_rank=False, gate_bias=False, filter_init=init)
         layer = KimiDeltaAttention(width, norm_eps=eps, **delta, **more, **common)

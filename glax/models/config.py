@@ -9,7 +9,7 @@ import logging
 import numbers
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -160,14 +160,14 @@ class Options:
             raise self.unsupported(key, f"it must hold JSON objects, got {values!r}")
         return Options(values, frozenset(), f"{self.inside}{key}.", self.model_type, read=read, outer=self)
 
-    def model(self, key: str, model_type: str) -> "Options":
+    def model(self, key: str, model_type: str) -> Self:
         """Return the options of the model of `model_type` that is the value of `key`. Raises UnsupportedOption for no object."""
         values = self.take(key)
         if not isinstance(values, Mapping):
             raise self.unsupported(key, f"it must hold a JSON object, got {values!r}")
         check_kinds(values, f"{self.inside}{key}.")
         read = READ_KEYS[model_type]
-        return Options(values, inside=f"{self.inside}{key}.", model_type=model_type, read=read, outer=self)
+        return type(self)(values, inside=f"{self.inside}{key}.", model_type=model_type, read=read, outer=self)
 
     def take(self, key: str, default: Any = REQUIRED) -> Any:
         """Return the value of `key`, or `default` if it is missing. Raises ValueError if there is no default."""

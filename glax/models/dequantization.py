@@ -14,13 +14,16 @@ FACTOR, DIVISOR = "_scale_2", "_global_scale"
 ZERO, SHAPE, PACKED = "_zero_point", "_shape", "_packed"
 BESIDE = (*SCALES, FACTOR, DIVISOR, ZERO, SHAPE)
 AT_ONCE = 128  # rows that are formed together, in float32
-MANY = 2**20  # numbers of a weight that several threads form
+# Weights of at least so many numbers are formed by so many threads, unless there are fewer.
+THREADED_SIZE, THREADS = 2**20, 8
 
-Block = tuple[int, int]  # rows and columns that share a scale; 0 for all
+ScaleBlock = tuple[int, int]  # rows and columns that share a scale; 0 for all
+FLOATS = tuple(np.dtype(x) for x in (np.float16, np.float32, ml_dtypes.bfloat16))
+FLOAT4, POWER, FLOAT8 = np.dtype(np.uint8), np.dtype(np.uint8), np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def pairs_of_4_bits(numbers: np.ndarray) -> np.ndarray:
-    """Return by byte the numbers [16] of its lower and of its upper bits, [256, 2]."""
+    """Return the two numbers of each byte, [256, 2], that of its lower four bits first. numbers: by four bits, [16]."""
     byte = np.arange(256)
     return np.stack([numbers[byte & 15], numbers[byte >> 4]], -1)
 
@@ -32,19 +35,20 @@ E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.fl
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantized:
-    """Hold the arrays, as a file has them, of one weight [rows, columns]:
+class QuantizedWeight:
+    """Hold the codes and scales of one weight [rows, columns]:
 
-        weight[i, j] = (code[i, j] - zero[i // R, j // C]) scale[i // R, j // C] factor / divisor
+        weight[i, j] = (code[i, j] - zero[i // R, j // C]) scale[i // R, j // C]
 
-    R, C: `block`. Codes are int8, float8, two 4-bit floats in a byte, or integers of 4 or 8 bits in words of int32, of which the
-    lowest bits come first and 2^(bits - 1) stands for 0. scale: float8, float32 or narrower, or uint8 for 2^(scale - 127).
+    codes: [rows, ...], int8, float8, two 4-bit floats in a byte of uint8, or integers of 4 or 8 bits in words of int32, of which
+    the lowest bits come first and 2^(bits - 1) stands for 0. scale, zero: [ceil(rows / R), ceil(columns / C)], float32; zero is
+    0 if None. block: (R, C).
     """
 
     codes: np.ndarray
     columns: int
     scale: np.ndarray
-    block: Block
+    block: ScaleBlock
     zero: np.ndarray | None
 
     def rows(self, rows: slice, dtype: np.dtype) -> np.ndarray:
@@ -56,11 +60,11 @@ class Quantized:
             stop = min(start + AT_ONCE, last)
             result[start - first : stop - first] = self.formed(start, stop)
 
-        if result.size < MANY:
+        if result.size < THREADED_SIZE:
             for start in starts:
                 form(start)
         else:
-            with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+            with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
                 list(threads.map(form, starts))
         return result
 
@@ -82,23 +86,26 @@ class Quantized:
 def columns_of(codes: Sequence[int], dtype: np.dtype, shape: np.ndarray | None) -> int:
     """Return the columns of a weight from the shape and dtype of its codes. shape: what stands beside packed integers, or None.
     Raises ValueError for a shape of no such weight."""
-    if dtype == np.uint8:
+    if len(codes) not in (2, 3) or 0 in codes:
+        raise ValueError(f"it must have 2 axes, or 3 of several experts, and none of length 0, got {list(codes)}")
+    if dtype == FLOAT4:
         return 2 * codes[-1]
     if dtype != np.int32:
         return codes[-1]
-    if shape is None or shape.shape != (len(codes),) or any(shape[:-1] != codes[:-1]) or shape[-1] < 1:
-        wanted = [*codes[:-1], "columns"]
-        raise ValueError(f"{SHAPE} beside it must be {wanted}, got {None if shape is None else shape.tolist()}")
+    is_shape = shape is not None and shape.dtype.kind in "iu" and shape.shape == (len(codes),)
+    if shape is None or not is_shape or any(shape[:-1] != codes[:-1]) or shape[-1] < 1:
+        wanted, given = [*codes[:-1], "columns"], None if shape is None else shape.tolist()
+        raise ValueError(f"what is called {SHAPE} beside it must be integers {wanted}, got {given}")
     return int(shape[-1])
 
 
 def numbers(codes: np.ndarray, columns: int) -> np.ndarray:
-    """Return codes [rows, ...] as float32 [rows, columns]. Tables of what a byte stands for are faster than arithmetic."""
-    if codes.dtype == np.uint8:
+    """Return codes [rows, ...] as float32 [rows, columns]."""
+    if codes.dtype == FLOAT4:
         return taken(E2M1, codes)
     if codes.dtype == np.int32:
         return unpacked(codes, columns, packed_bits(codes.shape[-1], columns))
-    if codes.dtype.itemsize == 1 and codes.dtype != np.int8:
+    if codes.dtype == FLOAT8:
         return taken(E4M3, codes)
     return codes.astype(np.float32)
 
@@ -116,7 +123,7 @@ def packed_bits(words: int, columns: int) -> int:
     for bits in (4, 8):
         if words == -(-columns * bits // 32):
             return bits
-    raise ValueError(f"must hold {columns} integers of 4 or 8 bits a row, got {words} words of 32 bits")
+    raise ValueError(f"its codes must hold {columns} integers of 4 or 8 bits a row, got {words} words of 32 bits")
 
 
 def unpacked(words: np.ndarray, columns: int, bits: int) -> np.ndarray:
@@ -125,11 +132,13 @@ def unpacked(words: np.ndarray, columns: int, bits: int) -> np.ndarray:
     return taken(INT4 if bits == 4 else INT8, content)[:, :columns]
 
 
-def weight_of(codes: np.ndarray, beside: Mapping[str, np.ndarray], blocks: Sequence[Block]) -> Quantized:
-    """Return the weight of these codes. beside: the arrays beside it, by the ends of their names. blocks: those that the config
-    names. Raises ValueError for scales that fit no block."""
+def weight_of(codes: np.ndarray, beside: Mapping[str, np.ndarray], blocks: Sequence[ScaleBlock]) -> QuantizedWeight:
+    """Return the weight of these codes. beside: the arrays beside it, by the ends of their names: scales of float8, float32 or
+    narrower, or uint8 for 2^(scale - 127), which `FACTOR` multiplies and `DIVISOR` divides. blocks: those that the config names.
+    Raises ValueError for scales that fit no block."""
     rows, columns = codes.shape[-2], columns_of(codes.shape, codes.dtype, beside.get(SHAPE))
     scale = beside[next(name for name in SCALES if name in beside)]
+    check_kinds(codes.dtype, scale.dtype, beside)
     scale, block = scales_by_block(scale, (rows, columns), blocks)
     if FACTOR in beside:
         scale = scale * np.float32(beside[FACTOR].reshape(()))
@@ -140,14 +149,32 @@ def weight_of(codes: np.ndarray, beside: Mapping[str, np.ndarray], blocks: Seque
         if zero.dtype == np.int32:
             zero = unpacked(zero.T, rows, packed_bits(codes.shape[-1], columns)).T
         zero = zero.astype(np.float32, copy=False).reshape(scale.shape)
-    return Quantized(codes, columns, scale, block, zero)
+    return QuantizedWeight(codes, columns, scale, block, zero)
 
 
-def scales_by_block(scale: np.ndarray, shape: Block, blocks: Sequence[Block]) -> tuple[np.ndarray, Block]:
+def check_kinds(codes: np.dtype, scale: np.dtype, beside: Mapping[str, np.ndarray]):
+    """Raise ValueError for arrays of dtypes that no format has beside each other, or of which one is too much or not there.
+    Floats of 4 bits have scales of float8 and a factor (NVFP4), or powers of 2 (MXFP4)."""
+    factors = [end for end in (FACTOR, DIVISOR) if end in beside]
+    allowed = (FLOAT8, POWER) if codes == FLOAT4 else (*FLOATS, POWER) if codes == FLOAT8 else FLOATS
+    if scale not in allowed:
+        wanted = " or ".join(x.name for x in allowed)
+        raise ValueError(f"the scales of {codes.name} must be of {wanted}, got {scale.name}")
+    if len(factors) != (codes == FLOAT4 and scale == FLOAT8):
+        needed = "one of" if codes == FLOAT4 and scale == FLOAT8 else "none of"
+        got = " and ".join(factors) or "none"
+        raise ValueError(f"it must have {needed} {FACTOR} and {DIVISOR} with scales of {scale.name}, got {got}")
+    if all(end in beside for end in SCALES):
+        raise ValueError(f"it must have one of {SCALES[0]} and {SCALES[1]}, got both")
+
+
+def scales_by_block(
+    scale: np.ndarray, shape: tuple[int, int], blocks: Sequence[ScaleBlock]
+) -> tuple[np.ndarray, ScaleBlock]:
     """Return (the scales by rows and columns of blocks, in float32, the rows and columns of a block). shape: of the weight."""
     rows, columns = shape
     given = scale.shape
-    scale = np.exp2(scale.astype(np.float32) - 127) if scale.dtype == np.uint8 else scale.astype(np.float32)
+    scale = np.exp2(scale.astype(np.float32) - 127) if scale.dtype == POWER else scale.astype(np.float32)
     if scale.size == 1:
         return scale.reshape(1, 1), shape
     scale = scale[:, None] if scale.ndim == 1 else scale
@@ -155,7 +182,7 @@ def scales_by_block(scale: np.ndarray, shape: Block, blocks: Sequence[Block]) ->
         block = block[0] or rows, block[1] or columns
         if scale.shape == (-(-rows // block[0]), -(-columns // block[1])):
             return scale, block
-    if scale.ndim == 2 and len(scale) == rows and columns % scale.shape[1] == 0:
+    if scale.ndim == 2 and len(scale) == rows and scale.size and columns % scale.shape[1] == 0:
         return scale, (1, columns // scale.shape[1])
     named = " or ".join(f"blocks of {list(block)}" for block in blocks) or "whole rows"
-    raise ValueError(f"must be one number, or fit {named} of {list(shape)}, got {given}")
+    raise ValueError(f"its scales must be one number, or fit {named} of {list(shape)}, got {given}")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from glax.models.attention_residual import AttentionResidual
 from glax.models.config import ModelConfig, Options, exact_width, rounded_width
 from glax.models.model import Block, CausalLM, Precision, outer_options
 from glax.models.names import (
@@ -42,7 +43,7 @@ from glax.nn import (
     SwiGLU,
 )
 from glax.nn.delta import QK_ACTIVATIONS, QK_NORMS
-from glax.nn.parts import EMBED, kernel_of, linear, parameter
+from glax.nn.parts import EMBED, parameter
 from glax.nn.passes import Rows
 
 MODES = ("chunk", "fused_recurrent", "fused_chunk", "parallel")  # modes that compute the same function
@@ -295,21 +296,6 @@ def hgrn2(config: ModelConfig, precision: Precision) -> CausalLM:
     return assemble(options, config, precision, mixer, names, build=HGRN, bounded=width if bounded else None)
 
 
-class Mixture(nnx.Module):
-    """Compute sum over i of p_i x_i,   p = softmax over i of w^T RMSNorm(x_i).   https://arxiv.org/abs/2603.15031"""
-
-    def __init__(self, width: int, epsilon: float, options: dict):
-        self.proj = linear(width, 1, (EMBED, None), kernel_init=nnx.initializers.zeros, **options)
-        self.norm = RMSNorm(width, epsilon=epsilon, param_dtype=options["param_dtype"])
-
-    def __call__(self, sources: Sequence[Float[Array, "*rows D"]]) -> Float[Array, "*rows D"]:
-        wide = [x.astype(jnp.float32) for x in sources]
-        weight = kernel_of(self.proj)[:, 0].astype(jnp.float32)
-        scores = jnp.stack([self.norm(x) @ weight for x in wide])
-        p = jax.nn.softmax(scores, 0)
-        return jnp.asarray(sum(p[i][..., None] * x for i, x in enumerate(wide))).astype(sources[0].dtype)
-
-
 class FLAModel(CausalLM):
     """A model whose sublayers read a mixture of the outputs of all earlier sublayers, if the config has `attnres_block_size`.
 
@@ -321,10 +307,11 @@ class FLAModel(CausalLM):
         super().__init__(*args, **options)
         self.residuals = residuals
         if residuals is not None:
-            given = options["precision"].options
+            zeros, given = nnx.initializers.zeros, options["precision"].options
+            residual = functools.partial(AttentionResidual, self.width, norm_eps=norm_eps, kernel_init=zeros, **given)
             for block in self.blocks:
-                block.attn_res, block.mlp_res = (Mixture(self.width, norm_eps, given) for _ in range(2))
-            self.res = Mixture(self.width, norm_eps, given)
+                block.attn_res, block.mlp_res = residual(), residual()
+            self.res = residual()
 
     def cannot_scan(self) -> str | None:
         return (
@@ -336,7 +323,7 @@ class FLAModel(CausalLM):
             return super().through(x, states, rows)
         sources, written, after = [x], None, []  # written: the sum of the sublayers since the last source
 
-        def mixed(mixture: Mixture, sublayer: int):
+        def mixed(mixture: AttentionResidual, sublayer: int):
             nonlocal sources, written
             if written is None:
                 return mixture(sources) if len(sources) > 1 else sources[0]

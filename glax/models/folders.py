@@ -264,7 +264,7 @@ class Weights:
             self.values |= zip(sizes, np.split(rows, np.cumsum(list(sizes.values()))[:-1]), strict=True)
 
     def name_scales(self, rules: tuple[tuple[str, str], ...]):
-        """Take `Names.scales`. Weights without float8 have no use for them."""
+        """Take `Names.scales`. Weights that are not quantized have no use for them."""
 
     def names(self) -> set[str]:
         return set(self.files) - {name for name, _ in self.parts.values()} | set(self.parts)

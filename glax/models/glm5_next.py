@@ -47,7 +47,7 @@ KINDS = {LINEAR: LINEAR, INDEXED: SOFTMAX} | {
 }  # fmt: skip
 FULL, SHARED = "full", "shared"  # whether a layer has an indexer, or takes the choice of the layer before it
 INDEXER = {
-    "query": "wq_b", "key": "wk", "key_norm": "k_norm", "weights": "weights_proj", "places": "index_kpool_compress_ape",
+    "query": "wq_b", "key": "wk", "key_norm": "k_norm", "weights": "weights_proj", "position_bias": "index_kpool_compress_ape",
     "pooling": "index_kpool_compress_gate",
 }  # fmt: skip
 STREAMS = tuple(
@@ -80,8 +80,8 @@ FLOAT32 = (
 )  # fmt: skip
 
 
-class IndexRows(NamedTuple):
-    """Hold what a `Choice` has of rows: index queries [*rows, H D], keys [*rows, 2 D] and weights [*rows, H]."""
+class IndexInputs(NamedTuple):
+    """Hold what a `Choice` is made of: the index queries [*rows, H D], keys [*rows, 2 D] and weights [*rows, H] of rows."""
 
     query: Float[Array, "*rows HD"]
     key: Float[Array, "*rows 2D"]
@@ -89,12 +89,12 @@ class IndexRows(NamedTuple):
 
 
 class Indexer(nnx.Module):
-    """Compute from x and the latent c of its query what a `glax.nn.choice.Choice` has of rows:
+    """Compute the `IndexInputs` of a `glax.nn.choice.Choice` from x and the latent c of its query:
 
         index_query_t = W_q c_t  [H, D]                    index_key_t = [LayerNorm(W_k x_t), W_g x_t]  [2 D]
         index_weight_t = W_w x_t / sqrt(H D)  [H]
 
-    query, key, pooling and weights hold W_q, W_k, W_g and W_w. places [block_size, D] is what `pooled` adds by the place in a
+    query, key, pooling and weights hold W_q, W_k, W_g and W_w. `pooled` adds position_bias [block_size, D] by the position in a
     block.
     """
 
@@ -103,24 +103,24 @@ class Indexer(nnx.Module):
         self.key = linear(width, head_width, (EMBED, None), **options)
         self.key_norm = LayerNorm(head_width, epsilon=1e-6, param_dtype=options["param_dtype"])
         self.weights = linear(width, heads, (EMBED, None), **options)
-        self.places = parameter(jnp.zeros((block_size, head_width), options["param_dtype"]), None, None)
+        self.position_bias = parameter(jnp.zeros((block_size, head_width), options["param_dtype"]), None, None)
         self.pooling = parameter(jnp.ones((head_width, width), options["param_dtype"]), None, EMBED)
 
-    def __call__(self, x: Float[Array, "*rows width"], c: Float[Array, "*rows rank"]) -> IndexRows:
+    def __call__(self, x: Float[Array, "*rows width"], c: Float[Array, "*rows rank"]) -> IndexInputs:
         query, weight, key = self.query(c), self.weights(x), self.key_norm(self.key(x))
         gate = x @ self.pooling[...].T.astype(x.dtype)
         scale = (query.shape[-1]) ** -0.5
-        return IndexRows(query, jnp.concatenate([key, gate], -1), weight.astype(jnp.float32) * scale)
+        return IndexInputs(query, jnp.concatenate([key, gate], -1), weight.astype(jnp.float32) * scale)
 
 
-def pooled(places: Array, keys: Float[Array, "*rows size 2D"], _: Array) -> Float[Array, "*rows D"]:
-    """Return sum_s p_s k_s over the tokens of a block, where keys = [k, g] and p = softmax_s(g_s + places_s) in each channel."""
+def pooled(position_bias: Array, keys: Float[Array, "*rows size 2D"], _: Array) -> Float[Array, "*rows D"]:
+    """Return sum_s p_s k_s over the tokens s of a block, in each channel: keys = [k, g], p = softmax_s(g_s + position_bias_s)."""
     k, gate = jnp.split(keys, 2, axis=-1)
-    share = jax.nn.softmax(gate.astype(jnp.float32) + places.astype(jnp.float32), -2)
+    share = jax.nn.softmax(gate.astype(jnp.float32) + position_bias.astype(jnp.float32), -2)
     return (share.astype(k.dtype) * k).astype(jnp.float32).sum(-2).astype(k.dtype)
 
 
-class IndexedAttention(MultiHeadLatentAttention):
+class IndexedLatentAttention(MultiHeadLatentAttention):
     """Compute `glax.nn.MultiHeadLatentAttention` over the blocks of tokens that each row chooses by a `glax.nn.choice.Choice`,
     from what an `Indexer` computes and `pooled`.
 
@@ -140,20 +140,25 @@ class IndexedAttention(MultiHeadLatentAttention):
         return state | dict(index=jnp.zeros((*state["key"].shape[:2], 1, 2 * self.index_width), state["key"].dtype))
 
     def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
-        y, state, _ = self.mix_after(x, state, rows, None, None)
+        y, state, _ = self.mix_with_index(x, state, rows, None, None)
         return y, state
 
-    def mix_after(
-        self, x: Float[Array, "*rows width"], state: State, rows: Rows, index: IndexRows | None, places: Array | None
-    ) -> tuple[Array, State, IndexRows]:
-        """Return y, the new state and what the choice has of the rows. index, places: of the layer before, and the places of
-        its indexer, which a layer without an indexer of its own needs."""
+    def mix_with_index(
+        self,
+        x: Float[Array, "*rows width"],
+        state: State,
+        rows: Rows,
+        index: IndexInputs | None,
+        position_bias: Array | None,
+    ) -> tuple[Array, State, IndexInputs]:
+        """Return y, the new state and the index inputs of the rows. index, position_bias: those of the layer before; a layer with
+        an indexer of its own does not use them."""
         c = self.query_latent(x)
         if self.indexer is not None:
-            index, places = self.indexer(x, c), self.indexer.places[...]
-        if index is None or places is None:
+            index, position_bias = self.indexer(x, c), self.indexer.position_bias[...]
+        if index is None or position_bias is None:
             raise ValueError("a layer without an indexer must follow one that has an indexer, in a model")
-        pool = functools.partial(pooled, places)
+        pool = functools.partial(pooled, position_bias)
         query = by_head(index.query, index.weight.shape[-1])
         y, state = self.attend(
             x, c, state, rows, Choice(query, index.key, self.block_size, self.num_blocks, pool, index.weight)
@@ -211,8 +216,9 @@ def written(x: Float[Array, "*rows N D"], y: Float[Array, "*rows D"], post: Arra
 
 class StreamBlock(nnx.Module):
     """Compute a mixer and an MLP behind their norms, each of which reads and writes the streams by `Streams`. `mix` takes a pair:
-    the streams [*rows, N, D], and the `IndexRows` of the block before, None where this block needs none. passes_index: whether
-    the next block needs those of this one."""
+    the streams [*rows, N, D], and the `IndexInputs` of the block before, None where this block needs none; and then the
+    position_bias of that block's indexer, if this block has none. passes_index: whether the next block needs those of this
+    one."""
 
     def __init__(
         self, attn_streams: Streams, attn_norm, attn: Mixing, mlp_streams: Streams, mlp_norm, mlp, passes_index: bool
@@ -225,13 +231,13 @@ class StreamBlock(nnx.Module):
         return self.attn.empty_state(batch, max_length)
 
     def mix(
-        self, pair: tuple[Array, IndexRows | None], state: dict, rows: Rows, places: Array | None = None
-    ) -> tuple[tuple[Array, IndexRows | None], dict]:
+        self, pair: tuple[Array, IndexInputs | None], state: dict, rows: Rows, position_bias: Array | None = None
+    ) -> tuple[tuple[Array, IndexInputs | None], dict]:
         x, index = pair
         read, post, mixing = self.attn_streams(x)
         read = self.attn_norm(read)
-        if isinstance(self.attn, IndexedAttention):
-            y, after, index = self.attn.mix_after(read, state, rows, index, places)
+        if isinstance(self.attn, IndexedLatentAttention):
+            y, after, index = self.attn.mix_with_index(read, state, rows, index, position_bias)
         else:
             y, after = self.attn.mix(read, state, rows)
         x = written(x, y, post, mixing)
@@ -253,7 +259,7 @@ class StreamLM(CausalLM):
         return jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], self.streams, x.shape[-1])), None
 
     def arguments(self, layer: int) -> tuple:
-        return (self.blocks[layer - 1].attn.indexer.places[...],) if layer in self.sharing else ()
+        return (self.blocks[layer - 1].attn.indexer.position_bias[...],) if layer in self.sharing else ()
 
     def cannot_scan(self) -> str | None:
         return "layers take the choice of the layer before them" if self.sharing else None
@@ -269,7 +275,7 @@ def glm5_next(config: ModelConfig, precision: Precision) -> CausalLM:
 
     Z.ai 2026, https://huggingface.co/zai-org/GLM-5.3-Flash.
     """
-    outermost = Options(config.values)
+    outermost = KimiOptions(config.values)
     tied = outermost.flag("tie_word_embeddings", False)
     options = text_options(outermost)
     width, layers = options.integer("hidden_size", 4096), options.integer("num_hidden_layers", 45)
@@ -312,7 +318,7 @@ def glm5_next(config: ModelConfig, precision: Precision) -> CausalLM:
         if kinds[layer] == SOFTMAX:
             indexer = None if layer in sharing else Indexer(width, **index, **common)
             sizes: dict[str, Any] = dict(block_size=index["block_size"], index_width=index["head_width"])
-            return IndexedAttention(
+            return IndexedLatentAttention(
                 width, num_blocks=num_blocks, indexer=indexer, norm_eps=eps, **sizes, **latent, **common
             )
         mixer = KimiDeltaAttention(width, norm_eps=eps, gate_bias=False, filter_init=init, **delta, **common)
@@ -342,13 +348,12 @@ def glm5_next(config: ModelConfig, precision: Precision) -> CausalLM:
     return StreamLM(config, blocks, norm(), names_of(kinds, layers), width=width, **outer)
 
 
-def text_options(outermost: Options) -> KimiOptions:
+def text_options(outermost: KimiOptions) -> KimiOptions:
     """Return the options of the language model: those of text_config, or all where a config lacks it."""
     if outermost.values.get("text_config") is None:
         outermost.ignore("text_config")
         return KimiOptions(outermost.values, model_type="glm5_next", code="glm5_next_text")
-    inner = outermost.model("text_config", "glm5_next_text")
-    return KimiOptions(inner.values, inside=inner.inside, model_type=inner.model_type, read=inner.read, outer=outermost)
+    return outermost.model("text_config", "glm5_next_text")
 
 
 def delta_options(options: Options) -> dict[str, Any]:

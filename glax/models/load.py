@@ -205,9 +205,9 @@ def from_pretrained(
     its tensors, in the checkpoint. The others are `jax.ShapeDtypeStruct`, without memory, so that single blocks of a large
     model can be run.
 
-    Weights in float8 with a scale for each block are read as float32 products of numbers and scales, rounded to the config's
-    dtype, or to bfloat16 if it names none; then to `dtype`, if that is given. `save_pretrained` writes these products, in the
-    dtype of the parameters, and no float8.
+    Quantized weights, of the formats that docs/checkpoints.md lists, are formed in float32 and rounded to the config's dtype, or
+    to bfloat16 if it names none; then to `dtype`, if that is given. `save_pretrained` writes them so, in the dtype of the
+    parameters, and no quantized ones.
 
     Nothing is downloaded. The folder of a snapshot of huggingface_hub works. Raises UnsupportedOption, which names the key and
     its value, for an option that is not supported. Raises ValueError, which lists the names, if weights are missing or left
@@ -270,9 +270,9 @@ def pattern_of(only: str | re.Pattern | None) -> re.Pattern | None:
 
 def read_folder(folder: Path) -> tuple[ModelConfig, Weights]:
     """Return the config of a folder, without its quantization, and its weights, with the usual names."""
-    config, blocks = without_quantization(with_modelopt_file(ModelConfig.read(folder), folder))
+    config, scheme = without_quantization(with_modelopt_file(ModelConfig.read(folder), folder))
     builder(config)  # raises for a type that is not supported, before the weights are looked for
-    return config, Weights(folder) if blocks is None else DequantizedWeights(folder, config.text_values, blocks)
+    return config, Weights(folder) if scheme is None else DequantizedWeights(folder, config.text_values, scheme)
 
 
 def unread_tensors(model: CausalLM) -> dict[str, np.ndarray]:

@@ -57,7 +57,7 @@ class Names:
     again. float32: patterns of tensors that the model's own code has in float32, in a model of narrower parameters too.
     table_rows: (the name of a parameter with `*`, the rows of its tensors together), for tables whose last tensor may have fewer
     rows. scales: (pattern, replacement) of re.sub, which turn the name of a tensor in float8 into the name of the one number that
-    scales it. The scale of another tensor in float8 has its name with "_scale_inv" behind it.
+    scales it. The scales of other quantized tensors stand beside them, as `glax.models.quantization` says.
     """
 
     rules: Rules

@@ -92,7 +92,7 @@ def expert_arguments(options: Options) -> dict[str, Any]:
         best_groups=options.integer("topk_group", 1),
         normalize=options.flag("norm_topk_prob", True),
         scaling=options.number("routed_scaling_factor", 1.0),
-        latent=options.integer("moe_latent_size", None, optional=True),
+        latent_width=options.integer("moe_latent_size", None, optional=True),
     )
     size, rest = divmod(found["count"], found["groups"])
     if rest or size < 2:
@@ -150,7 +150,7 @@ def nemotron_h(config: ModelConfig, precision: Precision) -> CausalLM:
             return DenseMLP(width, inside, gated=False, **mlp, **precision.options)
         always = DenseMLP(width, shared, gated=False, **mlp, **precision.options)
         kind_of_experts: dict[str, Any] = dict(form="plain", routing="sigmoid", act=mlp["act"], kernel_init=init)
-        if experts["latent"] is not None:
+        if experts["latent_width"] is not None:
             kind_of_experts["latent_bias"] = mlp["bias"]
         return SparseMLP(width, routed, shared=always, **experts, **kind_of_experts, **precision.options)
 

@@ -1,7 +1,8 @@
 """Read checkpoints whose weights are quantized, with scales beside them, and refuse other quantizations by name."""
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from glax.models.config import ModelConfig, Options
-from glax.models.dequantization import BESIDE, PACKED, SCALES, SHAPE, Block, columns_of, weight_of
+from glax.models.dequantization import BESIDE, PACKED, SCALES, SHAPE, ZERO, ScaleBlock, columns_of, weight_of
 from glax.models.folders import STORED, Weights, named_dtype, read_optional_object
 
 KEY, MODELOPT_FILE = "quantization_config", "hf_quant_config.json"
@@ -26,19 +27,25 @@ FORMATS = (
     "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision",
 )  # fmt: skip
 ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION")
-FLOAT8, INTEGERS = "F8_E4M3", ("I8", "U8", "I32")  # the numbers of quantized weights
+FLOAT8, PACKED_KINDS = "F8_E4M3", ("U8", "I32")  # the numbers of quantized weights
+INTEGERS = ("I8", *PACKED_KINDS)
 # Scales of activations and of cached keys and values, which glax does not round.
 OF_ACTIVATIONS = re.compile(r"[._](input_(scale|zero_point|global_scale)|output_scale|[kqv]_scale|[kqv]_zero_point)$")
 # A factor of a layer's inputs, and an order of its columns.
 REFUSED = (".pre_quant_scale", "weight_g_idx")
 
 
-def without_quantization(config: ModelConfig) -> tuple[ModelConfig, tuple[Block, ...] | None]:
-    """Return the config without `quantization_config`, and the (rows, columns) of blocks that share one scale.
+class Scheme(NamedTuple):
+    """Hold what a config says of the scales: the (rows, columns) of blocks that share one, (0, 0) for the whole weight; and
+    whether every quantized weight has zero points."""
 
-    A block is (0, 0) if it is the whole weight. None stands for weights that are not quantized. Raises UnsupportedOption for a
-    quantization that is not supported.
-    """
+    blocks: tuple[ScaleBlock, ...]
+    has_zeros: bool = False
+
+
+def without_quantization(config: ModelConfig) -> tuple[ModelConfig, Scheme | None]:
+    """Return the config without `quantization_config`, and what it says; None for weights that are not quantized. Raises
+    UnsupportedOption for a quantization that is not supported."""
     values, inside = config.values, config.values.get("text_config")
     given = values.pop(KEY, None)
     if isinstance(inside, dict) and KEY in inside:  # Kimi K3
@@ -46,34 +53,35 @@ def without_quantization(config: ModelConfig) -> tuple[ModelConfig, tuple[Block,
         given = given or inside[KEY]
     if not given:
         return (config if values == config.values else ModelConfig.of(values)), None
-    options = Options(config.values, frozenset(config.values))
+    outer = config.values | {KEY: given}
+    options = Options(outer, frozenset(outer))
     inner = options.part(KEY, given, read=READ_INSIDE)
     method = inner.take("quant_method", "modelopt" if "quant_algo" in inner.values else None)
     if not isinstance(method, str) or method not in METHODS:
         known = ", ".join(map(repr, METHODS))
         raise options.unsupported(KEY, f"quant_method must be one of {known}, got {method!r}. Otherwise {REMEDY}")
-    blocks = METHODS[method](options, inner)
+    scheme = METHODS[method](options, inner)
     inner.finish()
     options.finish()
-    return ModelConfig.of(values), blocks
+    return ModelConfig.of(values), scheme
 
 
-def of_fp8(options: Options, inner: Options) -> tuple[Block, ...]:
+def of_fp8(options: Options, inner: Options) -> Scheme:
     inner.choice("activation_scheme", "dynamic", ("dynamic",))
     inner.choice("scale_fmt", "float", ("float",))
     inner.choice("expert_dtype", "fp8", ("fp8",))
     inner.ignore(*IGNORED)
-    return (block_size(options, inner.take("weight_block_size", (128, 128)), "weight_block_size"),)
+    return Scheme((scale_block(options, inner.take("weight_block_size", (128, 128)), "weight_block_size"),))
 
 
-def of_compressed_tensors(options: Options, inner: Options) -> tuple[Block, ...]:
-    """Return the blocks of the format of vLLM's compressed-tensors, which its `config_groups` name."""
+def of_compressed_tensors(options: Options, inner: Options) -> Scheme:
+    """Return what the `config_groups` of vLLM's compressed-tensors say."""
     inner.choice("format", None, FORMATS)
     for key, name in (("sparsity_config", "format"), ("transform_config", "config_groups")):
         given = inner.take(key, None) or {}
         if not isinstance(given, Mapping) or given.get(name) not in (None, {}, "dense"):
             raise options.unsupported(KEY, f"{key} must be empty. Otherwise {REMEDY}")
-    blocks = []
+    blocks, symmetric = [], []
     groups = inner.part("config_groups", inner.take("config_groups", {}), read=frozenset())
     for key in groups.values:
         group = groups.part(key, groups.take(key), read=frozenset())
@@ -81,28 +89,31 @@ def of_compressed_tensors(options: Options, inner: Options) -> tuple[Block, ...]
         if group.take("weights", None) is None:
             continue
         weights = group.part("weights", group.values["weights"], read=frozenset())
+        weights.choice("num_bits", 8, (4, 8))
+        symmetric.append(weights.flag("symmetric", True))
         if (block := weights.take("block_structure", None)) is not None:
-            blocks.append(block_size(options, block, "block_structure"))
+            blocks.append(scale_block(options, block, "block_structure"))
         if (size := weights.integer("group_size", None, optional=True, least=-1)) is not None and size > 0:
             blocks.append((1, size))
-    return tuple(dict.fromkeys(blocks))
+    return Scheme(tuple(dict.fromkeys(blocks)), bool(symmetric) and not any(symmetric))
 
 
-def of_modelopt(options: Options, inner: Options) -> tuple[Block, ...]:
-    """Return the blocks of the format of NVIDIA's Model Optimizer."""
-    inner.choice("quant_algo", None, ALGORITHMS)
+def of_modelopt(options: Options, inner: Options) -> Scheme:
+    """Check the options of NVIDIA's Model Optimizer. Without a `quant_algo` it has quantized cached keys and values alone."""
+    inner.choice("quant_algo", None, (None, *ALGORITHMS))
     layers = inner.part("quantized_layers", inner.take("quantized_layers", {}) or {}, read=frozenset())
     for key in layers.values:
         layers.part(key, layers.take(key), read=frozenset()).choice("quant_algo", None, (None, *ALGORITHMS))
-    return ((128, 128),)
+    return Scheme(())
 
 
-METHODS: dict[str, Callable[[Options, Options], tuple[Block, ...]]] = {
+METHODS: dict[str, Callable[[Options, Options], Scheme]] = {
     "fp8": of_fp8, "compressed-tensors": of_compressed_tensors, "modelopt": of_modelopt
 }  # fmt: skip
 
 
-def block_size(options: Options, block: Any, key: str) -> Block:
+def scale_block(options: Options, block: Any, key: str) -> ScaleBlock:
+    """Return the value of `key`; (0, 0), the whole weight, if it is null. Raises UnsupportedOption for another value."""
     if block is None:
         return 0, 0
     is_pair = isinstance(block, list | tuple) and len(block) == 2
@@ -113,11 +124,14 @@ def block_size(options: Options, block: Any, key: str) -> Block:
 
 def with_modelopt_file(config: ModelConfig, folder: Path) -> ModelConfig:
     """Return the config with the quantization that a file of older versions of Model Optimizer names, if config.json has none."""
-    if config.values.get(KEY) or not (folder / MODELOPT_FILE).exists():
+    found = {} if config.values.get(KEY) else read_optional_object(folder / MODELOPT_FILE)
+    if not found:
         return config
-    given = read_optional_object(folder / MODELOPT_FILE).get("quantization")
+    given = found.get("quantization")
+    if isinstance(given, Mapping) and given.get("quant_algo") is None:  # cached keys and values alone
+        return config
     if not isinstance(given, Mapping):
-        return config
+        raise ValueError(f"{folder / MODELOPT_FILE} must hold an object 'quantization', got {given!r:.100}")
     return ModelConfig.of(config.values | {KEY: dict(given) | dict(quant_method="modelopt")})
 
 
@@ -136,14 +150,16 @@ class Header(NamedTuple):
 
 class DequantizedWeights(Weights):
     """Hold the tensors of a folder whose weights may be quantized. Such a weight is formed as
-    `glax.models.dequantization.Quantized` says, and rounded to the config's dtype, bfloat16 if it names none. The arrays beside
-    it have its name in the file with an ending of `BESIDE`; a weight of packed numbers has `PACKED` behind its own. Scales that
-    several weights share are those of `Names.scales`. The models' own code may also round activations, and glax does not.
+    `glax.models.dequantization.QuantizedWeight` says, and rounded to the config's dtype, bfloat16 if it names none.
+
+    The arrays beside it have its name in the file with an ending of `BESIDE`; a weight of packed numbers has `PACKED` behind its
+    own. Scales that several weights share are those of `Names.scales`. The models' own code may also round activations, and
+    glax does not.
     """
 
-    def __init__(self, folder: Path, config: Mapping, blocks: tuple[Block, ...]):
+    def __init__(self, folder: Path, config: Mapping, scheme: Scheme):
         super().__init__(folder)
-        self.blocks = blocks
+        self.scheme = scheme
         self.to = named_dtype(config) or jnp.dtype(jnp.bfloat16)
         self.scales: tuple[tuple[str, str], ...] = ()  # `Names.scales`
         # Weights by their names in the files, without `PACKED`; and the files of the arrays beside them, by name.
@@ -152,7 +168,11 @@ class DequantizedWeights(Weights):
         if refused := [name for name in self.files if name.endswith(REFUSED)]:
             raise ValueError(f"{refused[0]} in {self.files[refused[0]]} is not supported. {REMEDY.capitalize()}")
         for name in [name for name in self.files if name.endswith(PACKED)]:
-            usual = name.removesuffix(PACKED)
+            usual, kind = name.removesuffix(PACKED), super().header(name).get_dtype()
+            if kind not in PACKED_KINDS:
+                raise ValueError(f"{name} in {self.files[name]} must be of {' or '.join(PACKED_KINDS)}, got {kind}")
+            if usual in self.files:
+                raise ValueError(f"{name} in {self.files[name]} and {usual} in {self.files[usual]} exclude each other")
             self.files[usual], self.stored[usual] = self.files.pop(name), name
         for name in [name for name in self.files if not name.endswith(BESIDE)]:
             kind = super().header(name).get_dtype()
@@ -190,8 +210,18 @@ class DequantizedWeights(Weights):
         if not self.is_quantized(tensor):
             return found
         shape, kind = found.get_shape(), found.get_dtype()
-        columns = columns_of(shape, np.dtype(STORED[kind]), self.arrays_beside(tensor, (SHAPE,)).get(SHAPE))
+        with self.named(tensor):
+            columns = columns_of(shape, np.dtype(STORED[kind]), self.arrays_beside(tensor, (SHAPE,)).get(SHAPE))
         return Header([*shape[:-1], columns], kind)
+
+    @contextlib.contextmanager
+    def named(self, tensor: str) -> Iterator[None]:
+        """Name the tensor and its file in a ValueError."""
+        try:
+            yield
+        except ValueError as error:
+            at = f"{self.stored.get(tensor, tensor)} in {self.files[tensor]}"
+            raise ValueError(f"{at} cannot be dequantized: {error}") from None
 
     def read(self, name: str) -> np.ndarray:
         whole: tuple[EllipsisType, slice] = ..., slice(None)
@@ -207,18 +237,18 @@ class DequantizedWeights(Weights):
         if not beside.keys() & set(SCALES):
             scale = shared or " or ".join(f"{self.original(tensor)}{end}" for end in SCALES)
             raise ValueError(f"{at} is quantized and must come with {scale}")
+        if self.scheme.has_zeros and ZERO not in beside:
+            raise ValueError(f"{at} must come with {self.original(tensor)}{ZERO}: its config says symmetric=false")
         codes = self.mapped(tensor)
 
         def of_one(expert: int | EllipsisType) -> np.ndarray:
             own = {end: x if end == SHAPE else of_expert(x, expert, len(codes)) for end, x in beside.items()}
-            return weight_of(codes[expert], own, self.blocks).rows(rows, self.to)
+            return weight_of(codes[expert], own, self.scheme.blocks).rows(rows, self.to)
 
-        try:
+        with self.named(tensor):
             if codes.ndim == 3 and isinstance(expert, EllipsisType):
                 return np.stack([of_one(each) for each in range(len(codes))])
             return of_one(expert)  # pyright: ignore[reportArgumentType]  # experts have numbers here
-        except ValueError as error:
-            raise ValueError(f"{at} cannot be dequantized: {error}") from None
 
     def original(self, name: str) -> str:
         """Return the name in the files, without `PACKED`."""

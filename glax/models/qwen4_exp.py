@@ -280,7 +280,7 @@ class IndexedAttention(Attention):
         index_query_t = R_t RMSNorm(W_iq x_t)  [index_heads, index_width]        index_key_t = W_ik x_t  [index_width]
         pool(block b) = R_s RMSNorm(the mean of the index keys of b), with s the position of its first token
 
-    R is the rotation of attention, and `index` holds W_iq and W_ik. block_size, num_blocks: `size` and `best` of the choice. The
+    R is the rotation of attention, and `index` holds W_iq and W_ik. block_size, num_blocks: those of the choice. The
     cache also holds `index` [N, max_length, 1, index_width], the index keys.
     """
 

@@ -16,7 +16,17 @@ from glax.nn.parts import check_sizes
 
 P = ParamSpec("P")
 DTYPES = ("dtype", "param_dtype")
-FROM_0 = ("norm_eps", "eps", "epsilon", "key_epsilon", "conv_init", "layer_idx", "dt_scale")  # 0 is a value of these
+# 0 is a value of these.
+FROM_0 = (
+    "norm_eps",
+    "latent_norm_eps",
+    "eps",
+    "epsilon",
+    "key_epsilon",
+    "conv_init",
+    "layer_idx",
+    "dt_scale",
+)
 ABOVE_0 = ("A_floor", "dt_floor", "gate_cap", "limit", "sum_floor", "temperature")
 BELOW_0 = ("lower_bound",)
 FINITE = ("scale", "clamp_min", "scaling", "correction_factor")

@@ -14,10 +14,10 @@ from glax._src.kernels.common.softmax import Intervals, sequence_begins
 from glax._src.kernels.xla.softmax import ROWS, attend_masked
 
 SCORES = 2**26  # scores of rows and keys that are formed at a time, unless those of one row are more
-LOWEST = float(jnp.finfo(jnp.float32).min)  # a score of a block that is whole; -inf marks the others
+LOWEST = float(jnp.finfo(jnp.float32).min)  # the least score of a whole block, above the -inf of the others
 
 
-class Asks(NamedTuple):
+class IndexQueries(NamedTuple):
     """Hold the index queries [B, T, H, D] of rows, and their index weights [B, T, H], None for 1."""
 
     query: Float[Array, "B T H D"]
@@ -52,7 +52,7 @@ class Choice:
     index_weight: Float[Array, "*rows H"] | None = None
 
     @property
-    def unrestricted(self) -> int:
+    def max_unrestricted_length(self) -> int:
         """Return the longest sequence, in tokens, of which each row reads all that it sees: it has at most `num_blocks`
         whole blocks."""
         return self.num_blocks * self.block_size + self.block_size - 1
@@ -61,7 +61,7 @@ class Choice:
         """Return whether rows read all of so many keys."""
         if is_symbol(keys):
             raise ValueError(f"the number of tokens must be known where attention chooses blocks of them, got {keys}")
-        return keys <= self.unrestricted
+        return keys <= self.max_unrestricted_length
 
     def attend(
         self,
@@ -95,15 +95,15 @@ class Choice:
 
             @jax.checkpoint
             def of_rows(part):
-                asks, q, first, last = part
-                is_read = self.read_mask(asks, pooled, starts, block_of, Intervals(first, last))
+                queries, q, first, last = part
+                is_read = self.read_mask(queries, pooled, starts, block_of, Intervals(first, last))
                 return attend_masked(q, keys.astype(q.dtype), values.astype(q.dtype), is_read, scale)
 
-            asks = jax.tree.map(divided, self.asks(B, T))
-            o = jax.lax.map(of_rows, (asks, divided(q), divided(seen.first), divided(seen.last, -1)))
+            queries = jax.tree.map(divided, self.index_queries(B, T))
+            o = jax.lax.map(of_rows, (queries, divided(q), divided(seen.first), divided(seen.last, -1)))
             return jnp.moveaxis(o, 0, 1).reshape(B, -1, *o.shape[3:])[:, :T]
 
-        return jax.lax.cond((seen.last - seen.first).max() < self.unrestricted, attend_all, attend_chosen)
+        return jax.lax.cond((seen.last - seen.first).max() < self.max_unrestricted_length, attend_all, attend_chosen)
 
     def attend_to_caches(
         self,
@@ -135,14 +135,14 @@ class Choice:
             rows = begins[:-1, None] + jnp.arange(at_once)
             is_own = rows < jnp.minimum(begins[1:, None], cuts[-1])
             sequence = jnp.clip(jnp.searchsorted(cuts, begins[:-1], side="right") - 1, 0, N - 1)
-            asks = self.asks(1, T)
+            queries = self.index_queries(1, T)
 
             @jax.checkpoint
             def of_rows(part):
                 rows, is_own, n = part
                 at = jnp.where(is_own, rows, 0)
                 last = jnp.where(is_own, place[at], -1)[None]
-                seen, own = Intervals(jnp.zeros_like(last), last), jax.tree.map(lambda x: x[:, at], asks)
+                seen, own = Intervals(jnp.zeros_like(last), last), jax.tree.map(lambda x: x[:, at], queries)
                 is_read = self.read_mask(own, pooled[n][None], starts, block_of, seen)
                 keys, values = (x[n][None].astype(q.dtype) for x in (k, v))
                 return attend_masked(q[:, at], keys, values, is_read, scale)[0]
@@ -153,7 +153,7 @@ class Choice:
             found = o[part, places - begins[part]]
             return jnp.where((places < cuts[-1])[:, None, None], found, 0)[None]
 
-        return jax.lax.cond(place.max() < self.unrestricted, attend_all, attend_chosen)
+        return jax.lax.cond(place.max() < self.max_unrestricted_length, attend_all, attend_chosen)
 
     def step(
         self,
@@ -173,12 +173,12 @@ class Choice:
         size, L, B = self.block_size, cache["index"].shape[1], len(slots)
         if self.reads_all(L) or q.size == 0:
             return attend_all()
-        # No branch on the places, as in `attend`: a GPU would wait for its host, longer than a short text saves.
+        # Unlike `attend`, no branch on the positions: a GPU would wait for its host, longer than a short text saves.
         count, seen = L // size, (place + 1) // size
         index = cache["index"].at[slots, : count * size, 0].get(mode="fill", fill_value=0)
         starts = jnp.broadcast_to(jnp.arange(count) * size, (B, count))
         pooled = self.pool(index.reshape(B, count, size, -1), starts)
-        at = self.best_blocks(scores(self.asks(B, 1), pooled)[:, 0], jnp.arange(count) < seen[:, None])
+        at = self.best_blocks(scores(self.index_queries(B, 1), pooled)[:, 0], jnp.arange(count) < seen[:, None])
         tokens = (jnp.where(at < count, at * size, L)[..., None] + jnp.arange(size)).reshape(B, -1)
         behind = seen[:, None] * size + jnp.arange(size - 1)
         tokens = jnp.concatenate([tokens, jnp.where(behind <= place[:, None], behind, L)], 1)
@@ -190,11 +190,11 @@ class Choice:
         v = read("value") if "value" in cache else k[..., :width]
         return attend_masked(q, k, v, (tokens < L)[:, None], scale)
 
-    def asks(self, B: int, T: int) -> Asks:
+    def index_queries(self, B: int, T: int) -> IndexQueries:
         """Return by what rows score blocks, with the rows as [B, T]."""
         query, weight = self.index_query, self.index_weight
         query = query.reshape(B, T, *query.shape[-2:])
-        return Asks(query, None if weight is None else weight.reshape(B, T, weight.shape[-1]))
+        return IndexQueries(query, None if weight is None else weight.reshape(B, T, weight.shape[-1]))
 
     def pooled(self, index: Float[Array, "B S 1 E"], starts: Int[Array, "B n"], position: Int[Array, "B n"]) -> Array:
         """Return `pool` of the blocks that begin at `starts`, [B, n, D]."""
@@ -202,11 +202,11 @@ class Choice:
         keys = jnp.take_along_axis(index[:, :, 0], inside.reshape(len(starts), -1, 1), 1)
         return jax.lax.stop_gradient(self.pool(keys.reshape(*inside.shape, -1), position))
 
-    def read_mask(self, asks: Asks, pooled, starts, block_of, seen: Intervals) -> Bool[Array, "B rows S"]:
+    def read_mask(self, queries: IndexQueries, pooled, starts, block_of, seen: Intervals) -> Bool[Array, "B rows S"]:
         """Return which keys the rows read. starts, block_of: as `blocks` returns them."""
         count, keys, (first, last) = starts.shape[1], jnp.arange(block_of.shape[1]), seen
         is_whole = (starts[:, None] >= first[..., None]) & (starts[:, None] + self.block_size - 1 <= last[..., None])
-        at = self.best_blocks(scores(asks, pooled), is_whole)
+        at = self.best_blocks(scores(queries, pooled), is_whole)
         batch, rows = jnp.arange(len(first))[:, None, None], jnp.arange(first.shape[1])[None, :, None]
         # Column `count` takes what `best_blocks` gives in the place of none, and is cleared.
         is_best = jnp.zeros((*first.shape, count + 1), bool).at[batch, rows, at].set(True).at[..., count].set(False)
@@ -222,13 +222,13 @@ class Choice:
         return jnp.where(found >= LOWEST, at, score.shape[-1])
 
 
-def scores(asks: Asks, pooled: Float[Array, "B n D"]) -> Float[Array, "B rows n"]:
+def scores(queries: IndexQueries, pooled: Float[Array, "B n D"]) -> Float[Array, "B rows n"]:
     """Return the scores of blocks, in float32 as the models' own code has them: which is greater must not depend on rounding."""
     product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-    found = jax.nn.relu(product("brhd,bnd->brhn", asks.query.astype(jnp.float32), pooled.astype(jnp.float32)))
-    if asks.weight is None:
+    found = jax.nn.relu(product("brhd,bnd->brhn", queries.query.astype(jnp.float32), pooled.astype(jnp.float32)))
+    if queries.weight is None:
         return found.sum(2)
-    return product("brhn,brh->brn", found, asks.weight.astype(jnp.float32))
+    return product("brhn,brh->brn", found, queries.weight.astype(jnp.float32))
 
 
 def wide(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

@@ -37,7 +37,7 @@ class MultiHeadLatentAttention(Layer):
     value_width:   the channels of v; head_width if None.
     theta:         the base of the rotation; no rotation if None. frequencies: as in `glax.nn.Attention`. interleaved: whether
                    channels 2 i and 2 i + 1 are a pair; else i and i + shared_width / 2.
-    gated:         whether sigmoid(w^h . x_t) multiplies o_t. gated_channels: whether sigmoid(W_g^h x_t) does, a number a channel.
+    head_gated:    whether sigmoid(w^h . x_t) multiplies o_t. gated: whether sigmoid(W_g^h x_t) [value_width] does.
     scale:         the factor of the scores; (head_width + shared_width) ** -0.5 if None.
     bias:          whether W_c, W_s and W_u have a bias. output_bias: whether W_o has one.
     norm_eps:      the epsilon of both norms.
@@ -70,7 +70,7 @@ class MultiHeadLatentAttention(Layer):
         frequencies: Sequence[float] | Rotation | None = None,
         interleaved: bool = False,
         gated: bool = False,
-        gated_channels: bool = False,
+        head_gated: bool = False,
         scale: float | None = None,
         bias: bool = False,
         output_bias: bool = False,
@@ -98,10 +98,10 @@ class MultiHeadLatentAttention(Layer):
         self.latent = linear(width, latent_width + shared_width, (EMBED, None), bias=bias, **options)
         self.latent_norm = RMSNorm(latent_width, **norms)
         self.expand = linear(latent_width, num_heads * (head_width + value_width), (None, HEADS), **options)
-        if gated and gated_channels:
-            raise ValueError("gated_channels must be False with gated=True: the output has one gate")
-        gates = num_heads * (value_width if gated_channels else 1)
-        self.gate = linear(width, gates, (EMBED, HEADS), **options) if gated or gated_channels else None
+        if gated and head_gated:
+            raise ValueError("head_gated must be False with gated=True: the output has one gate")
+        gates = num_heads * (value_width if gated else 1)
+        self.gate = linear(width, gates, (EMBED, HEADS), **options) if gated or head_gated else None
         self.output = linear(num_heads * value_width, width, (HEADS, EMBED), bias=output_bias, **options)
 
     def empty_state(self, batch: int, max_length: int | None = None) -> dict:
@@ -121,9 +121,12 @@ class MultiHeadLatentAttention(Layer):
     def attend(
         self, x: Array, query_latent: Array, state: State, rows: Rows, choice: Choice | None = None
     ) -> tuple[Array, State]:
-        """Return y and the new state. query_latent: as the method of this name returns it. state, rows: as in
+        """Return y [*rows, width] and the new state.
+
+        x: [*rows, width]. query_latent: what the method of this name returns, [*rows, query_rank] or x. state, rows: as in
         `glax.nn.layer.Layer.mix`. choice: how rows choose the keys that they read, for a state that also has "index"; all if
-        None."""
+        None.
+        """
         q = by_head(self.query(query_latent), self.num_heads)
         q, q_shared = q[..., : self.head_width], q[..., self.head_width :]
         row = self.latent(x)

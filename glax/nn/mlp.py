@@ -57,10 +57,9 @@ class SwiGLU(nnx.Module):
         kernel_init: Callable | None = None,
         rngs: nnx.Rngs,
     ):
-        self.width, self.activation, self.limit, self.situ = width, activation, limit, checked_situ(situ)
+        self.width, self.activation, self.limit = width, activation, limit
+        self.situ = checked_situ(situ, limit, "activation", activation)
         self.act(jnp.zeros(()))  # raises ValueError for an unknown name
-        if situ is not None and (limit is not None or activation not in ("swish", "silu")):
-            raise ValueError(f"situ must be None with limit or activation={activation!r}, got {situ}")
         options: dict[str, Any] = dict(
             bias=bias, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
         )
@@ -81,7 +80,8 @@ class SwiGLU(nnx.Module):
 
 
 def gated_product(gate: Array, up: Array, act: Callable, limit: float | None, situ: Situ | None) -> Array:
-    """Return act(gate) up, bounded by `limit`, or what `situ` of `SwiGLU` says, computed in float32 and rounded to up's dtype."""
+    """Return act(gate) up in their dtype, bounded by `limit`. With situ = (b, c) return b tanh(gate / b) sigmoid(gate)
+    c tanh(up / c), formed in float32 and rounded to up's dtype."""
     if situ is None:
         gate, up = bounded(gate, up, limit)
         return act(gate) * up
@@ -91,14 +91,22 @@ def gated_product(gate: Array, up: Array, act: Callable, limit: float | None, si
     return (b * jnp.tanh(gate / b) * jax.nn.sigmoid(gate) * up).astype(dtype)
 
 
-def checked_situ(situ: Situ | None) -> Situ | None:
-    """Return the numbers of `situ` as floats. Raises ValueError unless they are above 0."""
+def checked_situ(situ: Situ | None, limit: float | None, name: str, act: str) -> Situ | None:
+    """Return the numbers of `situ` as floats. name: of the argument `act`. Raises ValueError unless they are finite and above 0,
+    there is no limit, and the activation is SiLU, whose place they take."""
     if situ is None:
         return None
-    b, c = situ
-    if not b > 0 or not (c is None or c > 0):
-        raise ValueError(f"situ must be two numbers above 0, the second of which may be None, got {situ}")
-    return float(b), None if c is None else float(c)
+    if not isinstance(situ, tuple | list) or len(situ) != 2 or not all(c is None or 0 < c < float("inf") for c in situ):
+        raise ValueError(
+            f"situ must be a pair of finite numbers above 0, of which the second may be None, got {situ!r}"
+        )
+    if situ[0] is None:
+        raise ValueError(f"situ must begin with a number, got {situ!r}")
+    if limit is not None:
+        raise ValueError(f"limit must be None with situ, got {limit}")
+    if act not in ("swish", "silu"):
+        raise ValueError(f"{name} must be 'swish' or 'silu' with situ, which takes its place, got {act!r}")
+    return float(situ[0]), None if situ[1] is None else float(situ[1])
 
 
 def bounded(gate: Array, up: Array, limit: float | None) -> tuple[Array, Array]:
@@ -226,10 +234,8 @@ class Experts(nnx.Module):
         for name, value in (("limit", limit), ("situ", situ)):
             if value is not None and form == "plain":
                 raise ValueError(f"{name} must be None with form='plain', which has no gate, got {value}")
-        if situ is not None and (limit is not None or act not in ("swish", "silu")):
-            raise ValueError(f"situ must be None with limit or act={act!r}, got {situ}")
         self.width, self.form, self.act, self.count, self.dtype, self.limit = width, form, act, count, dtype, limit
-        self.situ = checked_situ(situ)
+        self.situ = checked_situ(situ, limit, "act", act)
         self.rows: NamedSharding | None = None
         init = normal(0.02) if kernel_init is None else kernel_init
 
@@ -321,11 +327,12 @@ class SparseMLP(nnx.Module):
     """Add the outputs of experts, which a router chooses, and of an MLP that every token reads, if there is one:
 
         y = sum over e in the top_k of x of p_e expert_e(x) + shared(x)
+        y = W_out RMSNorm(sum over e of p_e expert_e(W_in x)) + shared(x)    with latent_width
 
-    width, inside, count: D, the width of x and y; and as in `Experts`, I and E. top_k: how many experts a token has.
+    width:   D, the width of x and y. inside, count: I and E of `Experts`. top_k: how many experts a token has.
     form, act, limit, situ: as in `Experts`.
-    latent:  L, the width of the experts, which read W_in x. Their sum z is then W_out z, or W_out RMSNorm(z) with the epsilon
-        latent_norm_eps, if that is not None. latent_bias: whether W_in and W_out have a bias. Experts have the width D if None.
+    latent_width: the width of W_in x and of the experts; None for experts of width D, without W_in and W_out.
+    latent_norm_eps: the epsilon of the RMSNorm; None for no norm. latent_bias: whether W_in and W_out have a bias.
     shared:  a module from x [..., D] to rows of the same shape; none if None.
     routing: "softmax" or "sigmoid", the function of the logits x @ router; router [D, E] is a parameter.
     normalize: whether p_e is normalised over the top_k experts.
@@ -365,7 +372,7 @@ class SparseMLP(nnx.Module):
         sum_floor: float = 1e-20,
         limit: float | None = None,
         situ: Situ | None = None,
-        latent: int | None = None,
+        latent_width: int | None = None,
         latent_norm_eps: float | None = None,
         latent_bias: bool = False,
         dtype=None,
@@ -390,16 +397,17 @@ class SparseMLP(nnx.Module):
         has_correction = routing == "sigmoid" and corrected
         self.correction = parameter(jnp.zeros(count, param_dtype), None) if has_correction else None
         options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
-        inner, self.width = width if latent is None else latent, width
-        self.experts = Experts(inner, inside, count, form=form, act=act, limit=limit, situ=situ, **options)
-        if latent is None and (latent_norm_eps is not None or latent_bias):
-            raise ValueError("latent_norm_eps and latent_bias must come with latent")
-        is_latent = latent is not None
+        if latent_width is None and latent_norm_eps is not None:
+            raise ValueError(f"latent_norm_eps must be None without latent_width, got {latent_norm_eps}")
+        if latent_width is None and latent_bias:
+            raise ValueError("latent_bias must be False without latent_width, got True")
+        self.width, eps = width, latent_norm_eps
+        inner = width if latent_width is None else latent_width
         ends: dict[str, Any] = options | dict(bias=latent_bias)
-        self.into = linear(width, inner, (EMBED, None), **ends) if is_latent else None
-        eps = latent_norm_eps
+        self.experts = Experts(inner, inside, count, form=form, act=act, limit=limit, situ=situ, **options)
+        self.into = None if latent_width is None else linear(width, inner, (EMBED, None), **ends)
         self.out_norm = None if eps is None else RMSNorm(inner, epsilon=eps, param_dtype=param_dtype)
-        self.out_of = linear(inner, width, (None, EMBED), **ends) if is_latent else None
+        self.out_of = None if latent_width is None else linear(inner, width, (None, EMBED), **ends)
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         """Return y [..., D] of x [..., D]."""

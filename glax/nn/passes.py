@@ -86,7 +86,8 @@ class Rows(Protocol):
         stored: what a new cache holds in place of k and v, [*rows, H, E]. A cache without values stands for one whose values are
         the first channels of its keys, as many as v has. expanded: (its rows) -> (k, v), for a cache whose rows are neither. k
         and v are then both the rows to store. `Step` reads such a cache as it is, whatever `expanded` is. choice: how each row
-        chooses the keys that it reads, of a cache that also has "index"; all if None. It excludes window, which is an error.
+        chooses the keys that it reads, of a cache that also has "index"; all if None. Raises ValueError
+        for it beside a window.
         """
         ...
 

@@ -30,7 +30,12 @@ def test_a_layer_that_takes_the_choice_of_another_cannot_run_alone():
     model = glax.models.from_pretrained(FOLDER.with_name("glm5_next_options"))
     with pytest.raises(ValueError, match="a layer without an indexer must follow one that has an indexer, in a model"):
         model.blocks[2].attn(jnp.ones((1, 4, 16)))
-    assert "the layer before them" in (model.cannot_scan() or "")
+
+
+def test_layers_of_which_one_takes_the_choice_of_another_run_in_no_scan():
+    shared = abstract_model(glax.models.ModelConfig.read(FOLDER.with_name("glm5_next_options")))
+    assert "the layer before them" in (shared.cannot_scan() or "")
+    assert abstract_model(glax.models.ModelConfig.read(FOLDER)).cannot_scan() is None
 
 
 @pytest.mark.parametrize(

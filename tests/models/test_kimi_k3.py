@@ -13,8 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 import glax.models
 from glax import nn
+from glax.models.attention_residual import AttentionResidual
 from glax.models.dequantization import E2M1
-from glax.models.kimi_k3 import AttentionResidual
 from glax.models.load import abstract_model, parameters, stored_names
 from glax.models.quantization import without_quantization
 
@@ -100,40 +100,83 @@ def test_a_residual_is_attention_over_depth():
     layer.norm.scale[...] = jnp.asarray(rng.standard_normal(6), jnp.float32)
     values = rng.standard_normal((2, 4, 6))
     keys = values / np.sqrt((values**2).mean(-1, keepdims=True) + 1e-5) * np.asarray(layer.norm.scale[...])
-    score = np.exp(keys @ np.asarray(layer.score.kernel[...])[:, 0])
+    score = np.exp(keys @ np.asarray(layer.proj.kernel[...])[:, 0])
     want = (score[..., None] * values).sum(1) / score.sum(1)[:, None]
-    np.testing.assert_allclose(layer(jnp.asarray(values, jnp.float32)), want, atol=1e-6)
+    np.testing.assert_allclose(layer([jnp.asarray(values[:, i], jnp.float32) for i in range(4)]), want, atol=1e-6)
+
+
+def test_an_adapter_of_a_residual_counts():
+    model = glax.models.from_pretrained(FOLDER)
+    before = model(jnp.arange(9)[None])
+    glax.models.lora(model, 2, targets=r".*res_proj", rngs=nnx.Rngs(0))
+    for _, term in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+        term[...] = jnp.ones_like(term[...])
+    assert np.abs(model(jnp.arange(9)[None]) - before).max() > 1e-3
+
+
+def test_the_weight_of_one_expert_is_not_normalised():
+    logits = []
+    for normalize in (False, True):
+        values = config(num_experts_per_token=1, num_expert_group=1, topk_group=1, moe_renormalize=normalize)
+        logits.append(glax.models.from_config(values, rngs=nnx.Rngs(0))(jnp.arange(9)[None]))
+    np.testing.assert_array_equal(*logits)
+
+
+@pytest.mark.parametrize("changes", [dict(first_k_dense_replace=5), dict(moe_layer_freq=5, first_k_dense_replace=1)])
+def test_a_model_without_experts_may_have_their_options(changes):
+    model = glax.models.from_config(config(**changes), rngs=nnx.Rngs(0))
+    assert all(isinstance(block.mlp, nn.SwiGLU) for block in model.blocks)
 
 
 @pytest.mark.parametrize("c", [None, 1.5])
-def test_situ(c):
+@pytest.mark.parametrize("form", ["split", "fused"])
+def test_situ_is_formed_in_float32_by_layers_and_by_experts(form, c):
     x, b = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32) * 4, 0.8
     mlp = nn.SwiGLU(8, 5, situ=(b, c), rngs=nnx.Rngs(0))
     gate, up = (x.astype(np.float64) @ np.asarray(y.kernel[...], np.float64) for y in (mlp.gate, mlp.up))
     inside = b * np.tanh(gate / b) / (1 + np.exp(-gate)) * (up if c is None else c * np.tanh(up / c))
-    np.testing.assert_allclose(mlp(jnp.asarray(x)), inside @ np.asarray(mlp.down.kernel[...], np.float64), atol=1e-5)
-    experts = nn.Experts(8, 5, 1, situ=(b, c), rngs=nnx.Rngs(0))
-    for name in ("gate", "up", "down"):
-        getattr(experts, name)[...] = getattr(mlp, name).kernel[...][None]
+    want = inside @ np.asarray(mlp.down.kernel[...], np.float64)
+    np.testing.assert_allclose(mlp(jnp.asarray(x)), want, atol=1e-5)
+    experts = nn.Experts(8, 5, 1, form=form, situ=(b, c), rngs=nnx.Rngs(0))
+    kernels = {name: getattr(mlp, name).kernel[...][None] for name in ("gate", "up", "down")}
+    if form == "fused":
+        kernels["input"] = jnp.concatenate([kernels.pop("gate"), kernels.pop("up")], -1)
+    for name, kernel in kernels.items():
+        getattr(experts, name)[...] = kernel
     chosen = jnp.ones((3, 1)), jnp.zeros((3, 1), jnp.int32)
-    np.testing.assert_allclose(experts(jnp.asarray(x), chosen), mlp(jnp.asarray(x)), atol=1e-5)
+    np.testing.assert_allclose(experts(jnp.asarray(x), chosen), want, atol=1e-5)
+    narrow = experts(jnp.asarray(x, jnp.bfloat16), chosen).astype(jnp.float32)
+    assert np.linalg.norm(narrow - want) < 0.02 * np.linalg.norm(want)
+
+
+def test_experts_of_another_width_read_a_projection_and_their_sum_is_normalised():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((6, 8)), jnp.float32)
+    mlp = nn.SparseMLP(8, 5, 4, 2, latent_width=6, latent_norm_eps=1e-3, latent_bias=True, rngs=nnx.Rngs(0))
+    params = {".".join(map(str, path)): np.asarray(p[...]) for path, p in nnx.to_flat_state(nnx.state(mlp, nnx.Param))}
+    z = mlp.experts(x @ params["into.kernel"] + params["into.bias"], mlp.chosen(x))
+    z = np.asarray(z, np.float64)
+    z = z / np.sqrt((z**2).mean(-1, keepdims=True) + 1e-3) * params["out_norm.scale"]
+    np.testing.assert_allclose(mlp(x), z @ params["out_of.kernel"] + params["out_of.bias"], atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda rngs: nn.SwiGLU(8, 4, situ=(0.0, None), rngs=rngs), "situ must be two numbers above 0"),
-        (lambda rngs: nn.SwiGLU(8, 4, situ=(1.0, 1.0), limit=2.0, rngs=rngs), "situ must be None with limit"),
+        (lambda rngs: nn.SwiGLU(8, 4, situ=(0.0, None), rngs=rngs), "situ must be a pair of finite numbers above 0"),
+        (lambda rngs: nn.SwiGLU(8, 4, situ=(1.0, 1.0), limit=2.0, rngs=rngs), "limit must be None with situ, got 2.0"),
         (
             lambda rngs: nn.Experts(8, 4, 2, form="plain", situ=(1.0, 1.0), rngs=rngs),
             "situ must be None with form='plain'",
         ),
-        (lambda rngs: nn.SparseMLP(8, 4, 2, 1, latent_bias=True, rngs=rngs), "must come with latent"),
+        (
+            lambda rngs: nn.SparseMLP(8, 4, 2, 1, latent_bias=True, rngs=rngs),
+            "latent_bias must be False without latent_width",
+        ),
         (
             lambda rngs: nn.MultiHeadLatentAttention(
-                8, num_heads=2, latent_width=4, head_width=4, gated=True, gated_channels=True, rngs=rngs
+                8, num_heads=2, latent_width=4, head_width=4, gated=True, head_gated=True, rngs=rngs
             ),
-            "gated_channels must be False with gated=True",
+            "head_gated must be False with gated=True",
         ),
     ],
     ids=range(5),
@@ -157,6 +200,7 @@ def test_arguments_that_exclude_each_other(make, text):
             "text_config.activation_situ_linear_beta in config.json must be above 0",
         ),
         (linear(gate_lower_bound=0.0), "gate_lower_bound must be below 0"),
+        (linear(kda_layers=None), "full_attn_layers and kda_layers must come together"),
         (linear(kda_layers=[1, 2]), "its lists must hold each of the layers 1 to 5 once"),
         (dict(num_key_value_heads=1), "text_config.num_key_value_heads=1"),
     ],

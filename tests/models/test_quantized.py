@@ -13,7 +13,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import glax.models
-from glax.models.dequantization import E2M1, MANY, packed_bits, unpacked, weight_of
+from glax.models.dequantization import E2M1, THREADED_SIZE, packed_bits, unpacked, weight_of
 from glax.models.folders import Weights
 
 FOLDER = pathlib.Path(__file__).parent / "quantized"
@@ -52,6 +52,14 @@ def test_the_file_of_older_versions_of_model_optimizer_is_read_where_the_config_
     assert error(glax.models.from_pretrained(tmp_path), "modelopt_nvfp4") < 2e-5
 
 
+@pytest.mark.core
+def test_a_folder_of_quantized_cached_keys_alone_is_read_as_it_is(tmp_path):
+    shutil.copytree(FOLDER.parent / "fixtures" / "kimi_k3", tmp_path, dirs_exist_ok=True)
+    content = dict(quantization=dict(quant_algo=None, kv_cache_quant_algo="FP8"))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(content))
+    assert np.isfinite(glax.models.from_pretrained(tmp_path)(jnp.arange(5)[None])).all()
+
+
 @pytest.mark.parametrize("name", ["nvfp4", "modelopt_fp8"])
 def test_a_folder_is_saved_dequantized(name, tmp_path):
     model = glax.models.from_pretrained(FOLDER / name)
@@ -85,7 +93,7 @@ def test_floats_of_4_bits_are_those_of_ml_dtypes():
 @pytest.mark.core
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("columns", [5, 7, 8, 33])
-def test_packed_integers(bits, columns):
+def test_packed_integers_are_read_from_the_lowest_bits_on(bits, columns):
     rng = np.random.default_rng(columns)
     values, each = rng.integers(-(2 ** (bits - 1)), 2 ** (bits - 1), (3, columns)), 32 // bits
     filled = np.pad(values + 2 ** (bits - 1), ((0, 0), (0, -columns % each))).reshape(3, -1, each).astype(np.uint64)
@@ -97,7 +105,7 @@ def test_packed_integers(bits, columns):
 
 
 @pytest.mark.core
-def test_rows_of_a_weight_of_4_bit_floats():
+def test_4_bit_floats_have_a_scale_of_16_columns_and_one_of_the_weight():
     """With a scale of each row and 16 columns, and one of the whole weight."""
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 256, (10, 16), dtype=np.uint8)
@@ -110,7 +118,7 @@ def test_rows_of_a_weight_of_4_bit_floats():
 @pytest.mark.core
 def test_blocks_that_do_not_divide_a_weight_of_several_threads():
     rows, columns = 1100, 1000
-    assert rows * columns > MANY
+    assert rows * columns > THREADED_SIZE
     rng = np.random.default_rng(1)
     codes = rng.integers(-128, 128, (rows, columns), dtype=np.int8)
     scale, zero = rng.uniform(0.5, 2, (9, 11)).astype(np.float32), rng.integers(-9, 9, (9, 11), dtype=np.int8)
@@ -133,6 +141,10 @@ def test_blocks_that_do_not_divide_a_weight_of_several_threads():
         (COMPRESSED | dict(sparsity_config=dict(format="sparse-24-bitmask")), "sparsity_config must be empty"),
         (COMPRESSED | dict(transform_config=dict(config_groups={"R1": {}})), "transform_config must be empty"),
         (COMPRESSED | dict(config_groups={"a": dict(weights=dict(block_structure=[0, 8]))}), "must be two integers"),
+        (
+            COMPRESSED | dict(config_groups={"a": dict(weights=dict(num_bits=7))}),
+            "quantization_config.config_groups.a.weights.num_bits=7",
+        ),
         (COMPRESSED | dict(config_groups=[1]), "it must hold JSON objects"),
         (OPTIMIZED | dict(quant_algo="W4A16_AWQ"), "quantization_config.quant_algo='W4A16_AWQ'"),
         (
@@ -162,16 +174,41 @@ def test_other_quantizations_are_refused_by_name(quantization, text):
         (
             "float8_block",
             {GATE + "_scale": np.ones((3, 7), np.float32)},
-            r"must be one number, or fit blocks of \[24, 40\]",
+            r"its scales must be one number, or fit blocks of \[24, 40\]",
         ),
         (
             "int4_group",
             {GATE + "_shape": np.array([96, 640])},
-            "must hold 640 integers of 4 or 8 bits a row, got 8 words",
+            "its codes must hold 640 integers of 4 or 8 bits a row, got 8 words",
         ),
-        ("int4_group", {GATE + "_shape": None}, r"_shape beside it must be \[96, 'columns'\], got None"),
+        (
+            "int4_group",
+            {GATE + "_shape": None},
+            r"gate_proj\.weight_packed in .* cannot be dequantized: what is called _shape",
+        ),
         ("int4_asymmetric", {GATE + "_zero_point": np.zeros((3, 2), np.int32)}, "cannot be dequantized"),
         ("modelopt_nvfp4", {"x.pre_quant_scale": np.ones(3, np.float32)}, r"x\.pre_quant_scale in .* is not supported"),
+        (
+            "nvfp4",
+            {GATE + "_global_scale": None},
+            "one of _scale_2 and _global_scale with scales of float8_e4m3fn, got none",
+        ),
+        ("nvfp4", {GATE + "_scale_2": np.ones(1, np.float32)}, "got _scale_2 and _global_scale"),
+        ("mxfp4", {GATE + "_scale_2": np.ones(1, np.float32)}, "none of _scale_2 and .* scales of uint8, got _scale_2"),
+        ("int4_group", {GATE + "_scale_inv": np.ones((96, 4), np.float32)}, "one of _scale_inv and _scale, got both"),
+        ("int4_group", {GATE + "_scale": np.ones((96, 4), np.int64)}, "the scales of int32 must be of float16 or"),
+        ("int4_asymmetric", {GATE + "_zero_point": None}, "must come with .*gate_proj.weight_zero_point"),
+        (
+            "nvfp4",
+            {GATE + "_packed": np.ones((96, 64), np.float32)},
+            "weight_packed in .* must be of U8 or I32, got F32",
+        ),
+        ("nvfp4", {GATE: np.ones((96, 64), np.float32)}, "gate_proj.weight in .* exclude each other"),
+        ("float8_channel", {GATE + "_scale": np.ones((96, 0), np.float32)}, "its scales must be one number, or fit"),
+        ("float8_channel", {GATE: np.ones((0, 64), ml_dtypes.float8_e4m3fn)}, "must have 2 axes, or 3 .*, got "),
+        ("float8_channel", {GATE: np.ones(64, ml_dtypes.float8_e4m3fn)}, "must have 2 axes, or 3 .*, got "),
+        ("float8_channel", {GATE: np.ones((), ml_dtypes.float8_e4m3fn)}, "must have 2 axes, or 3 .*, got "),
+        ("int4_group", {GATE + "_shape": np.array([96, np.inf], np.float32)}, "must be integers"),
         ("int4_group", {GATE + "_g_idx": np.zeros(64, np.int32)}, r"weight_g_idx in .* is not supported"),
     ],
     ids=str,

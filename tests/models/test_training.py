@@ -436,7 +436,7 @@ def test_muon_takes_orthogonal_steps_of_matrices_and_the_average_follows(config)
         ("rwkv7", "bonus"),
         ("hgrn", "lower_bounds"),
         ("hgrn2", "lower_bounds"),
-        ("glm5_next", "places pooling"),
+        ("glm5_next", "pooling position_bias"),
         ("qwen3_next", ""),
     ],
 )

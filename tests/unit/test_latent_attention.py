@@ -70,7 +70,7 @@ def by_formula(layer, x, theta, eps):
 @pytest.mark.parametrize("options", [
     pytest.param(dict(theta=None), marks=pytest.mark.rest),
     pytest.param(dict(theta=50.0, query_rank=7, bias=True, output_bias=True, norm_eps=1e-2), marks=pytest.mark.fast),
-    pytest.param(dict(theta=50.0, interleaved=True, gated=True), marks=pytest.mark.rest),
+    pytest.param(dict(theta=50.0, interleaved=True, head_gated=True), marks=pytest.mark.rest),
 ], ids=["plain", "all", "interleaved"])  # fmt: skip
 def test_every_way_to_read_is_the_formula(options):
     layer, x = made(**options), inputs(2, T, 16)
