@@ -23,7 +23,7 @@ FLOAT4, POWER, FLOAT8 = np.dtype(np.uint8), np.dtype(np.uint8), np.dtype(ml_dtyp
 
 
 def pairs_of_4_bits(numbers: np.ndarray) -> np.ndarray:
-    """Return the two numbers of each byte, [256, 2], that of its lower four bits first. numbers: by four bits, [16]."""
+    """Return the two numbers of each byte, [256, 2], of its lower four bits first. numbers: by four bits, [16]."""
     byte = np.arange(256)
     return np.stack([numbers[byte & 15], numbers[byte >> 4]], -1)
 
@@ -156,12 +156,13 @@ def check_kinds(codes: np.dtype, scale: np.dtype, beside: Mapping[str, np.ndarra
     """Raise ValueError for arrays of dtypes that no format has beside each other, or of which one is too much or not there.
     Floats of 4 bits have scales of float8 and a factor (NVFP4), or powers of 2 (MXFP4)."""
     factors = [end for end in (FACTOR, DIVISOR) if end in beside]
-    allowed = (FLOAT8, POWER) if codes == FLOAT4 else (*FLOATS, POWER) if codes == FLOAT8 else FLOATS
+    allowed = {FLOAT4: (FLOAT8, POWER), FLOAT8: (*FLOATS, POWER)}.get(codes, FLOATS)
     if scale not in allowed:
         wanted = " or ".join(x.name for x in allowed)
         raise ValueError(f"the scales of {codes.name} must be of {wanted}, got {scale.name}")
-    if len(factors) != (codes == FLOAT4 and scale == FLOAT8):
-        needed = "one of" if codes == FLOAT4 and scale == FLOAT8 else "none of"
+    has_factor = codes == FLOAT4 and scale == FLOAT8
+    if len(factors) != has_factor:
+        needed = "one of" if has_factor else "none of"
         got = " and ".join(factors) or "none"
         raise ValueError(f"it must have {needed} {FACTOR} and {DIVISOR} with scales of {scale.name}, got {got}")
     if all(end in beside for end in SCALES):

@@ -23,7 +23,7 @@ REFUSED = {
     "scale": NO_NUMBER, "clamp_min": NO_NUMBER,
     "scaling": NO_NUMBER,
     "norm_eps": (-1.0, *NO_NUMBER), "epsilon": (-1.0, *NO_NUMBER), "eps": (-1.0, *NO_NUMBER),
-    "key_epsilon": (-1.0, *NO_NUMBER), "conv_init": (-1.0, *NO_NUMBER),
+    "key_epsilon": (-1.0, *NO_NUMBER), "latent_norm_eps": (-1.0, *NO_NUMBER), "conv_init": (-1.0, *NO_NUMBER),
     "dt_scale": (-1.0, *NO_NUMBER),
     "A_range": ((-1.0, 1.0), (2.0, 1.0), (NAN, 1.0), (1.0, INF), (1.0,), "ab", 3),
     "dt_range": ((0.0, 1.0), (1.0, INF), (NAN, 1.0), (1.0,), "ab", 3),
