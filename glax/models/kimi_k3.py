@@ -1,6 +1,7 @@
 """Build the language model of Kimi K3: the mixers of Kimi-Linear with gates of full rank, experts in a narrower width, and
 attention over the sums that blocks of layers have left, in place of residuals."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -226,11 +227,16 @@ def padded_rates(x: np.ndarray) -> np.ndarray:
     return np.pad(x, (0, -len(x) % 128))
 
 
-def unpadded_rates(x: np.ndarray, heads: int) -> np.ndarray:
-    """Return A_log [H] of a file. Raises ValueError unless zeros stand behind it."""
-    if x.ndim != 1 or x[heads:].any():
-        raise ValueError(f"A_log must have {heads} numbers, and zeros behind them, got shape {x.shape}")
-    return x[:heads]
+@dataclasses.dataclass(frozen=True)
+class UnpaddedRates:
+    """Return A_log [H] of a file. Raises ValueError unless zeros stand behind it. Equal for equal models, as a partial is not."""
+
+    heads: int
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        if x.ndim != 1 or x[self.heads :].any():
+            raise ValueError(f"A_log must have {self.heads} numbers, and zeros behind them, got shape {x.shape}")
+        return x[: self.heads]
 
 
 def names_of(kinds: list[str], mlps: list[str], heads: int, is_whole_query: bool, low_rank: bool, prefix: str) -> Names:
@@ -256,7 +262,7 @@ def names_of(kinds: list[str], mlps: list[str], heads: int, is_whole_query: bool
         layouts=(
             *transposed_layouts("router"),
             *((old, (f"{new}.weight", transposed, transposed)) for old, new in EXPERTS.items()),
-            ("A_log", ("A_log", padded_rates, functools.partial(unpadded_rates, heads=heads))),
+            ("A_log", ("A_log", padded_rates, UnpaddedRates(heads))),
         ),
         aliases=aliases,
         others=OTHERS,
