@@ -128,8 +128,6 @@ def with_modelopt_file(config: ModelConfig, folder: Path) -> ModelConfig:
     if not found:
         return config
     given = found.get("quantization")
-    if isinstance(given, Mapping) and given.get("quant_algo") is None:  # cached keys and values alone
-        return config
     if not isinstance(given, Mapping):
         raise ValueError(f"{folder / MODELOPT_FILE} must hold an object 'quantization', got {given!r:.100}")
     return ModelConfig.of(config.values | {KEY: dict(given) | dict(quant_method="modelopt")})

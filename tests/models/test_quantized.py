@@ -53,11 +53,22 @@ def test_the_file_of_older_versions_of_model_optimizer_is_read_where_the_config_
 
 
 @pytest.mark.core
-def test_a_folder_of_quantized_cached_keys_alone_is_read_as_it_is(tmp_path):
-    shutil.copytree(FOLDER.parent / "fixtures" / "kimi_k3", tmp_path, dirs_exist_ok=True)
-    content = dict(quantization=dict(quant_algo=None, kv_cache_quant_algo="FP8"))
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(content))
-    assert np.isfinite(glax.models.from_pretrained(tmp_path)(jnp.arange(5)[None])).all()
+@pytest.mark.parametrize("file", ["hf_quant_config.json", "config.json"])
+def test_a_folder_of_quantized_cached_keys_alone_is_read_as_it_is(file, tmp_path):
+    fixture = FOLDER.parent / "fixtures" / "qwen3"
+    shutil.copytree(fixture, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {f"model.layers.0.self_attn.{x}_proj.{x}_scale": np.float32([0.5]) for x in "kv"}
+    save_file(tensors, tmp_path / "model.safetensors")
+    if file == "config.json":
+        values = json.loads((tmp_path / file).read_text())
+        content = values | dict(quantization_config=dict(quant_method="modelopt", kv_cache_scheme=dict(num_bits=8)))
+    else:
+        content = dict(quantization=dict(quant_algo=None, kv_cache_quant_algo="FP8"))
+    (tmp_path / file).write_text(json.dumps(content))
+    tokens = jnp.arange(5)[None]
+    want = glax.models.from_pretrained(fixture)(tokens)
+    np.testing.assert_array_equal(glax.models.from_pretrained(tmp_path)(tokens), want)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "modelopt_fp8"])
