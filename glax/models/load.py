@@ -46,7 +46,7 @@ from glax.models.folders import DTYPES, Weights, has_weights, listed, no_folder
 from glax.models.model import CausalLM, Precision
 from glax.models.names import checkpoint_name, parameters, stored_names
 from glax.models.placing import placed
-from glax.models.quantization import DequantizedWeights, with_modelopt_file, without_quantization
+from glax.models.quantization import DequantizedWeights, without_quantization
 from glax.models.shardings import Placement, check_mesh
 
 logger = logging.getLogger(__name__)
@@ -270,7 +270,7 @@ def pattern_of(only: str | re.Pattern | None) -> re.Pattern | None:
 
 def read_folder(folder: Path) -> tuple[ModelConfig, Weights]:
     """Return the config of a folder, without its quantization, and its weights, with the usual names."""
-    config, scheme = without_quantization(with_modelopt_file(ModelConfig.read(folder), folder))
+    config, scheme = without_quantization(ModelConfig.read(folder), folder)
     builder(config)  # raises for a type that is not supported, before the weights are looked for
     return config, Weights(folder) if scheme is None else DequantizedWeights(folder, config.text_values, scheme)
 

@@ -43,14 +43,19 @@ class Scheme(NamedTuple):
     has_zeros: bool = False
 
 
-def without_quantization(config: ModelConfig) -> tuple[ModelConfig, Scheme | None]:
-    """Return the config without `quantization_config`, and what it says; None for weights that are not quantized. Raises
-    UnsupportedOption for a quantization that is not supported."""
+def without_quantization(config: ModelConfig, folder: Path | None = None) -> tuple[ModelConfig, Scheme | None]:
+    """Return the config without `quantization_config`, and what it says; None for weights that are not quantized.
+
+    folder: whose `MODELOPT_FILE` is read where the config has no quantization. Raises UnsupportedOption for a quantization that
+    is not supported.
+    """
     values, inside = config.values, config.values.get("text_config")
     given = values.pop(KEY, None)
     if isinstance(inside, dict) and KEY in inside:  # Kimi K3
         values["text_config"] = {key: value for key, value in inside.items() if key != KEY}
         given = given or inside[KEY]
+    if not given and folder is not None:
+        given = read_modelopt_file(folder)
     if not given:
         return (config if values == config.values else ModelConfig.of(values)), None
     outer = config.values | {KEY: given}
@@ -122,15 +127,16 @@ def scale_block(options: Options, block: Any, key: str) -> ScaleBlock:
     return block[0], block[1]
 
 
-def with_modelopt_file(config: ModelConfig, folder: Path) -> ModelConfig:
-    """Return the config with the quantization that a file of older versions of Model Optimizer names, if config.json has none."""
-    found = {} if config.values.get(KEY) else read_optional_object(folder / MODELOPT_FILE)
+def read_modelopt_file(folder: Path) -> dict[str, Any] | None:
+    """Return the quantization that a file of older versions of Model Optimizer names; None if there is no such file."""
+    path = folder / MODELOPT_FILE
+    found = read_optional_object(path)
     if not found:
-        return config
+        return None
     given = found.get("quantization")
     if not isinstance(given, Mapping):
-        raise ValueError(f"{folder / MODELOPT_FILE} must hold an object 'quantization', got {given!r:.100}")
-    return ModelConfig.of(config.values | {KEY: dict(given) | dict(quant_method="modelopt")})
+        raise ValueError(f"{path} must hold an object 'quantization', got {given!r:.100}")
+    return dict(given) | dict(quant_method="modelopt")
 
 
 class Header(NamedTuple):

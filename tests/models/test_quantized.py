@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 import glax.models
 from glax.models.dequantization import E2M1, THREADED_SIZE, packed_bits, unpacked, weight_of
 from glax.models.folders import Weights
+from glax.models.quantization import without_quantization
 
 FOLDER = pathlib.Path(__file__).parent / "quantized"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
@@ -50,6 +51,20 @@ def test_the_file_of_older_versions_of_model_optimizer_is_read_where_the_config_
     del values["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert error(glax.models.from_pretrained(tmp_path), "modelopt_nvfp4") < 2e-5
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("place", ["config", "text_config"])
+def test_the_quantization_in_the_config_wins_over_the_file_of_older_versions(place, tmp_path):
+    path = tmp_path / "hf_quant_config.json"
+    path.write_text(json.dumps(dict(quantization=dict(quant_algo="W4A16_AWQ"))))
+    options = dict(quantization_config=OPTIMIZED)
+    values = dict(model_type="kimi_k3") | (options if place == "config" else dict(text_config=options))
+    found, scheme = without_quantization(glax.models.ModelConfig.of(values), tmp_path)
+    assert scheme is not None
+    assert "quantization_config" not in found.text
+    with pytest.raises(glax.models.UnsupportedOption, match="quant_algo='W4A16_AWQ'"):
+        without_quantization(found, tmp_path)
 
 
 @pytest.mark.core
