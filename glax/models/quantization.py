@@ -246,7 +246,7 @@ class DequantizedWeights(Weights):
         codes = self.mapped(tensor)
 
         def of_one(expert: int | EllipsisType) -> np.ndarray:
-            own = {end: x if end == SHAPE else of_expert(x, expert, len(codes)) for end, x in beside.items()}
+            own = {end: x[-2:] if end == SHAPE else of_expert(x, expert, len(codes)) for end, x in beside.items()}
             return weight_of(codes[expert], own, self.scheme.blocks).rows(rows, self.to)
 
         with self.named(tensor):

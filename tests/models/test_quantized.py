@@ -15,7 +15,8 @@ from safetensors.numpy import load_file, save_file
 import glax.models
 from glax.models.dequantization import E2M1, THREADED_SIZE, packed_bits, unpacked, weight_of
 from glax.models.folders import Weights
-from glax.models.quantization import without_quantization
+from glax.models.names import stacked_experts
+from glax.models.quantization import DequantizedWeights, Scheme, without_quantization
 
 FOLDER = pathlib.Path(__file__).parent / "quantized"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
@@ -37,6 +38,19 @@ def changed(folder: pathlib.Path, name: str, change) -> pathlib.Path:
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def packed(values: np.ndarray, bits: int) -> np.ndarray:
+    """Return integers of 4 or 8 bits in words of 32, of which the lowest bits come first."""
+    each = 32 // bits
+    filled = np.pad(values + 2 ** (bits - 1), [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % each)])
+    filled = filled.reshape(*values.shape[:-1], -1, each).astype(np.uint64) << bits * np.arange(each, dtype=np.uint64)
+    return filled.sum(-1, dtype=np.uint64).astype(np.uint32).view(np.int32)
+
+
+def dequantized(folder: pathlib.Path, tensors: dict[str, np.ndarray], scheme: Scheme) -> DequantizedWeights:
+    save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, folder / "model.safetensors")
+    return DequantizedWeights(folder, dict(dtype="float32"), scheme)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -120,12 +134,8 @@ def test_floats_of_4_bits_are_those_of_ml_dtypes():
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("columns", [5, 7, 8, 33])
 def test_packed_integers_are_read_from_the_lowest_bits_on(bits, columns):
-    rng = np.random.default_rng(columns)
-    values, each = rng.integers(-(2 ** (bits - 1)), 2 ** (bits - 1), (3, columns)), 32 // bits
-    filled = np.pad(values + 2 ** (bits - 1), ((0, 0), (0, -columns % each))).reshape(3, -1, each).astype(np.uint64)
-    words = (
-        (filled << (bits * np.arange(each, dtype=np.uint64))).sum(-1, dtype=np.uint64).astype(np.uint32).view(np.int32)
-    )
+    values = np.random.default_rng(columns).integers(-(2 ** (bits - 1)), 2 ** (bits - 1), (3, columns))
+    words = packed(values, bits)
     assert packed_bits(words.shape[1], columns) == bits
     np.testing.assert_array_equal(unpacked(words, columns, bits), values)
 
@@ -152,6 +162,22 @@ def test_blocks_that_do_not_divide_a_weight_of_several_threads():
     at = np.arange(rows)[:, None] // 128, np.arange(columns)[None] // 96
     want = ((codes - zero.astype(np.float64)[at]) * scale[at]).astype(np.float32)
     np.testing.assert_array_equal(weight.rows(slice(5, 1098), np.dtype(np.float32)), want[5:1098])
+
+
+@pytest.mark.core
+def test_packed_experts_of_one_tensor_are_read_whole_and_one_by_one(tmp_path):
+    rng = np.random.default_rng(2)
+    codes, zero = rng.integers(-8, 8, (3, 10, 70)), rng.integers(-8, 8, (3, 10, 3))
+    scale, name = rng.uniform(0.5, 2, (3, 10, 3)).astype(np.float32), "model.layers.0.mlp.experts.gate_up_proj"
+    beside = {"_scale": scale, "_zero_point": packed(zero.swapaxes(1, 2), 4).swapaxes(1, 2), "_shape": np.array([3, 10, 70])}
+    tensors = {name + end: x for end, x in ({"_packed": packed(codes, 4)} | beside).items()}
+    weights = dequantized(tmp_path, tensors, Scheme(((1, 32),), has_zeros=True))
+    group = np.arange(70) // 32
+    want = ((codes - zero[..., group]) * scale[..., group]).astype(np.float32)
+    assert weights.header(name).get_shape() == [3, 10, 70]
+    np.testing.assert_array_equal(weights.read(name), want)
+    weights.divide(stacked_experts(r"model\.layers\.\d+\.mlp"))
+    np.testing.assert_array_equal(weights.read("model.layers.0.mlp.experts.1.up_proj.weight"), want[1, 5:])
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------------
