@@ -86,8 +86,8 @@ class QuantizedWeight:
 def columns_of(codes: Sequence[int], dtype: np.dtype, shape: np.ndarray | None) -> int:
     """Return the columns of a weight from the shape and dtype of its codes. shape: what stands beside packed integers, or None.
     Raises ValueError for a shape of no such weight."""
-    if len(codes) not in (2, 3) or 0 in codes:
-        raise ValueError(f"it must have 2 axes, or 3 of several experts, and none of length 0, got {list(codes)}")
+    if len(codes) < 2 or 0 in codes:
+        raise ValueError(f"it must have at least 2 axes, and none of length 0, got {list(codes)}")
     if dtype == FLOAT4:
         return 2 * codes[-1]
     if dtype != np.int32:

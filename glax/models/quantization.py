@@ -245,14 +245,18 @@ class DequantizedWeights(Weights):
             raise ValueError(f"{at} must come with {self.original(tensor)}{ZERO}: its config says symmetric=false")
         codes = self.mapped(tensor)
 
-        def of_one(expert: int | EllipsisType) -> np.ndarray:
-            own = {end: x[-2:] if end == SHAPE else of_expert(x, expert, len(codes)) for end, x in beside.items()}
-            return weight_of(codes[expert], own, self.scheme.blocks).rows(rows, self.to)
+        chosen = () if isinstance(expert, EllipsisType) else (expert,)
+        leading = codes.shape[:-2]
+
+        def of_one(at: tuple) -> np.ndarray:
+            own = {end: x[-2:] if end == SHAPE else of_matrix(x, at, leading) for end, x in beside.items()}
+            return weight_of(codes[at], own, self.scheme.blocks).rows(rows, self.to)
 
         with self.named(tensor):
-            if codes.ndim == 3 and isinstance(expert, EllipsisType):
-                return np.stack([of_one(each) for each in range(len(codes))])
-            return of_one(expert)  # pyright: ignore[reportArgumentType]  # experts have numbers here
+            if len(chosen) == len(leading):
+                return of_one(chosen)
+            found = np.stack([of_one(at) for at in np.ndindex(leading)])
+            return found.reshape(*leading, *found.shape[1:])
 
     def original(self, name: str) -> str:
         """Return the name in the files, without `PACKED`."""
@@ -264,8 +268,6 @@ class DequantizedWeights(Weights):
         return {end: self.array(self.beside[own + end], own + end) for end in ends if own + end in self.beside}
 
 
-def of_expert(x: np.ndarray, expert: int | EllipsisType, count: int) -> np.ndarray:
-    """Return what belongs to one of `count` experts, of an array for all of them or of one number. `...` stands for a weight that
-    is none of several."""
-    is_whole = isinstance(expert, EllipsisType) or x.size == 1
-    return x if is_whole or len(x) != count else x[expert]
+def of_matrix(x: np.ndarray, at: tuple, leading: tuple[int, ...]) -> np.ndarray:
+    """Return what belongs to matrix `at` of a tensor [*leading, rows, columns], of an array for each of them or for all."""
+    return x[at] if x.size > 1 and x.shape[: len(leading)] == leading else x

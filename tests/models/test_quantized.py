@@ -169,7 +169,11 @@ def test_packed_experts_of_one_tensor_are_read_whole_and_one_by_one(tmp_path):
     rng = np.random.default_rng(2)
     codes, zero = rng.integers(-8, 8, (3, 10, 70)), rng.integers(-8, 8, (3, 10, 3))
     scale, name = rng.uniform(0.5, 2, (3, 10, 3)).astype(np.float32), "model.layers.0.mlp.experts.gate_up_proj"
-    beside = {"_scale": scale, "_zero_point": packed(zero.swapaxes(1, 2), 4).swapaxes(1, 2), "_shape": np.array([3, 10, 70])}
+    beside = {
+        "_scale": scale,
+        "_zero_point": packed(zero.swapaxes(1, 2), 4).swapaxes(1, 2),
+        "_shape": np.array([3, 10, 70]),
+    }
     tensors = {name + end: x for end, x in ({"_packed": packed(codes, 4)} | beside).items()}
     weights = dequantized(tmp_path, tensors, Scheme(((1, 32),), has_zeros=True))
     group = np.arange(70) // 32
@@ -178,6 +182,17 @@ def test_packed_experts_of_one_tensor_are_read_whole_and_one_by_one(tmp_path):
     np.testing.assert_array_equal(weights.read(name), want)
     weights.divide(stacked_experts(r"model\.layers\.\d+\.mlp"))
     np.testing.assert_array_equal(weights.read("model.layers.0.mlp.experts.1.up_proj.weight"), want[1, 5:])
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("leading", [(), (2, 3)])
+def test_leading_axes_of_weights_number_matrices_of_their_own(leading, tmp_path):
+    rng, name = np.random.default_rng(3), "model.visual.patch_embed.proj.weight"
+    codes = rng.standard_normal((2, 3, 4, 6)).astype(ml_dtypes.float8_e4m3fn)
+    scale = rng.uniform(0.5, 2, (*leading, 1, 1)).astype(np.float32)
+    weights = dequantized(tmp_path, {name: codes, name + "_scale": scale}, Scheme(()))
+    assert weights.header(name).get_shape() == [2, 3, 4, 6]
+    np.testing.assert_array_equal(weights.read(name), codes.astype(np.float32) * scale)
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------------
@@ -257,9 +272,9 @@ def test_other_quantizations_are_refused_by_name(quantization, text):
         ),
         ("nvfp4", {GATE: np.ones((96, 64), np.float32)}, "gate_proj.weight in .* exclude each other"),
         ("float8_channel", {GATE + "_scale": np.ones((96, 0), np.float32)}, "its scales must be one number, or fit"),
-        ("float8_channel", {GATE: np.ones((0, 64), ml_dtypes.float8_e4m3fn)}, "must have 2 axes, or 3 .*, got "),
-        ("float8_channel", {GATE: np.ones(64, ml_dtypes.float8_e4m3fn)}, "must have 2 axes, or 3 .*, got "),
-        ("float8_channel", {GATE: np.ones((), ml_dtypes.float8_e4m3fn)}, "must have 2 axes, or 3 .*, got "),
+        ("float8_channel", {GATE: np.ones((0, 64), ml_dtypes.float8_e4m3fn)}, "must have at least 2 axes, .*, got "),
+        ("float8_channel", {GATE: np.ones(64, ml_dtypes.float8_e4m3fn)}, "must have at least 2 axes, .*, got "),
+        ("float8_channel", {GATE: np.ones((), ml_dtypes.float8_e4m3fn)}, "must have at least 2 axes, .*, got "),
         ("int4_group", {GATE + "_shape": np.array([96, np.inf], np.float32)}, "must be integers"),
         ("int4_group", {GATE + "_g_idx": np.zeros(64, np.int32)}, r"weight_g_idx in .* is not supported"),
     ],
