@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from glax.models.folders import read_config
+from glax.models.folders import CONFIG, read_config
 from glax.models.read_keys import READ_KEYS
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class Options:
 
     inside: the name of the option whose value these options are, with a point behind it; "" for config.json itself. code: the
     row of `READ_KEYS`; model_type if None. read: the names that the model's own code reads; every name if None. outer: the
-    options that name the others of `inside`.
+    options that name the others of `inside`. file: the name of the file that holds the options; the file of `outer` if None.
     """
 
     def __init__(
@@ -144,10 +144,12 @@ class Options:
         code: str | None = None,
         read: frozenset[str] | None = None,
         outer: "Options | None" = None,
+        file: str | None = None,
     ):
         self.values, self.left, self.inside = dict(values), set(values) - no_effect, inside
         self.model_type = model_type or values.get("model_type")
         self.read, self.outer, self.unread = read, outer, set()
+        self.file: str = file or (CONFIG if outer is None else outer.file)
         if outer is None and read is None:
             self.read = READ_KEYS.get(str(self.model_type if code is None else code))
 
@@ -175,7 +177,7 @@ class Options:
         if key in self.values:
             return self.values[key]
         if default is REQUIRED:
-            raise ValueError(f"config.json must have {self.inside + key!r}")
+            raise ValueError(f"{self.file} must have {self.inside + key!r}")
         return default
 
     def integer(self, key: str, default: Any = REQUIRED, *, optional: bool = False, least: int = 1) -> Any:
@@ -245,13 +247,13 @@ class Options:
         value = self.take(key, default)
         if not any(value == x and type(value) is type(x) for x in supported):
             raise UnsupportedOption(
-                f"{self.inside}{key}={value!r} in config.json is not supported for model_type {self.model_type!r}: "
+                f"{self.inside}{key}={value!r} in {self.file} is not supported for model_type {self.model_type!r}: "
                 f"supported are {', '.join(map(repr, supported))}"
             )
         return value
 
     def wrong(self, key: str, wanted: str, value: Any) -> ValueError:
-        return ValueError(f"{self.inside}{key} in config.json must be {wanted}, got {shown(value)}")
+        return ValueError(f"{self.inside}{key} in {self.file} must be {wanted}, got {shown(value)}")
 
     def ignore(self, *keys: str):
         """Accept keys that have no effect on the function of this kind of model, in the model's own code too.
@@ -262,7 +264,7 @@ class Options:
         check_kinds({key: self.values[key] for key in keys if key in self.values}, self.inside)
 
     def unsupported(self, key: str, why: str) -> UnsupportedOption:
-        given = f"{self.inside}{key}={self.values.get(key)!r} in config.json"
+        given = f"{self.inside}{key}={self.values.get(key)!r} in {self.file}"
         return UnsupportedOption(f"{given} is not supported for model_type {self.model_type!r}: {why}")
 
     def finish(self):
@@ -278,14 +280,14 @@ class Options:
         if refused := sorted(key for key in self.left - unread if not self.is_off(key)):
             rest = ", ".join(f"{self.inside}{key}={self.values[key]!r}" for key in refused)
             raise UnsupportedOption(
-                f"config.json has options that are not supported for model_type {self.model_type!r}: {rest}"
+                f"{self.file} has options that are not supported for model_type {self.model_type!r}: {rest}"
             )
         self.unread |= {f"{self.inside}{key}" for key in unread}
         if self.outer is not None:
             self.outer.unread |= self.unread
         elif self.unread and not SILENT.get():
             names = ", ".join(sorted(self.unread))
-            logger.info("config.json has options that the code of %r does not read: %s", self.model_type, names)
+            logger.info("%s has options that the code of %r does not read: %s", self.file, self.model_type, names)
 
     def is_read(self, key: str) -> bool:
         """Return whether the model's own code reads an option."""

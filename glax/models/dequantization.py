@@ -13,12 +13,14 @@ SCALES = ("_scale_inv", "_scale")
 FACTOR, DIVISOR = "_scale_2", "_global_scale"
 ZERO, SHAPE, PACKED = "_zero_point", "_shape", "_packed"
 BESIDE = (*SCALES, FACTOR, DIVISOR, ZERO, SHAPE)
-AT_ONCE = 128  # rows that are formed together, in float32
+ROWS_AT_ONCE = 128  # rows that are formed together, in float32
 # Weights of at least so many numbers are formed by so many threads, unless there are fewer.
 THREADED_SIZE, THREADS = 2**20, 8
 
 ScaleBlock = tuple[int, int]  # rows and columns that share a scale; 0 for all
-FLOATS = tuple(np.dtype(x) for x in (np.float16, np.float32, ml_dtypes.bfloat16))
+WHOLE: ScaleBlock = 0, 0
+FLOAT_SCALES = tuple(np.dtype(x) for x in (np.float16, np.float32, ml_dtypes.bfloat16))
+# The dtypes of two floats of 4 bits, of a power of 2, and of floats of 8 bits.
 FLOAT4, POWER, FLOAT8 = np.dtype(np.uint8), np.dtype(np.uint8), np.dtype(ml_dtypes.float8_e4m3fn)
 
 
@@ -54,11 +56,11 @@ class QuantizedWeight:
     def rows(self, rows: slice, dtype: np.dtype) -> np.ndarray:
         """Return some rows of the weight, formed in float32 and rounded to `dtype`, many of them by several threads."""
         first, last, _ = rows.indices(self.codes.shape[-2])
-        result, starts = np.empty((last - first, self.columns), dtype), range(first, last, AT_ONCE)
+        result, starts = np.empty((last - first, self.columns), dtype), range(first, last, ROWS_AT_ONCE)
 
         def form(start: int):
-            stop = min(start + AT_ONCE, last)
-            result[start - first : stop - first] = self.formed(start, stop)
+            stop = min(start + ROWS_AT_ONCE, last)
+            result[start - first : stop - first] = self.formed_rows(start, stop)
 
         if result.size < THREADED_SIZE:
             for start in starts:
@@ -68,7 +70,7 @@ class QuantizedWeight:
                 list(threads.map(form, starts))
         return result
 
-    def formed(self, start: int, stop: int) -> np.ndarray:
+    def formed_rows(self, start: int, stop: int) -> np.ndarray:
         """Return rows of the weight in float32."""
         values, at = numbers(self.codes[start:stop], self.columns), np.arange(start, stop) // self.block[0]
         scale, zero, size = self.scale[at], None if self.zero is None else self.zero[at], self.block[1]
@@ -156,7 +158,7 @@ def check_kinds(codes: np.dtype, scale: np.dtype, beside: Mapping[str, np.ndarra
     """Raise ValueError for arrays of dtypes that no format has beside each other, or of which one is too much or not there.
     Floats of 4 bits have scales of float8 and a factor (NVFP4), or powers of 2 (MXFP4)."""
     factors = [end for end in (FACTOR, DIVISOR) if end in beside]
-    allowed = {FLOAT4: (FLOAT8, POWER), FLOAT8: (*FLOATS, POWER)}.get(codes, FLOATS)
+    allowed = {FLOAT4: (FLOAT8, POWER), FLOAT8: (*FLOAT_SCALES, POWER)}.get(codes, FLOAT_SCALES)
     if scale not in allowed:
         wanted = " or ".join(x.name for x in allowed)
         raise ValueError(f"the scales of {codes.name} must be of {wanted}, got {scale.name}")

@@ -11,24 +11,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from glax.models.config import ModelConfig, Options
-from glax.models.dequantization import BESIDE, PACKED, SCALES, SHAPE, ZERO, ScaleBlock, columns_of, weight_of
-from glax.models.folders import STORED, Weights, named_dtype, read_optional_object
+from glax.models.dequantization import BESIDE, PACKED, SCALES, SHAPE, WHOLE, ZERO, ScaleBlock, columns_of, weight_of
+from glax.models.folders import CONFIG, STORED, Weights, named_dtype, read_optional_object
 
-KEY, MODELOPT_FILE = "quantization_config", "hf_quant_config.json"
+KEY = "quantization_config"
+MODELOPT_FILE, MODELOPT_KEY = "hf_quant_config.json", "quantization"  # of older versions of NVIDIA's Model Optimizer
 REMEDY = (
     "load the checkpoint that it was made from, or dequantize it with transformers: model.dequantize(), then "
     "save_pretrained"
 )
 READ_INSIDE = frozenset({"load_in_4bit", "load_in_8bit"})  # another quantization, whatever quant_method says
-# Options of quantization_config that say which weights are quantized, which the files say too, or that choose kernels.
-IGNORED = ("dequantize", "fmt", "ignored_layers", "modules_to_convert", "modules_to_not_convert")
+# Options of quant_method fp8 that say which weights are quantized, which the files say too, or that choose kernels.
+FP8_IGNORED = ("dequantize", "fmt", "ignored_layers", "modules_to_convert", "modules_to_not_convert")
 FORMATS = (
     None, "dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized",
     "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision",
 )  # fmt: skip
 ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION")
-FLOAT8, PACKED_KINDS = "F8_E4M3", ("U8", "I32")  # the numbers of quantized weights
-INTEGERS = ("I8", *PACKED_KINDS)
+# The kinds of the codes of quantized weights, as safetensors names them.
+FLOAT8_KIND, PACKED_KINDS = "F8_E4M3", ("U8", "I32")
+INTEGER_KINDS = ("I8", *PACKED_KINDS)
 # Scales of activations and of cached keys and values, which glax does not round.
 OF_ACTIVATIONS = re.compile(r"[._](input_(scale|zero_point|global_scale)|output_scale|[kqv]_scale|[kqv]_zero_point)$")
 # A factor of a layer's inputs, and an order of its columns.
@@ -36,7 +38,7 @@ REFUSED = (".pre_quant_scale", "weight_g_idx")
 
 
 class Scheme(NamedTuple):
-    """Hold what a config says of the scales: the (rows, columns) of blocks that share one, (0, 0) for the whole weight; and
+    """Hold what a config says of the scales: the (rows, columns) of blocks that share one, `WHOLE` for the whole weight; and
     whether every quantized weight has zero points."""
 
     blocks: tuple[ScaleBlock, ...]
@@ -50,44 +52,46 @@ def without_quantization(config: ModelConfig, folder: Path | None = None) -> tup
     is not supported.
     """
     values, inside = config.values, config.values.get("text_config")
-    given = values.pop(KEY, None)
+    given, key, file = values.pop(KEY, None), KEY, CONFIG
     if isinstance(inside, dict) and KEY in inside:  # Kimi K3
         values["text_config"] = {key: value for key, value in inside.items() if key != KEY}
-        given = given or inside[KEY]
+        if not given:
+            given, key = inside[KEY], f"text_config.{KEY}"
     if not given and folder is not None:
-        given = read_modelopt_file(folder)
+        given, key, file = read_modelopt_file(folder), MODELOPT_KEY, MODELOPT_FILE
     if not given:
         return (config if values == config.values else ModelConfig.of(values)), None
-    outer = config.values | {KEY: given}
-    options = Options(outer, frozenset(outer))
-    inner = options.part(KEY, given, read=READ_INSIDE)
-    method = inner.take("quant_method", "modelopt" if "quant_algo" in inner.values else None)
+    outer = Options({key: given}, frozenset({key}), model_type=values.get("model_type"), file=file)
+    options = outer.part(key, given, read=READ_INSIDE)
+    method = options.take("quant_method", "modelopt" if "quant_algo" in options.values else None)
     if not isinstance(method, str) or method not in METHODS:
-        known = ", ".join(map(repr, METHODS))
-        raise options.unsupported(KEY, f"quant_method must be one of {known}, got {method!r}. Otherwise {REMEDY}")
-    scheme = METHODS[method](options, inner)
-    inner.finish()
+        raise options.unsupported(
+            "quant_method", f"it must be one of {', '.join(map(repr, METHODS))}. Otherwise {REMEDY}"
+        )
+    scheme = METHODS[method](options)
     options.finish()
+    outer.finish()
     return ModelConfig.of(values), scheme
 
 
-def of_fp8(options: Options, inner: Options) -> Scheme:
-    inner.choice("activation_scheme", "dynamic", ("dynamic",))
-    inner.choice("scale_fmt", "float", ("float",))
-    inner.choice("expert_dtype", "fp8", ("fp8",))
-    inner.ignore(*IGNORED)
-    return Scheme((scale_block(options, inner.take("weight_block_size", (128, 128)), "weight_block_size"),))
+def of_fp8(options: Options) -> Scheme:
+    """Return what the options of transformers' fine-grained float8 say."""
+    options.choice("activation_scheme", "dynamic", ("dynamic",))
+    options.choice("scale_fmt", "float", ("float",))
+    options.choice("expert_dtype", "fp8", ("fp8",))
+    options.ignore(*FP8_IGNORED)
+    return Scheme((scale_block(options, "weight_block_size", (128, 128)) or WHOLE,))
 
 
-def of_compressed_tensors(options: Options, inner: Options) -> Scheme:
+def of_compressed_tensors(options: Options) -> Scheme:
     """Return what the `config_groups` of vLLM's compressed-tensors say."""
-    inner.choice("format", None, FORMATS)
+    options.choice("format", None, FORMATS)
     for key, name in (("sparsity_config", "format"), ("transform_config", "config_groups")):
-        given = inner.take(key, None) or {}
+        given = options.take(key, None) or {}
         if not isinstance(given, Mapping) or given.get(name) not in (None, {}, "dense"):
-            raise options.unsupported(KEY, f"{key} must be empty. Otherwise {REMEDY}")
-    blocks, symmetric = [], []
-    groups = inner.part("config_groups", inner.take("config_groups", {}), read=frozenset())
+            raise options.unsupported(key, f"it must be empty. Otherwise {REMEDY}")
+    blocks, are_symmetric = [], []
+    groups = options.part("config_groups", options.take("config_groups", {}), read=frozenset())
     for key in groups.values:
         group = groups.part(key, groups.take(key), read=frozenset())
         group.choice("format", None, FORMATS)
@@ -95,35 +99,37 @@ def of_compressed_tensors(options: Options, inner: Options) -> Scheme:
             continue
         weights = group.part("weights", group.values["weights"], read=frozenset())
         weights.choice("num_bits", 8, (4, 8))
-        symmetric.append(weights.flag("symmetric", True))
-        if (block := weights.take("block_structure", None)) is not None:
-            blocks.append(scale_block(options, block, "block_structure"))
+        are_symmetric.append(weights.flag("symmetric", True))
+        if (block := scale_block(weights, "block_structure", None)) is not None:
+            blocks.append(block)
         if (size := weights.integer("group_size", None, optional=True, least=-1)) is not None and size > 0:
             blocks.append((1, size))
-    return Scheme(tuple(dict.fromkeys(blocks)), bool(symmetric) and not any(symmetric))
+    return Scheme(tuple(dict.fromkeys(blocks)), bool(are_symmetric) and not any(are_symmetric))
 
 
-def of_modelopt(options: Options, inner: Options) -> Scheme:
+def of_modelopt(options: Options) -> Scheme:
     """Check the options of NVIDIA's Model Optimizer. Without a `quant_algo` it has quantized cached keys and values alone."""
-    inner.choice("quant_algo", None, (None, *ALGORITHMS))
-    layers = inner.part("quantized_layers", inner.take("quantized_layers", {}) or {}, read=frozenset())
+    options.choice("quant_algo", None, (None, *ALGORITHMS))
+    layers = options.part("quantized_layers", options.take("quantized_layers", {}) or {}, read=frozenset())
     for key in layers.values:
         layers.part(key, layers.take(key), read=frozenset()).choice("quant_algo", None, (None, *ALGORITHMS))
     return Scheme(())
 
 
-METHODS: dict[str, Callable[[Options, Options], Scheme]] = {
+METHODS: dict[str, Callable[[Options], Scheme]] = {
     "fp8": of_fp8, "compressed-tensors": of_compressed_tensors, "modelopt": of_modelopt
 }  # fmt: skip
 
 
-def scale_block(options: Options, block: Any, key: str) -> ScaleBlock:
-    """Return the value of `key`; (0, 0), the whole weight, if it is null. Raises UnsupportedOption for another value."""
+def scale_block(options: Options, key: str, default: ScaleBlock | None) -> ScaleBlock | None:
+    """Return the rows and columns of a block that `key` gives, or None if it is null. Raises UnsupportedOption for another
+    value."""
+    block = options.take(key, default)
     if block is None:
-        return 0, 0
+        return None
     is_pair = isinstance(block, list | tuple) and len(block) == 2
     if not is_pair or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in block):
-        raise options.unsupported(KEY, f"{key} must be two integers of at least 1, got {block!r}")
+        raise options.unsupported(key, "it must be two integers of at least 1")
     return block[0], block[1]
 
 
@@ -133,9 +139,9 @@ def read_modelopt_file(folder: Path) -> dict[str, Any] | None:
     found = read_optional_object(path)
     if not found:
         return None
-    given = found.get("quantization")
+    given = found.get(MODELOPT_KEY)
     if not isinstance(given, Mapping):
-        raise ValueError(f"{path} must hold an object 'quantization', got {given!r:.100}")
+        raise ValueError(f"{path} must hold an object {MODELOPT_KEY!r}, got {given!r:.100}")
     return dict(given) | dict(quant_method="modelopt")
 
 
@@ -181,7 +187,7 @@ class DequantizedWeights(Weights):
         for name in [name for name in self.files if not name.endswith(BESIDE)]:
             kind = super().header(name).get_dtype()
             has_scale = any(name + end in self.files for end in SCALES)
-            if kind == FLOAT8 or name in self.stored or (kind in INTEGERS and has_scale):
+            if kind == FLOAT8_KIND or name in self.stored or (kind in INTEGER_KINDS and has_scale):
                 self.quantized.add(name)
                 self.beside |= {name + end: self.files.pop(name + end) for end in BESIDE if name + end in self.files}
         for name in [name for name in self.files if OF_ACTIVATIONS.search(name)]:
