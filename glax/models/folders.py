@@ -238,7 +238,7 @@ class Weights:
             for name in [name for name in self.names() if re.search(pattern, name)]:
                 shape = self.header(name).get_shape()
                 if len(shape) != 3:
-                    raise ValueError(f"{name} in {self.file(name)} must be [experts, rows, columns], got shape {shape}")
+                    raise ValueError(f"{self.named_at(name)} must be [experts, rows, columns], got shape {shape}")
                 size = shape[1] // len(parts)
                 for i, part in enumerate(parts):
                     for expert in range(shape[0]):
@@ -251,7 +251,7 @@ class Weights:
             for name in [name for name in self.names() if re.search(pattern, name)]:
                 shape = self.header(name).get_shape()
                 if len(shape) != 2 or shape[0] != len(parts):
-                    raise ValueError(f"{name} in {self.file(name)} must be [{len(parts)}, columns], got shape {shape}")
+                    raise ValueError(f"{self.named_at(name)} must be [{len(parts)}, columns], got shape {shape}")
                 for i, part in enumerate(parts):
                     self.parts[re.sub(pattern, part, name)] = name, (slice(i, i + 1), np.newaxis)
 
@@ -269,13 +269,22 @@ class Weights:
     def names(self) -> set[str]:
         return set(self.files) - {name for name, _ in self.parts.values()} | set(self.parts)
 
+    def tensor_of(self, name: str) -> str:
+        """Return the tensor of self.files that holds the part of this name, or that has it."""
+        return self.parts[name][0] if name in self.parts else name
+
     def file(self, name: str) -> Path:
-        return self.files[self.parts[name][0] if name in self.parts else name]
+        return self.files[self.tensor_of(name)]
+
+    def named_at(self, name: str) -> str:
+        """Return what messages call a tensor: its name in the file, and the file."""
+        tensor = self.tensor_of(name)
+        return f"{self.stored.get(tensor, tensor)} in {self.files[tensor]}"
 
     def dtype(self, name: str) -> jnp.dtype:
         kind = self.header(name).get_dtype()
         if kind not in FLOATS:
-            raise ValueError(f"{name} in {self.file(name)} must be floating point, got {kind}")
+            raise ValueError(f"{self.named_at(name)} must be floating point, got {kind}")
         return jnp.dtype(FLOATS[kind])
 
     def read(self, name: str) -> np.ndarray:
@@ -312,7 +321,7 @@ class Weights:
 
     def header(self, name: str):
         """Return the header of a tensor, or of the tensor that holds a part."""
-        tensor = self.parts[name][0] if name in self.parts else name
+        tensor = self.tensor_of(name)
         return self.handles[self.files[tensor]].get_slice(self.stored.get(tensor, tensor))
 
     def activations(self, config: Mapping) -> jnp.dtype | None:

@@ -176,13 +176,13 @@ class DequantizedWeights(Weights):
         self.quantized: set[str] = set()
         self.beside: dict[str, Path] = {}
         if refused := [name for name in self.files if name.endswith(REFUSED)]:
-            raise ValueError(f"{refused[0]} in {self.files[refused[0]]} is not supported. {REMEDY.capitalize()}")
+            raise ValueError(f"{self.named_at(refused[0])} is not supported. {REMEDY.capitalize()}")
         for name in [name for name in self.files if name.endswith(PACKED)]:
             usual, kind = name.removesuffix(PACKED), super().header(name).get_dtype()
             if kind not in PACKED_KINDS:
-                raise ValueError(f"{name} in {self.files[name]} must be of {' or '.join(PACKED_KINDS)}, got {kind}")
+                raise ValueError(f"{self.named_at(name)} must be of {' or '.join(PACKED_KINDS)}, got {kind}")
             if usual in self.files:
-                raise ValueError(f"{name} in {self.files[name]} and {usual} in {self.files[usual]} exclude each other")
+                raise ValueError(f"{self.named_at(name)} and {self.named_at(usual)} exclude each other")
             self.files[usual], self.stored[usual] = self.files.pop(name), name
         for name in [name for name in self.files if not name.endswith(BESIDE)]:
             kind = super().header(name).get_dtype()
@@ -194,6 +194,7 @@ class DequantizedWeights(Weights):
             del self.files[name]
 
     def name_scales(self, rules: tuple[tuple[str, str], ...]):
+        """Take `Names.scales`, by which weights without a scale of their own find one."""
         self.scales = rules
 
     def shared_scale(self, name: str) -> str | None:
@@ -211,11 +212,10 @@ class DequantizedWeights(Weights):
         return super().names() - {self.shared_scale(name) for name in self.files}
 
     def dtype(self, name: str) -> jnp.dtype:
-        tensor = self.parts[name][0] if name in self.parts else name
-        return self.to if self.is_quantized(tensor) else super().dtype(name)
+        return self.to if self.is_quantized(self.tensor_of(name)) else super().dtype(name)
 
     def header(self, name: str):
-        tensor = self.parts[name][0] if name in self.parts else name
+        tensor = self.tensor_of(name)
         found = super().header(name)
         if not self.is_quantized(tensor):
             return found
@@ -230,15 +230,14 @@ class DequantizedWeights(Weights):
         try:
             yield
         except ValueError as error:
-            at = f"{self.stored.get(tensor, tensor)} in {self.files[tensor]}"
-            raise ValueError(f"{at} cannot be dequantized: {error}") from None
+            raise ValueError(f"{self.named_at(tensor)} cannot be dequantized: {error}") from None
 
     def read(self, name: str) -> np.ndarray:
         whole: tuple[EllipsisType, slice] = ..., slice(None)
         tensor, (expert, rows) = self.parts.get(name, (name, whole))
         if name in self.values or not self.is_quantized(tensor):
             return super().read(name)
-        at = f"{self.stored.get(tensor, tensor)} in {self.files[tensor]}"
+        at = self.named_at(tensor)
         if rows is None:  # np.newaxis, by `Weights.divide_rows`
             raise ValueError(f"{at} must not be quantized, because its rows are tensors of their own")
         beside = self.arrays_beside(tensor)
