@@ -31,8 +31,8 @@ ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION")
 # The kinds of the codes of quantized weights, as safetensors names them.
 FLOAT8_KIND, PACKED_KINDS = "F8_E4M3", ("U8", "I32")
 INTEGER_KINDS = ("I8", *PACKED_KINDS)
-# Scales of activations and of cached keys and values, which glax does not round.
-OF_ACTIVATIONS = re.compile(r"[._](input_(scale|zero_point|global_scale)|output_scale|[kqv]_scale|[kqv]_zero_point)$")
+# What belongs to activations and to cached keys and values, which glax does not round.
+OF_ACTIVATIONS = re.compile(r"[._](input|output|[kqv])_(scale|zero_point|global_scale)$|\.[kv]_proj\.[kv]_bias$")
 # A factor of a layer's inputs, and an order of its columns.
 REFUSED = (".pre_quant_scale", "weight_g_idx")
 

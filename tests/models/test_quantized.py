@@ -120,6 +120,20 @@ def test_weights_are_formed_shard_by_shard():
     assert error(glax.models.from_pretrained(FOLDER / "int4_asymmetric", mesh=mesh), "int4_asymmetric") < 2e-5
 
 
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "name",
+    [
+        "k_scale", "v_zero_point", "k_global_scale", "k_proj.k_bias", "q_proj.input_global_scale", "q_proj.output_scale",
+        "q_proj.output_zero_point", "q_proj.output_global_scale",
+    ],
+)  # fmt: skip
+def test_what_belongs_to_activations_and_cached_keys_is_not_read(name, tmp_path):
+    name = f"model.layers.0.self_attn.{name}"
+    tensors = {name: np.ones((2, 1, 1), np.float32), "model.layers.0.self_attn.k_proj.bias": np.ones(2, np.float32)}
+    assert dequantized(tmp_path, tensors, Scheme(())).names() == {"model.layers.0.self_attn.k_proj.bias"}
+
+
 # ---- numbers -----------------------------------------------------------------------------------------------------------
 
 
