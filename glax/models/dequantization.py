@@ -121,10 +121,11 @@ def taken(table: np.ndarray, codes: np.ndarray) -> np.ndarray:
 
 
 def packed_bits(words: int, columns: int) -> int:
-    """Return the bits of each of `columns` integers in `words` words of 32 bits. Raises ValueError unless they are 4 or 8."""
-    for bits in (4, 8):
-        if words == -(-columns * bits // 32):
-            return bits
+    """Return the bits of each of `columns` integers in `words` words of 32 bits. Raises ValueError unless they are 4 or 8, and
+    for rows so short that they may be both."""
+    fitting = [bits for bits in (4, 8) if words == -(-columns * bits // 32)]
+    if len(fitting) == 1:
+        return fitting[0]
     raise ValueError(f"its codes must hold {columns} integers of 4 or 8 bits a row, got {words} words of 32 bits")
 
 

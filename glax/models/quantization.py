@@ -24,7 +24,7 @@ READ_INSIDE = frozenset({"load_in_4bit", "load_in_8bit"})  # another quantizatio
 # Options of quant_method fp8 that say which weights are quantized, which the files say too, or that choose kernels.
 FP8_IGNORED = ("dequantize", "fmt", "ignored_layers", "modules_to_convert", "modules_to_not_convert")
 FORMATS = (
-    None, "dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized",
+    None, "dense", "fakequant", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized",
     "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision",
 )  # fmt: skip
 ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION")
@@ -86,7 +86,11 @@ def of_fp8(options: Options) -> Scheme:
 def of_compressed_tensors(options: Options) -> Scheme:
     """Return what the `config_groups` of vLLM's compressed-tensors say."""
     options.choice("format", None, FORMATS)
-    for key, name in (("sparsity_config", "format"), ("transform_config", "config_groups")):
+    for key, name in (
+        ("sparsity_config", "format"),
+        ("transform_config", "config_groups"),
+        ("moe_sparsity_config", "method"),
+    ):
         given = options.take(key, None) or {}
         if not isinstance(given, Mapping) or given.get(name) not in (None, {}, "dense"):
             raise options.unsupported(key, f"it must be empty. Otherwise {REMEDY}")
@@ -122,15 +126,17 @@ METHODS: dict[str, Callable[[Options], Scheme]] = {
 
 
 def scale_block(options: Options, key: str, default: ScaleBlock | None) -> ScaleBlock | None:
-    """Return the rows and columns of a block that `key` gives, or None if it is null. Raises UnsupportedOption for another
-    value."""
+    """Return the rows and columns of a block that `key` gives, such as [128, 128] or "128x128" of older files, or None if it is
+    null. Raises UnsupportedOption for another value."""
     block = options.take(key, default)
     if block is None:
         return None
+    if isinstance(block, str) and re.fullmatch(r"\d{1,9}x\d{1,9}", block, re.ASCII):
+        block = [int(size) for size in block.split("x")]
     is_pair = isinstance(block, list | tuple) and len(block) == 2
     if not is_pair or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in block):
         raise options.unsupported(key, "it must be two integers of at least 1")
-    return block[0], block[1]
+    return int(block[0]), int(block[1])
 
 
 def read_modelopt_file(folder: Path) -> dict[str, Any] | None:

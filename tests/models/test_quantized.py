@@ -138,6 +138,20 @@ def test_what_belongs_to_activations_and_cached_keys_is_not_read(name, tmp_path)
 
 
 @pytest.mark.core
+def test_rows_so_short_that_their_bits_are_unknown_are_refused():
+    with pytest.raises(ValueError, match="must hold 4 integers of 4 or 8 bits a row, got 1 words"):
+        packed_bits(1, 4)
+
+
+@pytest.mark.core
+def test_the_sizes_of_a_block_may_be_a_string_as_in_older_files():
+    group = dict(targets=["Linear"], weights=dict(num_bits=8, type="float", strategy="block", block_structure="24x40"))
+    values = dict(quantization_config=COMPRESSED | dict(format="fakequant", config_groups={"group_0": group}))
+    _, scheme = without_quantization(glax.models.ModelConfig.of(values))
+    assert scheme == Scheme(((24, 40),))
+
+
+@pytest.mark.core
 def test_floats_of_4_bits_are_those_of_ml_dtypes():
     byte = np.arange(256, dtype=np.uint8)
     lower, upper = ((byte >> shift & 15).view(ml_dtypes.float4_e2m1fn) for shift in (0, 4))
@@ -231,6 +245,12 @@ def test_leading_axes_of_weights_number_matrices_of_their_own(leading, tmp_path)
             COMPRESSED | dict(config_groups={"a": dict(weights=dict(block_structure=[0, 8]))}),
             "quantization_config.config_groups.a.weights.block_structure=[0, 8]",
         ),
+        (
+            COMPRESSED | dict(moe_sparsity_config=dict(method="novice", num_experts=[3])),
+            "quantization_config.moe_sparsity_config={'method'",
+        ),
+        (COMPRESSED | dict(config_groups={"W8A8": ["Linear"]}), "quantization_config.config_groups.W8A8=['Linear']"),
+        (dict(quant_method="fp8", weight_block_size="0x8"), "quantization_config.weight_block_size='0x8'"),
         (dict(quant_method="fp8", weight_block_size=128), "quantization_config.weight_block_size=128 in config.json"),
         (
             COMPRESSED | dict(config_groups={"a": dict(weights=dict(num_bits=7))}),
