@@ -21,6 +21,7 @@ from glax.models.names import (
     TRANSFORMERS,
     Names,
     Rules,
+    one_of,
     outer_names,
     renamed,
 )
@@ -101,7 +102,7 @@ def attention_layers(options: Options, width: int, layers: int) -> dict[int, dic
 
 def softmax_names(layers: dict[int, dict]) -> Rules:
     """Return naming rules for the layers of softmax attention. They apply before the rules of the other mixer."""
-    return tuple(rule for layer in layers for rule in renamed(rf"{layer}\.attn", ATTENTION))
+    return renamed(rf"{one_of(layers)}\.attn", ATTENTION)
 
 
 def gated_mlp(options: Options, width: int, ratio: float, init: Callable) -> Callable[[Precision], SwiGLU]:

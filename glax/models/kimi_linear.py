@@ -14,7 +14,9 @@ from glax.models.names import (
     GATED_MLP,
     Layout,
     Names,
+    Rules,
     mixer_names,
+    one_of,
     outer_names,
     renamed,
     transposed,
@@ -231,16 +233,15 @@ def expert_arguments(
     return dict(inside=inside, best_groups=best, **found, **more), shared * inside
 
 
-def expert_names(mlps: list[str]) -> tuple[tuple[str, str], ...]:
+def expert_names(mlps: list[str]) -> Rules:
+    """Return rules for the parts of a `SparseMLP`. mlps: whether each layer's MLP is dense or sparse."""
     parts = (
         (r"router$", "gate.router"),
         (r"correction$", "gate.e_score_correction_bias"),
         (r"experts\.(?=\w+$)", "experts.*."),
         (r"shared\.", "shared_experts."),
     )
-    sparse = [layer for layer, kind in enumerate(mlps) if kind == SPARSE]
-    inner = tuple(
-        (rf"(\.{layer})\.mlp\.{old}", rf"\1.block_sparse_moe.{new}") for layer in sparse for old, new in parts
-    )
+    sparse = one_of(layer for layer, kind in enumerate(mlps) if kind == SPARSE)
+    inner = tuple((rf"(\.{sparse})\.mlp\.{old}", rf"\1.block_sparse_moe.{new}") for old, new in parts)
     below = tuple((rf"(\.shared_experts)\.{old}(?=\.)", rf"\1.{new}") for old, new in GATED_MLP.items())
     return (*inner, *below)

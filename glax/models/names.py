@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -129,13 +129,21 @@ def stored_names(name: str, param: nnx.Param | np.ndarray | jax.Array) -> list[s
     return [name.replace("*", str(i)) for i in range(param.shape[0])] if "*" in name else [name]
 
 
+def one_of(layers: Iterable[int]) -> str:
+    """Return a pattern that matches the number of one of `layers`, and no part of another number; nothing for no layers."""
+    numbers = "|".join(map(str, layers))
+    return rf"\b(?:{numbers})\b" if numbers else "(?!)"
+
+
 def mixer_names(kinds: Sequence[str], tables: Mapping[str, tuple[str, Mapping[str, str]]], part: str = "attn") -> Rules:
     """Return rules for the mixer `part` of each block. tables: by the kind of a block, the mixer's name in the checkpoint and the
     names of its parts."""
     rules: list[tuple[str, str]] = []
-    for layer, kind in enumerate(kinds):
+    # Every path passes every rule: with rules for each layer, names would cost the square of the number of layers.
+    for kind in dict.fromkeys(kinds):
         name, table = tables[kind]
-        rules += (*renamed(rf"{layer}\.{part}", table), (rf"(\.{layer})\.{part}(?=\.)", rf"\1.{name}"))
+        layers = one_of(layer for layer, other in enumerate(kinds) if other == kind)
+        rules += (*renamed(rf"{layers}\.{part}", table), (rf"(\.{layers})\.{part}(?=\.)", rf"\1.{name}"))
     return tuple(rules)
 
 

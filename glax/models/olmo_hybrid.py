@@ -25,6 +25,7 @@ from glax.models.names import (
     NORMED_ATTENTION,
     Names,
     mixer_names,
+    one_of,
     outer_names,
     renamed,
 )
@@ -123,11 +124,11 @@ def olmo_hybrid(config: ModelConfig, precision: Precision) -> CausalLM:
 
     blocks = [linear_block() if kind == LINEAR else softmax_block() for kind in kinds]
     rules = [*mixer_names(kinds, MIXERS), *renamed("mlp", GATED_MLP)]
-    for layer, kind in enumerate(kinds):
-        attn_norm, mlp_norm = NORMS[kind]
+    for kind, (attn_norm, mlp_norm) in NORMS.items():
+        layers = one_of(layer for layer, other in enumerate(kinds) if other == kind)
         rules += [
-            (rf"(\.{layer})\.attn_norm\.", rf"\1.{attn_norm}."),
-            (rf"(\.{layer})\.mlp_norm\.", rf"\1.{mlp_norm}."),
+            (rf"(\.{layers})\.attn_norm\.", rf"\1.{attn_norm}."),
+            (rf"(\.{layers})\.mlp_norm\.", rf"\1.{mlp_norm}."),
         ]
     # transformers saves the rows of its one filter in three equal parts, whatever the widths of q, k and v are.
     names = Names(

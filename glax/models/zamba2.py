@@ -19,7 +19,7 @@ from glax.models.hybrids import (
 )
 from glax.models.mamba2 import first_steps
 from glax.models.model import CausalLM, Precision, outer_options
-from glax.models.names import ATTENTION, MAMBA, Names, outer_names, renamed
+from glax.models.names import ATTENTION, MAMBA, Names, one_of, outer_names, renamed
 from glax.models.rope import rotation
 from glax.nn import Attention, Mamba2, RMSNorm
 from glax.nn.parts import EMBED, HEADS, MLP, linear
@@ -285,9 +285,9 @@ def names_of(uses: list[int | None]) -> Names:
                 leaf = rf"{name}\.{part}\."
                 rules.append((rf"^blocks\.{layer}\.adapters\.{leaf}", f"{prefix}.{stored}.{number}.{place}."))
                 rules.append((rf"^blocks\.{layer}\.unread\.(\d+)\.{leaf}", rf"{prefix}.{stored}.\1.{place}."))
-        rules.append((rf"^blocks\.{layer}\.(?=mamba|mixer_norm)", f"blocks.{layer}.mamba_decoder."))
         if layer != first:  # a copy, which the model's own code also replaces by the first
             ignored.append(rf"^model\.layers\.{layer}\.shared_transformer\.")
+    rules.append((rf"^(blocks\.{one_of(hybrids)})\.(?=mamba|mixer_norm)", r"\1.mamba_decoder."))
     for use in sorted({use for use in uses if use is not None}):
         rules.append((rf"^shared\.{use}\.", f"model.layers.{uses.index(use)}.shared_transformer."))
     return Names((*rules, *OUTER), ignored=tuple(ignored))
