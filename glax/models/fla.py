@@ -10,7 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from glax.models.attention_residual import AttentionResidual
+from glax.models.attention_residual import (
+    AttentionResidual,
+    AttentionResidualBlock,
+    AttentionResidualLM,
+    opened_groups,
+    residual_names,
+)
 from glax.models.config import ModelConfig, Options, exact_width, rounded_width
 from glax.models.model import Block, CausalLM, Precision, outer_options
 from glax.models.names import (
@@ -44,6 +50,7 @@ from glax.nn import (
     SwiGLU,
 )
 from glax.nn.delta import QK_ACTIVATIONS, QK_NORMS
+from glax.nn.layer import Layer
 from glax.nn.parts import EMBED, parameter
 from glax.nn.passes import Rows
 
@@ -55,8 +62,7 @@ GATES = OUTPUT_GATE | {"gate_bias": "gk_proj.1.bias", "gate_down": "gk_proj.0", 
 OUTER = (
     *outer_names("model.embeddings", attn_norm="attn_norm", mlp_norm="mlp_norm"),
     (r"^lower_bounds$", "model.lower_bounds"),
-    (r"^res\.", "model.res_"),
-    (r"_res\.(?=proj|norm)", "_res_"),
+    *residual_names("model.res", "attn_res", "mlp_res"),
 )
 
 
@@ -166,30 +172,44 @@ def assemble(
     *,
     ratio: int = 4,
     layers: int = 24,
-    build: type["FLAModel"] | None = None,
+    build: type[AttentionResidualLM] = AttentionResidualLM,
     float32: tuple[str, ...] = (r"\.g_norm\.weight$",),
     **more,
 ) -> CausalLM:
     """Return a model of pre-norm blocks. A block has the layer `mixer`, or softmax attention in the layers of `attn`, and a gated
-    MLP. mixer: a layer of `glax.nn` with its width and its arguments but the precision. float32: as in `Names`."""
+    MLP. mixer: a layer of `glax.nn` with its width and its arguments but the precision. float32: as in `Names`. build, more: the
+    class of the model, and its own arguments."""
     width, layers = mixer.args[0], options.integer("num_hidden_layers", layers)
     outer, init = outer_options(options, precision, 32000)
-    norm: dict[str, Any] = dict(epsilon=options.number("norm_eps", 1e-6, least=0), param_dtype=precision.param_dtype)
+    eps = options.number("norm_eps", 1e-6, least=0)
     mlp, softmax = gated_mlp(options, width, ratio, init), attention_layers(options, width, layers)
-    residuals = options.integer("attnres_block_size", None, optional=True)
-    if residuals is not None and residuals != 1 and residuals % 2:
+    size = options.integer("attnres_block_size", None, optional=True)  # of a group of sublayers
+    if size is not None and size != 1 and size % 2:
         raise options.unsupported("attnres_block_size", "it must be 1 or even")
     options.finish()
-    build = FLAModel if build is None else build
-    blocks = []
-    for layer in range(layers):
-        given: dict[str, Any] = dict(kernel_init=init, **softmax.get(layer, {}), **precision.options)
-        attn = Attention(width, **given) if layer in softmax else mixer(**precision.options)
-        blocks.append(Block(RMSNorm(width, **norm), attn, RMSNorm(width, **norm), mlp(precision)))
+
+    norm = functools.partial(RMSNorm, width, epsilon=eps, param_dtype=precision.param_dtype)
+
+    def attn(layer: int) -> Layer:
+        if layer not in softmax:
+            return mixer(**precision.options)
+        return Attention(width, kernel_init=init, **softmax[layer], **precision.options)
+
+    def residual() -> AttentionResidual:
+        return AttentionResidual(width, norm_eps=eps, kernel_init=nnx.initializers.zeros, **precision.options)
+
+    def block(layer: int) -> Block | AttentionResidualBlock:
+        if size is None:
+            return Block(norm(), attn(layer), norm(), mlp(precision))
+        opens = opened_groups(layer, size)
+        return AttentionResidualBlock(
+            residual(), norm(), attn(layer), residual(), norm(), mlp(precision), opens_groups=opens
+        )
+
+    blocks = [block(layer) for layer in range(layers)]
     rules = (*softmax_names(softmax), *renamed("attn", ATTENTION | names), *renamed("mlp", GATED_MLP), *OUTER)
-    more |= dict(residuals=residuals, norm_eps=norm["epsilon"])
-    wide = Names(rules, float32=float32)
-    return build(config, blocks, RMSNorm(width, **norm), wide, width=width, **outer, **more)
+    more |= dict(output_residual=None if size is None else residual())
+    return build(config, blocks, norm(), Names(rules, float32=float32), width=width, **outer, **more)
 
 
 # ---- the types -------------------------------------------------------------------------------------------------------
@@ -297,53 +317,7 @@ def hgrn2(config: ModelConfig, precision: Precision) -> CausalLM:
     return assemble(options, config, precision, mixer, names, build=HGRN, bounded=width if bounded else None)
 
 
-class FLAModel(CausalLM):
-    """A model whose sublayers read a mixture of the outputs of all earlier sublayers, if the config has `attnres_block_size`.
-
-    residuals: how many consecutive sublayers are summed to one source of the mixtures. Nothing reads the mixture of the first
-    sublayer, as in fla.
-    """
-
-    def __init__(self, *args, residuals: int | None, norm_eps: float, **options):
-        super().__init__(*args, **options)
-        self.residuals = residuals
-        if residuals is not None:
-            zeros, given = nnx.initializers.zeros, options["precision"].options
-            residual = functools.partial(AttentionResidual, self.width, norm_eps=norm_eps, kernel_init=zeros, **given)
-            for block in self.blocks:
-                block.attn_res, block.mlp_res = residual(), residual()
-            self.res = residual()
-
-    def cannot_scan(self) -> str | None:
-        return (
-            None if self.residuals is None else "with attnres_block_size a layer reads the outputs of all earlier ones"
-        )
-
-    def through(self, x: Array, states: list[dict], rows: Rows) -> tuple[Array, list[dict]]:
-        if (size := self.residuals) is None:
-            return super().through(x, states, rows)
-        sources, written, after = [x], None, []  # written: the sum of the sublayers since the last source
-
-        def mixed(mixture: AttentionResidual, sublayer: int):
-            nonlocal sources, written
-            if written is None:
-                return mixture(sources) if len(sources) > 1 else sources[0]
-            read = [*sources, written]
-            if sublayer % size == 0:
-                sources, written = read, None
-            return mixture(read)
-
-        for i, (block, state) in enumerate(zip(self.blocks, states, strict=True)):
-            h = block.attn_norm(mixed(block.attn_res, 2 * i))
-            y, state = self.rematerialised(block.attn.mix, rows)(h, state, *self.arguments(i))
-            written = y if written is None else written + y
-            y = block.mlp(block.mlp_norm(mixed(block.mlp_res, 2 * i + 1)))
-            written = y if written is None else written + y
-            after.append(state)
-        return self.res([*sources, written]), after
-
-
-class HGRN(FLAModel):
+class HGRN(AttentionResidualLM):
     """A model whose decays have lower bounds that grow with depth: the cumulative sum of a softmax over the layers.
 
     bounded: the number of bounds of a layer, or None for no bounds.

@@ -6,10 +6,14 @@ import functools
 from typing import Any
 
 import numpy as np
-from flax import nnx
-from jaxtyping import Array, Int
 
-from glax.models.attention_residual import AttentionResidual
+from glax.models.attention_residual import (
+    AttentionResidual,
+    AttentionResidualBlock,
+    AttentionResidualLM,
+    opened_groups,
+    residual_names,
+)
 from glax.models.config import ModelConfig, Options
 from glax.models.hybrids import LINEAR, SOFTMAX, TRAINING, hidden_act
 from glax.models.kimi_linear import (
@@ -27,12 +31,11 @@ from glax.models.kimi_linear import (
     latent_arguments,
     linear_options,
 )
-from glax.models.model import Block, CausalLM, Mixing, Precision, outer_options
+from glax.models.model import Block, CausalLM, Precision, outer_options
 from glax.models.names import GATED_MLP, Names, mixer_names, outer_names, renamed, transposed, transposed_layouts
 from glax.nn import KimiDeltaAttention, MultiHeadLatentAttention, RMSNorm, SwiGLU
 from glax.nn.layer import Layer
 from glax.nn.mlp import SparseMLP
-from glax.nn.passes import Rows
 
 # Options that Kimi-Linear's config does not have. Text models of either are of model_type "kimi_linear".
 K3_OPTIONS = ("attn_res_block_size", "mla_use_output_gate", "routed_expert_hidden_size")
@@ -52,57 +55,6 @@ LATENT_EXPERTS = tuple(
     (rf"\.mlp\.{old}\.", f".block_sparse_moe.routed_expert_{new}.")
     for old, new in (("into", "down_proj"), ("out_norm", "norm"), ("out_of", "up_proj"))
 )
-
-
-class AttentionResidualBlock(nnx.Module):
-    """Compute a mixer and an MLP, each of which reads an `AttentionResidual` over the sums of the groups of layers so far and x,
-    the sum of its own group. `mix` takes a pair: x [*rows, D], and the sums of whole groups, a tuple of [*rows, D].
-
-    opens_group: whether a group of layers begins here: x is then the sum of a whole group, and the mixer's output begins another.
-    """
-
-    def __init__(
-        self,
-        attn_residual: AttentionResidual,
-        attn_norm: Any,
-        attn: Mixing,
-        mlp_residual: AttentionResidual,
-        mlp_norm: Any,
-        mlp: Any,
-        *,
-        opens_group: bool,
-    ):
-        self.attn_residual, self.attn_norm, self.attn = attn_residual, attn_norm, attn
-        self.mlp_residual, self.mlp_norm, self.mlp, self.opens_group = mlp_residual, mlp_norm, mlp, opens_group
-
-    def empty_state(self, batch: int, max_length: int | None) -> dict:
-        return self.attn.empty_state(batch, max_length)
-
-    def mix(self, pair: tuple[Array, tuple[Array, ...]], state: dict, rows: Rows):
-        x, sums = pair
-        read = self.attn_residual([*sums, x]) if sums else x  # the first layer reads the embedding
-        y, after = self.attn.mix(self.attn_norm(read), state, rows)
-        x, sums = (y, (*sums, x)) if self.opens_group else (x + y, sums)
-        read = self.mlp_residual([*sums, x])
-        return (x + self.mlp(self.mlp_norm(read)), sums), dict(after)
-
-
-class AttentionResidualLM(CausalLM):
-    """A CausalLM of `AttentionResidualBlock`s, whose norm reads an `AttentionResidual` over the sums of all groups of layers."""
-
-    def __init__(self, *args, output_residual: AttentionResidual, **options):
-        super().__init__(*args, **options)
-        self.output_residual = output_residual
-
-    def begin(self, tokens: Int[Array, "*rows"], rows: Rows) -> tuple[Array, tuple]:
-        return super().begin(tokens, rows), ()
-
-    def through(self, x: tuple[Array, tuple], states: list[dict], rows: Rows) -> tuple[Array, list[dict]]:
-        (last, sums), states = super().through(x, states, rows)
-        return self.output_residual([*sums, last]), states
-
-    def cannot_scan(self) -> str | None:
-        return "layers read the sums of all groups of layers before them"
 
 
 def kimi_k3(config: ModelConfig, precision: Precision) -> CausalLM:
@@ -176,17 +128,17 @@ def language_model(config: ModelConfig, options: KimiOptions, precision: Precisi
     def residual() -> AttentionResidual:
         return AttentionResidual(width, norm_eps=eps, **common)
 
+    def block(layer: int) -> Block | AttentionResidualBlock:
+        if every is None:
+            return Block(norm(), mixer(kinds[layer]), norm(), mlp(mlps[layer]))
+        opens = opened_groups(layer, 2 * every)  # the config counts layers, of two sublayers each
+        parts = residual(), norm(), mixer(kinds[layer]), residual(), norm(), mlp(mlps[layer])
+        return AttentionResidualBlock(*parts, opens_groups=opens)
+
     names = names_of(kinds, mlps, sizes["num_heads"], latent["query_rank"] is None, low_rank, prefix)
-    if every is None:
-        plain = [Block(norm(), mixer(kind), norm(), mlp(of)) for kind, of in zip(kinds, mlps, strict=True)]
-        return CausalLM(config, plain, norm(), names, width=width, **outer)
-    blocks = [
-        AttentionResidualBlock(
-            residual(), norm(), mixer(kind), residual(), norm(), mlp(of), opens_group=layer % every == 0
-        )
-        for layer, (kind, of) in enumerate(zip(kinds, mlps, strict=True))
-    ]
-    return AttentionResidualLM(config, blocks, norm(), names, width=width, output_residual=residual(), **outer)
+    blocks = [block(layer) for layer in range(layers)]
+    outer |= dict(output_residual=None if every is None else residual())
+    return AttentionResidualLM(config, blocks, norm(), names, width=width, **outer)
 
 
 def activation_of(options: Options) -> tuple[str, tuple[float, float | None] | None]:
@@ -245,13 +197,7 @@ def names_of(kinds: list[str], mlps: list[str], heads: int, is_whole_query: bool
     query = {"query": "q_proj" if is_whole_query else "q_b_proj", "gate": "g_proj"}
     mixers = {LINEAR: ("self_attn", DELTA | gates), SOFTMAX: ("self_attn", LATENT | query)}
     model = f"{prefix}model"
-    residuals = tuple(
-        (rf"{here}_residual\.{old}\.", f"{there}_{new}.")
-        for here, there in (
-            (r"^output", f"{model}.output_attn"), (r"\.attn", ".self_attention"), (r"\.mlp", ".mlp")
-        )
-        for old, new in (("norm", "res_norm"), ("proj", "res_proj"))
-    )  # fmt: skip
+    residuals = residual_names(f"{model}.output_attn_res", "self_attention_res", "mlp_res")
     outer = outer_names(*(f"{model}.{name}" for name in ("embed_tokens", "layers", "norm")))
     aliases = ((r"^(?=(model|lm_head)\.)", PREFIX),) if prefix else ((rf"^{PREFIX}".replace(".", r"\."), ""),)
     return Names(

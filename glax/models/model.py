@@ -106,7 +106,6 @@ class CausalLM(nnx.Module):
     True
     """
 
-    res: Any  # the mixture before the head, where `glax.models.fla` has set one
     # The sharding of rows [B, T, width] between blocks; None leaves it to the compiler.
     activations: NamedSharding | None
     # The patterns that `glax.models.layer_scan` has stacked the blocks by; None for one block for each layer.

@@ -110,7 +110,8 @@ def test_values_and_gradients_are_those_of_layers_one_by_one(model, dtype, compi
     ("model", "why"),
     [
         ("zamba2", "its hybrid layers share blocks"),
-        ("gla_attnres", "with attnres_block_size a layer reads the outputs of all earlier ones"),
+        ("gla_attnres", "with attention residuals a layer reads the outputs of all earlier ones"),
+        ("kimi_k3", "with attention residuals a layer reads the outputs of all earlier ones"),
         ("minimax", "no two layers that follow one another have one form"),
     ],
 )
