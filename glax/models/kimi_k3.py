@@ -3,6 +3,7 @@ attention over the sums that blocks of layers have left, in place of residuals."
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,11 @@ EXPERT_KEYS = {
     "count": "num_experts", "top_k": "num_experts_per_token", "groups": "num_expert_group", "shared": "num_shared_experts",
     "normalize": "moe_renormalize",
 }  # fmt: skip
+# Options that a model without experts may have.
+EXPERT_OPTIONS = (
+    *EXPERT_KEYS.values(), "latent_moe_use_norm", "moe_intermediate_size", "moe_router_activation_func",
+    "routed_expert_hidden_size", "routed_scaling_factor", "topk_group",
+)  # fmt: skip
 # Its own code reads them, and they change nothing that it computes.
 IGNORED = (
     "head_dim", "max_position_embeddings", "num_nextn_predict_layers", "rope_parameters", "rope_scaling", "rope_theta",
@@ -65,7 +71,7 @@ def kimi_k3(config: ModelConfig, precision: Precision) -> CausalLM:
     """
     outermost = KimiOptions(config.values)
     options = outermost.model("text_config", "kimi_k3_text")
-    model = language_model(config, options, precision, PREFIX)
+    model = language_model(config, options, precision, is_whole=True)
     # Whether embeddings are tied, the language model's own config says.
     outermost.ignore("tie_word_embeddings", "vision_config")
     outermost.finish()
@@ -81,24 +87,17 @@ def kimi_text(config: ModelConfig, precision: Precision) -> CausalLM:
     values = config.values
     if values.get("hidden_act") != "situ" and all(values.get(key) is None for key in K3_OPTIONS):
         return kimi_linear(config, precision)
-    return language_model(config, KimiOptions(values, code="kimi_k3_text"), precision, "")
+    return language_model(config, KimiOptions(values, code="kimi_k3_text"), precision, is_whole=False)
 
 
-def language_model(config: ModelConfig, options: KimiOptions, precision: Precision, prefix: str) -> CausalLM:
-    """Return the model. prefix: before the names of its tensors."""
+def language_model(config: ModelConfig, options: KimiOptions, precision: Precision, *, is_whole: bool) -> CausalLM:
+    """Return the language model of these options. is_whole: whether its folders hold the whole model, with a vision tower, or
+    the language model alone, under shorter names."""
     width, layers = options.integer("hidden_size", 4096), options.integer("num_hidden_layers", 32)
     outer, init = outer_options(options, precision, 163840, pad=0)
     eps = options.number("rms_norm_eps", 1e-6, least=0)
     act, situ = activation_of(options)
-    inner = linear_options(options)
-    if len([key for key in ("full_attn_layers", "kda_layers") if inner.values.get(key) is None]) == 1:
-        raise options.unsupported("linear_attn_config", "full_attn_layers and kda_layers must come together")
-    sizes, kinds = delta_arguments(options, inner, layers)
-    bound = inner.number("gate_lower_bound", None, optional=True)
-    if bound is not None and bound >= 0:
-        raise options.unsupported("linear_attn_config", "gate_lower_bound must be below 0")
-    low_rank = not inner.flag("use_full_rank_gate", False)
-    inner.finish()
+    delta, kinds = gated_delta_arguments(options, layers)
     latent = latent_arguments(options)
     options.choice("mla_use_nope", False, (True,))
     has_gate = options.flag("mla_use_output_gate", False)
@@ -117,8 +116,7 @@ def language_model(config: ModelConfig, options: KimiOptions, precision: Precisi
         if kind == SOFTMAX:
             more = dict(theta=None, norm_eps=LATENT_NORM_EPS, gated=has_gate)
             return MultiHeadLatentAttention(width, **more, **latent, **common)
-        gate: dict[str, Any] = dict(lower_bound=bound, gate_bias=False, low_rank_output=low_rank)
-        return KimiDeltaAttention(width, norm_eps=eps, filter_init=init, **gate, **sizes, **common)
+        return KimiDeltaAttention(width, norm_eps=eps, gate_bias=False, filter_init=init, **delta, **common)
 
     def mlp(kind: str) -> SwiGLU | SparseMLP:
         if kind == DENSE:
@@ -135,7 +133,7 @@ def language_model(config: ModelConfig, options: KimiOptions, precision: Precisi
         parts = residual(), norm(), mixer(kinds[layer]), residual(), norm(), mlp(mlps[layer])
         return AttentionResidualBlock(*parts, opens_groups=opens)
 
-    names = names_of(kinds, mlps, sizes["num_heads"], latent["query_rank"] is None, low_rank, prefix)
+    names = names_of(kinds, mlps, delta, latent["query_rank"], is_whole)
     blocks = [block(layer) for layer in range(layers)]
     outer |= dict(output_residual=None if every is None else residual())
     return AttentionResidualLM(config, blocks, norm(), names, width=width, **outer)
@@ -151,14 +149,28 @@ def activation_of(options: Options) -> tuple[str, tuple[float, float | None] | N
     return hidden_act(options), None
 
 
+def gated_delta_arguments(options: Options, layers: int) -> tuple[dict[str, Any], list[str]]:
+    """Return the arguments of KimiDeltaAttention with those of its gates, and the kind of each layer."""
+    inner = linear_options(options)
+    for key, other in (("full_attn_layers", "kda_layers"), ("kda_layers", "full_attn_layers")):
+        if inner.values.get(key) is None and inner.values.get(other) is not None:
+            raise inner.unsupported(key, f"it must come with {other}")
+    delta, kinds = delta_arguments(options, inner, layers)
+    bound = inner.number("gate_lower_bound", None, optional=True)
+    if bound is not None and bound >= 0:
+        raise inner.unsupported("gate_lower_bound", "it must be null or below 0")
+    delta |= dict(lower_bound=bound, low_rank_output=not inner.flag("use_full_rank_gate", False))
+    inner.finish()
+    return delta, kinds
+
+
 def mlp_kinds_by_frequency(options: Options, layers: int) -> list[str]:
     """Return whether each MLP is dense or sparse: every `moe_layer_freq`-th has experts, but for the first ones."""
     first, every = options.integer("first_k_dense_replace", 0, least=0), options.integer("moe_layer_freq", 1)
     has_experts = options.values.get("num_experts") is not None
     kinds = [SPARSE if has_experts and layer >= first and layer % every == 0 else DENSE for layer in range(layers)]
     if SPARSE not in kinds:
-        options.ignore(*EXPERT_KEYS.values(), "moe_intermediate_size", "routed_scaling_factor", "topk_group")
-        options.ignore("latent_moe_use_norm", "moe_router_activation_func", "routed_expert_hidden_size")
+        options.ignore(*EXPERT_OPTIONS)
     return kinds
 
 
@@ -175,13 +187,17 @@ def sparse_arguments(options: KimiOptions, eps: float) -> tuple[dict[str, Any], 
 
 
 def padded_rates(x: np.ndarray) -> np.ndarray:
-    """Return A_log [H] with zeros up to a multiple of 128, as the published files have it."""
+    """Return A_log [H] as the published files hold it: with zeros behind it, up to a multiple of 128 numbers."""
     return np.pad(x, (0, -len(x) % 128))
 
 
 @dataclasses.dataclass(frozen=True)
 class UnpaddedRates:
-    """Return A_log [H] of a file. Raises ValueError unless zeros stand behind it. Equal for equal models, as a partial is not."""
+    """Return A_log [H] of a file's tensor: it holds the rates of H = `heads` heads, and zeros behind them, which published files
+    have up to a multiple of 128 numbers. Raises ValueError for other numbers behind them, which would be the rates of more heads.
+
+    Two with equal `heads` are equal. Partials of a function would not be, and then equal models would have unequal graphs.
+    """
 
     heads: int
 
@@ -191,15 +207,21 @@ class UnpaddedRates:
         return x[: self.heads]
 
 
-def names_of(kinds: list[str], mlps: list[str], heads: int, is_whole_query: bool, low_rank: bool, prefix: str) -> Names:
-    """Return the names of the tensors. is_whole_query, low_rank: whether queries have one matrix, and output gates two."""
-    gates = {} if low_rank else {"output_gate_up": "g_proj"}
-    query = {"query": "q_proj" if is_whole_query else "q_b_proj", "gate": "g_proj"}
+def names_of(kinds: list[str], mlps: list[str], delta: dict[str, Any], query_rank: int | None, is_whole: bool) -> Names:
+    """Return the names of the tensors.
+
+    kinds, mlps: for each layer the kind of its mixer, and whether its MLP is dense or sparse. delta: the arguments of
+    KimiDeltaAttention. query_rank: as of MultiHeadLatentAttention. is_whole: as in `language_model`.
+    """
+    gates = {} if delta["low_rank_output"] else {"output_gate_up": "g_proj"}
+    query = {"query": "q_proj" if query_rank is None else "q_b_proj", "gate": "g_proj"}
     mixers = {LINEAR: ("self_attn", DELTA | gates), SOFTMAX: ("self_attn", LATENT | query)}
+    prefix = PREFIX if is_whole else ""
     model = f"{prefix}model"
     residuals = residual_names(f"{model}.output_attn_res", "self_attention_res", "mlp_res")
     outer = outer_names(*(f"{model}.{name}" for name in ("embed_tokens", "layers", "norm")))
-    aliases = ((r"^(?=(model|lm_head)\.)", PREFIX),) if prefix else ((rf"^{PREFIX}".replace(".", r"\."), ""),)
+    # A config of either kind may lie beside the files of the other.
+    longer, shorter = (r"^(?=(model|lm_head)\.)", PREFIX), (rf"^{re.escape(PREFIX)}", "")
     return Names(
         (
             *mixer_names(kinds, mixers), *renamed("mlp", GATED_MLP), *expert_names(mlps), *LATENT_EXPERTS, *residuals, *outer,
@@ -208,9 +230,9 @@ def names_of(kinds: list[str], mlps: list[str], heads: int, is_whole_query: bool
         layouts=(
             *transposed_layouts("router"),
             *((old, (f"{new}.weight", transposed, transposed)) for old, new in EXPERTS.items()),
-            ("A_log", ("A_log", padded_rates, UnpaddedRates(heads))),
+            ("A_log", ("A_log", padded_rates, UnpaddedRates(delta["num_heads"]))),
         ),
-        aliases=aliases,
+        aliases=(longer if is_whole else shorter,),
         others=OTHERS,
         float32=FLOAT32,
     )  # fmt: skip

@@ -139,9 +139,8 @@ def delta_arguments(options: Options, inner: Options, layers: int) -> tuple[dict
     if None not in listed:
         softmax, linear = ([layer - 1 for layer in given] if are_numbers(given) else None for given in listed)
         if softmax is None or linear is None or sorted(softmax + linear) != list(range(layers)):
-            raise options.unsupported(
-                "linear_attn_config", f"its lists must hold each of the layers 1 to {layers} once"
-            )
+            why = f"it and full_attn_layers={listed[0]!r} must hold each of the layers 1 to {layers} once"
+            raise inner.unsupported("kda_layers", why)
         usual = [SOFTMAX if layer in softmax else LINEAR for layer in range(layers)]
     kinds = layer_kinds(options, ("layer_types",), layers, usual)
     return sizes, kinds
