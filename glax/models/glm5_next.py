@@ -50,6 +50,7 @@ INDEXER = {
     "query": "wq_b", "key": "wk", "key_norm": "k_norm", "weights": "weights_proj", "position_bias": "index_kpool_compress_ape",
     "pooling": "index_kpool_compress_gate",
 }  # fmt: skip
+# The names of `Streams`: hc stands for hyper-connections.
 STREAMS = tuple(
     (rf"\.{here}_streams\.{part}$", f".hc_{there}_{part}")
     for here, there in (("attn", "attn"), ("mlp", "ffn"))
@@ -61,7 +62,7 @@ EXPERTS = {
     "shared": "n_shared_experts",
     "normalize": "norm_topk_prob",
 }
-PREFIX = "model.language_model"
+PREFIX = "model.language_model"  # before the names of the language model: a folder has a vision tower too
 MLPS = (
     *renamed("mlp", GATED_MLP),
     (r"\.mlp\.router$", ".mlp.gate.router"),
@@ -89,13 +90,15 @@ class IndexInputs(NamedTuple):
 
 
 class Indexer(nnx.Module):
-    """Compute the `IndexInputs` of a `glax.nn.choice.Choice` from x and the latent c of its query:
+    """Compute the `IndexInputs` of a `glax.nn.choice.Choice` from x [*rows, width] and the latent c [*rows, rank] of its query:
 
         index_query_t = W_q c_t  [H, D]                    index_key_t = [LayerNorm(W_k x_t), W_g x_t]  [2 D]
         index_weight_t = W_w x_t / sqrt(H D)  [H]
 
-    query, key, pooling and weights hold W_q, W_k, W_g and W_w. `pooled` adds position_bias [block_size, D] by the position in a
-    block.
+    query, key, pooling and weights hold W_q, W_k, W_g and W_w. heads: H. head_width: D. block_size: the tokens of a block.
+    `pooled` adds position_bias [block_size, D] by the position in a block.
+
+    Z.ai 2026, https://huggingface.co/zai-org/GLM-5.3-Flash.
     """
 
     def __init__(self, width: int, *, rank: int, heads: int, head_width: int, block_size: int, **options):
@@ -113,8 +116,13 @@ class Indexer(nnx.Module):
         return IndexInputs(query, jnp.concatenate([key, gate], -1), weight.astype(jnp.float32) * scale)
 
 
-def pooled(position_bias: Array, keys: Float[Array, "*rows size 2D"], _: Array) -> Float[Array, "*rows D"]:
-    """Return sum_s p_s k_s over the tokens s of a block, in each channel: keys = [k, g], p = softmax_s(g_s + position_bias_s)."""
+def pooled(
+    position_bias: Float[Array, "size D"], keys: Float[Array, "*rows size 2D"], _: Array
+) -> Float[Array, "*rows D"]:
+    """Return sum_s p_s k_s over the tokens s of a block, in each channel: keys = [k, g], p = softmax_s(g_s + position_bias_s).
+
+    It is `Choice.pool` behind its first argument. The last is the positions of blocks, on which nothing depends here.
+    """
     k, gate = jnp.split(keys, 2, axis=-1)
     share = jax.nn.softmax(gate.astype(jnp.float32) + position_bias.astype(jnp.float32), -2)
     return (share.astype(k.dtype) * k).astype(jnp.float32).sum(-2).astype(k.dtype)
@@ -125,7 +133,8 @@ class IndexedLatentAttention(MultiHeadLatentAttention):
     from what an `Indexer` computes and `pooled`.
 
     block_size, num_blocks: those of the choice. index_width: D of the `Indexer`. indexer: None for a layer that chooses as the
-    layer before it. The cache also holds `index` [N, max_length, 1, 2 D], the index keys.
+    layer before it, by that layer's index inputs. The cache also holds `index` [N, max_length, 1, 2 D], the index keys: a layer
+    without an indexer stores those of the layer before it again.
     """
 
     def __init__(
@@ -151,8 +160,11 @@ class IndexedLatentAttention(MultiHeadLatentAttention):
         index: IndexInputs | None,
         position_bias: Array | None,
     ) -> tuple[Array, State, IndexInputs]:
-        """Return y, the new state and the index inputs of the rows. index, position_bias: those of the layer before; a layer with
-        an indexer of its own does not use them."""
+        """Return y [*rows, width], the new state, and the index inputs of the rows.
+
+        index, position_bias [block_size, D]: those of the layer before; a layer with an indexer of its own does not use them.
+        Raises ValueError for a layer without an indexer if they are None.
+        """
         c = self.query_latent(x)
         if self.indexer is not None:
             index, position_bias = self.indexer(x, c), self.indexer.position_bias[...]
@@ -174,8 +186,11 @@ class Streams(nnx.Module):
         y = block(sum_n pre_n x_n)
         x_n' = post_n y + sum_m mixing_mn x_m
 
-    RMSNorm is over all streams. Sinkhorn divides columns and rows by their sums + eps, `iterations` times the columns. All is
-    float32.   Xie et al. 2025, https://arxiv.org/abs/2512.24880.
+    RMSNorm is over all streams together, without a scale. w_1 and w_2 are the first N numbers of w and the next N, w_3 is the
+    rest. Sinkhorn divides columns by their sums + eps, and then rows and columns in turn, until columns were divided
+    `iterations` times, but once at least. All is float32.   Xie et al. 2025, https://arxiv.org/abs/2512.24880.
+
+    width: D. count: N. norm_eps: the epsilon of RMSNorm. Parameters: fn [(2 + N) N, N D], base [(2 + N) N] and scale [3].
     """
 
     def __init__(self, width: int, count: int, *, iterations: int, eps: float, norm_eps: float, param_dtype, rngs):
@@ -191,6 +206,7 @@ class Streams(nnx.Module):
         flat = normalized(wide.reshape(*x.shape[:-2], -1), self.norm_eps)
         fn, base, scale = (param[...].astype(jnp.float32) for param in (self.fn, self.base, self.scale))
         w = jnp.matmul(flat, fn.T, precision=jax.lax.Precision.HIGHEST)
+        # One number scales all of w_1, one all of w_2, one all of w_3.
         scale = jnp.repeat(scale, np.array([count, count, count**2]), total_repeat_length=len(base))
         w = w * for_rows(w, scale) + for_rows(w, base)
         pre, post, mixing = jnp.split(w, [count, 2 * count], axis=-1)
@@ -206,6 +222,7 @@ class Streams(nnx.Module):
         return read.astype(x.dtype), (2 * jax.nn.sigmoid(post)).astype(x.dtype), mixing.astype(x.dtype)
 
     def divided(self, mixing: Float[Array, "*rows N N"], axis: int) -> Float[Array, "*rows N N"]:
+        """Return mixing, divided by its sums over `axis` + eps."""
         return mixing / (mixing.sum(axis, keepdims=True) + self.eps)
 
 
@@ -215,10 +232,11 @@ def written(x: Float[Array, "*rows N D"], y: Float[Array, "*rows D"], post: Arra
 
 
 class StreamBlock(nnx.Module):
-    """Compute a mixer and an MLP behind their norms, each of which reads and writes the streams by `Streams`. `mix` takes a pair:
-    the streams [*rows, N, D], and the `IndexInputs` of the block before, None where this block needs none; and then the
-    position_bias of that block's indexer, if this block has none. passes_index: whether the next block needs those of this
-    one."""
+    """Compute a mixer and an MLP behind their norms, each of which reads and writes the streams by `Streams`.
+
+    passes_index: whether the mixer of the next block chooses as this one, so that this block passes its `IndexInputs` on. Other
+    blocks pass None: a scan over layers needs pairs of one form.
+    """
 
     def __init__(
         self, attn_streams: Streams, attn_norm, attn: Mixing, mlp_streams: Streams, mlp_norm, mlp, passes_index: bool
@@ -233,6 +251,11 @@ class StreamBlock(nnx.Module):
     def mix(
         self, pair: tuple[Array, IndexInputs | None], state: dict, rows: Rows, position_bias: Array | None = None
     ) -> tuple[tuple[Array, IndexInputs | None], dict]:
+        """Return the pair for the next block, and the new state.
+
+        pair: the streams [*rows, N, D], and the index inputs that the block before passes on. position_bias: of the indexer
+        of that block, if this block's mixer has none.
+        """
         x, index = pair
         read, post, mixing = self.attn_streams(x)
         read = self.attn_norm(read)
@@ -259,6 +282,7 @@ class StreamLM(CausalLM):
         return jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], self.streams, x.shape[-1])), None
 
     def arguments(self, layer: int) -> tuple:
+        # The position bias is a parameter of the layer before, whose choice this one takes.
         return (self.blocks[layer - 1].attn.indexer.position_bias[...],) if layer in self.sharing else ()
 
     def cannot_scan(self) -> str | None:
@@ -363,12 +387,15 @@ def delta_options(options: Options) -> dict[str, Any]:
     sizes = delta_sizes(options, inner, 64)
     bound = options.number("linear_lower_bound", -5.0, optional=True)
     bound = inner.number("gate_lower_bound", bound, optional=True)
+    # As transformers' config has it: safe_gate counts where linear_attn_config is given, and asks for a bound.
     has_bound = inner.flag("safe_gate", True) and given is not None
     inner.finish()
     bound = -5.0 if bound is None and has_bound else bound
     if bound is not None and bound >= 0:
-        key = "linear_attn_config" if "gate_lower_bound" in inner.values else "linear_lower_bound"
-        raise options.unsupported(key, "the bound of log decays must be below 0")
+        is_inner = "gate_lower_bound" in inner.values
+        read, key = (inner, "gate_lower_bound") if is_inner else (options, "linear_lower_bound")
+        raise read.unsupported(key, "it must be null or below 0, as a bound of log decays")
+    # Rates start at 1 where log decays are bounded, as in the model's own code.
     return sizes | dict(lower_bound=bound, A_range=(1.0, 16.0) if bound is None else (1.0, 1.0))
 
 
@@ -389,10 +416,12 @@ def sharing_layers(options: Options, kinds: Sequence[str]) -> tuple[int, ...]:
     """Return the numbers of the layers of softmax attention that have no indexer: they take the choice of the layer before."""
     layers, every = len(kinds), max(options.integer("index_topk_freq", 1, least=0), 1)
     offset = options.integer("index_skip_topk_offset", 2, least=0)
+    # Without a list of kinds, each `every`-th layer has an indexer, and so have those before the offset.
     usual = [SHARED if max(layer - offset + 1, 0) % every else FULL for layer in range(layers)]
     pattern, key = options.take("index_topk_pattern", None), "indexer_types"
     if options.take(key, None) is None and pattern is not None:
         key = "index_topk_pattern"
+        # A pattern is a list, or a string with one letter for each layer.
         options.values[key] = list(pattern) if isinstance(pattern, str) else pattern
     found = layer_kinds(options, (key,), layers, usual, {FULL: FULL, SHARED: SHARED, "F": FULL, "S": SHARED})
     sharing = tuple(i for i, kind in enumerate(found) if kinds[i] == SOFTMAX and kind == SHARED)
@@ -403,6 +432,8 @@ def sharing_layers(options: Options, kinds: Sequence[str]) -> tuple[int, ...]:
 
 
 def names_of(kinds: Sequence[str], layers: int) -> Names:
+    """Return the names of the tensors. Files number the layer of multi-token prediction `layers`, behind the last: as the vision
+    tower it counts as another model."""
     query = {"query": "q_b_proj"} | {f"indexer.{old}": f"indexer.{new}" for old, new in INDEXER.items()}
     mixers = {LINEAR: ("self_attn", DELTA), SOFTMAX: ("self_attn", LATENT | query)}
     outer = outer_names(*(f"{PREFIX}.{name}" for name in ("embed_tokens", "layers", "norm")))

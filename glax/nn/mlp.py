@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -92,21 +93,28 @@ def gated_product(gate: Array, up: Array, act: Callable, limit: float | None, si
 
 
 def checked_situ(situ: Situ | None, limit: float | None, name: str, act: str) -> Situ | None:
-    """Return the numbers of `situ` as floats. name: of the argument `act`. Raises ValueError unless they are finite and above 0,
-    there is no limit, and the activation is SiLU, whose place they take."""
+    """Return situ = (b, c) as floats; None for None. name: of the argument `act`.
+
+    Raises ValueError, which names the argument, unless b and c are finite numbers above 0, or c is None. With a pair it also
+    raises one for a limit, and for an activation other than SiLU: the pair takes their place.
+    """
     if situ is None:
         return None
-    if not isinstance(situ, tuple | list) or len(situ) != 2 or not all(c is None or 0 < c < float("inf") for c in situ):
-        raise ValueError(
-            f"situ must be a pair of finite numbers above 0, of which the second may be None, got {situ!r}"
-        )
-    if situ[0] is None:
-        raise ValueError(f"situ must begin with a number, got {situ!r}")
+    is_pair = isinstance(situ, tuple | list) and len(situ) == 2
+    if not is_pair or not is_above_0(situ[0]) or not (situ[1] is None or is_above_0(situ[1])):
+        raise ValueError(f"situ must be a pair of finite numbers above 0, or of one and None, got {situ!r}")
     if limit is not None:
         raise ValueError(f"limit must be None with situ, got {limit}")
     if act not in ("swish", "silu"):
         raise ValueError(f"{name} must be 'swish' or 'silu' with situ, which takes its place, got {act!r}")
-    return float(situ[0]), None if situ[1] is None else float(situ[1])
+    b, c = situ
+    return float(b), None if c is None else float(c)
+
+
+def is_above_0(value: Any) -> bool:
+    """Return whether a value is a finite number above 0. Booleans are no numbers here."""
+    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    return is_number and bool(0 < value < float("inf"))
 
 
 def bounded(gate: Array, up: Array, limit: float | None) -> tuple[Array, Array]:
@@ -115,7 +123,8 @@ def bounded(gate: Array, up: Array, limit: float | None) -> tuple[Array, Array]:
 
 
 def powlu(x: Array, power: float = 3.0) -> Array:
-    positive = jnp.where(x > 0, x, 1.0)
+    """Return x^(power / (sqrt(x) + 1)) sigmoid(x) for x > 0, and SiLU elsewhere."""
+    positive = jnp.where(x > 0, x, 1.0)  # else the gradient of the branch that is not taken would be NaN
     above = positive ** (power / (jnp.sqrt(positive) + 1))
     return jnp.where(x > 0, above, x) * jax.nn.sigmoid(x)
 
@@ -163,7 +172,7 @@ def sigmoid_router(
     by_group = preferred.reshape(*preferred.shape[:-1], groups, preferred.shape[-1] // groups)
     best = jax.lax.top_k(by_group, min(2, by_group.shape[-1]))[0].sum(-1)
     _, picked = jax.lax.top_k(best, best_groups)
-    in_picked = jax.nn.one_hot(picked, groups, dtype=bool).any(1)
+    in_picked = jax.nn.one_hot(picked, groups, dtype=bool).any(1)  # [M, groups]
     preferred = jnp.where(in_picked[..., None], by_group, -jnp.inf).reshape(preferred.shape)
     _, experts = jax.lax.top_k(preferred, top_k)
     weights = jnp.take_along_axis(scores, experts, 1)

@@ -50,7 +50,10 @@ def test_layers_of_which_one_takes_the_choice_of_another_run_in_no_scan():
         (dict(indexer_types=None, index_topk_pattern="FS"), "text_config.index_topk_pattern="),
         (dict(indexer_types=None, index_topk_pattern="FX"), "text_config.index_topk_pattern="),
         (dict(linear_lower_bound=0.0), "text_config.linear_lower_bound=0.0 in config.json is not supported"),
-        (dict(linear_attn_config=dict(gate_lower_bound=1.0)), "the bound of log decays must be below 0"),
+        (
+            dict(linear_attn_config=dict(gate_lower_bound=1.0)),
+            "text_config.linear_attn_config.gate_lower_bound=1.0 in config.json is not supported",
+        ),
         (dict(linear_attn_config=dict(head_dim=0)), "text_config.linear_attn_config.head_dim in config.json must be"),
         (dict(swiglu_limit=0.0), "text_config.swiglu_limit in config.json must be above 0"),
         (dict(num_experts_per_tok=9), "text_config.num_experts_per_tok=9 in config.json is not supported"),

@@ -1,5 +1,6 @@
 """Kimi K3: its published tensors, its experts in MXFP4, and options that it cannot have."""
 
+import functools
 import json
 import pathlib
 import re
@@ -162,7 +163,13 @@ def test_experts_of_another_width_read_a_projection_and_their_sum_is_normalised(
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda rngs: nn.SwiGLU(8, 4, situ=(0.0, None), rngs=rngs), "situ must be a pair of finite numbers above 0"),
+        *(
+            (
+                functools.partial(nn.SwiGLU, 8, 4, situ=situ),
+                f"situ must be a pair of finite numbers above 0, or of one and None, got {situ!r}",
+            )
+            for situ in ((0.0, None), (None, 1.0), ("a", None), (1.0, float("inf")), (True, 1.0), (1.0,), 1.0)
+        ),
         (lambda rngs: nn.SwiGLU(8, 4, situ=(1.0, 1.0), limit=2.0, rngs=rngs), "limit must be None with situ, got 2.0"),
         (
             lambda rngs: nn.Experts(8, 4, 2, form="plain", situ=(1.0, 1.0), rngs=rngs),
@@ -179,11 +186,11 @@ def test_experts_of_another_width_read_a_projection_and_their_sum_is_normalised(
             "head_gated must be False with gated=True",
         ),
     ],
-    ids=range(5),
+    ids=range(11),
 )
 def test_arguments_that_exclude_each_other(make, text):
     with pytest.raises(ValueError, match=re.escape(text)):
-        make(nnx.Rngs(0))
+        make(rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(
