@@ -1,8 +1,8 @@
 """Compile the kernels of softmax attention without a GPU, and report the resources of each.
 
 python -m tests.triton_softmax_compile 90 "softmax256 bfloat16 256" prints a line of JSON per kernel of the forward and the
-gradient, in the form of `tests.triton_compile`. The last two words are a dtype and the width of heads. A first word that begins
-with "step" is a step over caches, or with "latent" over caches whose keys hold their values, with 64 other channels. With
+gradient, in the form of `tests.triton_compile`. The last two words are a dtype and the width of heads. With a first word that
+begins with "chosen", rows read blocks of as many keys as its number says, as in "chosen16". A first word that begins with "step" is a step over caches, or with "latent" over caches whose keys hold their values, with 64 other channels. With
 "many" in it 40 heads of q read one of k, and with "stored" the caches are float32.
 """
 
@@ -13,19 +13,20 @@ import sys
 import jax
 import jax.numpy as jnp
 
-from glax._src.kernels.common.softmax import SoftmaxOperands, StepOperands
+from glax._src.kernels.common.softmax import ReadBlocks, SoftmaxOperands, StepOperands
 from glax._src.kernels.triton import config, softmax, softmax_step
 from glax._src.kernels.triton.softmax_config import forward_config, gradient_config, step_config
 from tests.triton_compile import Launch, compiled, launches
 
 
-def shipped(dtype: str, width: int) -> list[Launch]:
-    """Return the launches of the heuristic configs."""
+def shipped(dtype: str, width: int, size: int | None) -> list[Launch]:
+    """Return the launches of the heuristic configs. size: of chosen blocks of keys."""
 
     def call():
         q, k, rows = (jnp.zeros((8, 2048, heads, width), dtype) for heads in (16, 4, 1))
         first = rows[:, :, 0, 0].astype(jnp.int32)
-        return SoftmaxOperands(q, k, k, first, first, None)
+        blocks = None if size is None else ReadBlocks(jnp.zeros((*first.shape, 5), jnp.int32), size)
+        return SoftmaxOperands(q, k, k, first, first, None, blocks)
 
     operands = jax.eval_shape(call)
     log_total = jax.ShapeDtypeStruct(operands.q.shape[:3], jnp.float32)
@@ -59,7 +60,8 @@ if __name__ == "__main__":
     for what in sys.argv[2:]:
         kind, dtype, width = what.split()
         is_step = kind.startswith(("step", "latent"))
-        found = step(kind, dtype, int(width)) if is_step else shipped(dtype, int(width))
+        size = re.fullmatch(r"chosen(\d+)", kind)
+        found = step(kind, dtype, int(width)) if is_step else shipped(dtype, int(width), size and int(size[1]))
         for each in found:
             usage = compiled(each, int(sys.argv[1]))
             matrix = sorted(set(re.findall(r"wgmma|mma\.sync|tcgen05\.mma", usage.ptx)))

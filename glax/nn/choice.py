@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from glax._src.core.recurrence import is_symbol
-from glax._src.kernels.common.softmax import Intervals, sequence_begins
-from glax._src.kernels.xla.softmax import ROWS, attend_masked
+from glax._src.kernels.common.softmax import Intervals, ReadBlocks, sequence_begins
+from glax._src.kernels.xla.softmax import attend_masked
+from glax._src.solve.softmax import attend_by_sequence, attend_in_blocks
 
-SCORES = 2**26  # scores of rows and keys that are formed at a time, unless those of one row are more
+SCORES = 2**26  # scores of rows and blocks that are formed at a time, unless those of one row are more
+ROWS = 128  # of one sequence of packed rows, whose scores are formed together
 LOWEST = float(jnp.finfo(jnp.float32).min)  # the least score of a whole block, above the -inf of the others
 
 
@@ -79,31 +81,32 @@ class Choice:
         index: the index keys of k. seen: the keys that a row sees, which begin with its sequence. begin: the first key of each
         key's sequence.
         """
-        (B, T, Hq, _), S = q.shape, k.shape[1]
-        if self.reads_all(S) or q.size == 0:
+        if self.reads_all(k.shape[1]) or q.size == 0:
             return attend_all()
 
         def attend_chosen() -> Array:
-            starts, block_of = blocks(begin, self.block_size)
-            position = starts - jnp.take_along_axis(begin, jnp.clip(starts, 0, S - 1), 1)
-            pooled = self.pooled(index, starts, position)
-            at_once, keys, values = min(T, max(1, SCORES // (B * S * Hq))), wide(k), wide(v)
-
-            def divided(x: Array, fill: int = 0) -> Array:  # [B, T, ...] as [T / at_once, B, at_once, ...]
-                x = jnp.pad(x, [(0, 0), (0, -T % at_once), *[(0, 0)] * (x.ndim - 2)], constant_values=fill)
-                return jnp.moveaxis(x.reshape(B, -1, at_once, *x.shape[2:]), 1, 0)
-
-            @jax.checkpoint
-            def of_rows(part):
-                queries, q, first, last = part
-                is_read = self.read_mask(queries, pooled, starts, block_of, Intervals(first, last))
-                return attend_masked(q, keys.astype(q.dtype), values.astype(q.dtype), is_read, scale)
-
-            queries = jax.tree.map(divided, self.index_queries(B, T))
-            o = jax.lax.map(of_rows, (queries, divided(q), divided(seen.first), divided(seen.last, -1)))
-            return jnp.moveaxis(o, 0, 1).reshape(B, -1, *o.shape[3:])[:, :T]
+            return attend_in_blocks(q, k, v, seen, scale, self.read_blocks(index, seen, begin))
 
         return jax.lax.cond((seen.last - seen.first).max() < self.max_unrestricted_length, attend_all, attend_chosen)
+
+    def read_blocks(self, index: Float[Array, "B S 1 E"], seen: Intervals, begin: Int[Array, "B S"]) -> ReadBlocks:
+        """Return which blocks of the keys that it sees each row reads. The arguments are those of `attend`."""
+        (B, T), S = seen.first.shape, index.shape[1]
+        starts = block_starts(begin, self.block_size)
+        position = starts - jnp.take_along_axis(begin, jnp.clip(starts, 0, S - 1), 1)
+        pooled, queries = self.pooled(index, starts, position), self.index_queries(B, T)
+        at_once = min(T, max(1, SCORES // (B * starts.shape[1] * queries.query.shape[2])))
+
+        def divided(x: Array, fill: int = 0) -> Array:  # [B, T, ...] as [T / at_once, B, at_once, ...]
+            x = jnp.pad(x, [(0, 0), (0, -T % at_once), *[(0, 0)] * (x.ndim - 2)], constant_values=fill)
+            return jnp.moveaxis(x.reshape(B, -1, at_once, *x.shape[2:]), 1, 0)
+
+        def of_rows(part):
+            queries, first, last = part
+            return self.words(queries, pooled, starts, Intervals(first, last))
+
+        words = jax.lax.map(of_rows, (jax.tree.map(divided, queries), divided(seen.first), divided(seen.last, -1)))
+        return ReadBlocks(jnp.moveaxis(words, 0, 1).reshape(B, -1, words.shape[-1])[:, :T], self.block_size)
 
     def attend_to_caches(
         self,
@@ -113,47 +116,46 @@ class Choice:
         v: Float[Array, "N L Hk V"],
         index: Float[Array, "N L 1 E"],
         place: Int[Array, "T"],
+        own: Int[Array, "T"],
         scale: float | None,
         cuts: Int[Array, "N+1"],
     ) -> Float[Array, "1 T Hq V"]:
         """Return what `attend` does, of packed rows over the caches of their sequences.
 
-        k, v, index: of the caches. place: the position of each row; -1 for one that reads nothing. cuts: the first row of each
-        sequence, and the end. Gradients of the caches are added in their dtype: prompts have none, and a wider copy of the caches
-        would take their memory twice more.
+        k, v, index: of the caches. place: the position of each row; -1 for one that reads nothing. own: its sequence. cuts: the
+        first row of each sequence, and the end.
         """
-        (_, T, Hq, _), (N, L) = q.shape, k.shape[:2]
+        N, L = k.shape[:2]
         if self.reads_all(L) or q.size == 0:
             return attend_all()
 
         def attend_chosen() -> Array:
-            starts, block_of = blocks(jnp.zeros((1, L), jnp.int32), self.block_size)
-            each = jnp.broadcast_to(starts, (N, starts.shape[1]))
-            pooled = self.pooled(index, each, each)
-            at_once = min(T, ROWS, max(1, SCORES // (L * Hq)))
-            begins = sequence_begins(cuts, T, at_once)  # of parts with rows of one sequence, and T
-            rows = begins[:-1, None] + jnp.arange(at_once)
-            is_own = rows < jnp.minimum(begins[1:, None], cuts[-1])
-            sequence = jnp.clip(jnp.searchsorted(cuts, begins[:-1], side="right") - 1, 0, N - 1)
-            queries = self.index_queries(1, T)
-
-            @jax.checkpoint
-            def of_rows(part):
-                rows, is_own, n = part
-                at = jnp.where(is_own, rows, 0)
-                last = jnp.where(is_own, place[at], -1)[None]
-                seen, own = Intervals(jnp.zeros_like(last), last), jax.tree.map(lambda x: x[:, at], queries)
-                is_read = self.read_mask(own, pooled[n][None], starts, block_of, seen)
-                keys, values = (x[n][None].astype(q.dtype) for x in (k, v))
-                return attend_masked(q[:, at], keys, values, is_read, scale)[0]
-
-            o = jax.lax.map(of_rows, (rows, is_own, sequence))
-            places = jnp.arange(T)
-            part = jnp.searchsorted(begins, places, side="right") - 1
-            found = o[part, places - begins[part]]
-            return jnp.where((places < cuts[-1])[:, None, None], found, 0)[None]
+            keys, values = (x.reshape(1, N * L, *x.shape[2:]) for x in (k, v))
+            seen = Intervals((own * L)[None], jnp.where(place < 0, -1, own * L + place)[None])
+            blocks = self.read_blocks_of_caches(index, place, own, cuts)
+            return attend_by_sequence(q, keys, values, seen, scale, cuts, blocks)
 
         return jax.lax.cond(place.max() < self.max_unrestricted_length, attend_all, attend_chosen)
+
+    def read_blocks_of_caches(
+        self, index: Float[Array, "N L 1 E"], place: Int[Array, "T"], own: Int[Array, "T"], cuts: Int[Array, "N+1"]
+    ) -> ReadBlocks:
+        """Return which blocks of its sequence's cache each row reads. The arguments are those of `attend_to_caches`."""
+        T, (N, L) = len(place), index.shape[:2]
+        starts = block_starts(jnp.zeros((1, L), jnp.int32), self.block_size)
+        each = jnp.broadcast_to(starts, (N, starts.shape[1]))
+        pooled, queries = self.pooled(index, each, each), self.index_queries(1, T)
+        at_once = min(T, ROWS, max(1, SCORES // (starts.shape[1] * queries.query.shape[2])))
+        begins = sequence_begins(cuts, T, at_once)  # of parts with rows of one sequence, and T
+
+        def of_rows(rows):
+            seen = Intervals(jnp.zeros((1, at_once), jnp.int32), place[rows][None])
+            of_part = jax.tree.map(lambda x: x[:, rows], queries)
+            return self.words(of_part, pooled[own[rows[0]]][None], starts, seen)[0]
+
+        rows, places = jnp.minimum(begins[:-1, None] + jnp.arange(at_once), T - 1), jnp.arange(T)
+        words, part = jax.lax.map(of_rows, rows), jnp.searchsorted(begins, places, side="right") - 1
+        return ReadBlocks(words[part, places - begins[part]][None], self.block_size)
 
     def step(
         self,
@@ -202,17 +204,23 @@ class Choice:
         keys = jnp.take_along_axis(index[:, :, 0], inside.reshape(len(starts), -1, 1), 1)
         return jax.lax.stop_gradient(self.pool(keys.reshape(*inside.shape, -1), position))
 
-    def read_mask(self, queries: IndexQueries, pooled, starts, block_of, seen: Intervals) -> Bool[Array, "B rows S"]:
-        """Return which keys the rows read. starts, block_of: as `blocks` returns them."""
-        count, keys, (first, last) = starts.shape[1], jnp.arange(block_of.shape[1]), seen
+    def words(
+        self, queries: IndexQueries, pooled: Float[Array, "B n D"], starts: Int[Array, "B n"], seen: Intervals
+    ) -> Int[Array, "B rows W"]:
+        """Return the words of `ReadBlocks` of rows. starts: of `block_starts`. A row counts blocks from its first key on,
+        and so behind the last whole one lies one block more."""
+        first, last = seen
         is_whole = (starts[:, None] >= first[..., None]) & (starts[:, None] + self.block_size - 1 <= last[..., None])
         at = self.best_blocks(scores(queries, pooled), is_whole)
-        batch, rows = jnp.arange(len(first))[:, None, None], jnp.arange(first.shape[1])[None, :, None]
-        # Column `count` takes what `best_blocks` gives in the place of none, and is cleared.
-        is_best = jnp.zeros((*first.shape, count + 1), bool).at[batch, rows, at].set(True).at[..., count].set(False)
-        in_best = jnp.take_along_axis(is_best, jnp.broadcast_to(block_of[:, None], (*first.shape, len(keys))), -1)
-        behind = first + (last - first + 1) // self.block_size * self.block_size
-        return seen.hold(keys) & (in_best | (keys >= behind[..., None]))
+        start = jnp.take_along_axis(starts[:, None], jnp.minimum(at, starts.shape[1] - 1), -1)
+        number = jnp.where(at < starts.shape[1], (start - first[..., None]) // self.block_size, -1)
+        behind = jnp.maximum(last - first + 1, 0) // self.block_size
+        number = jnp.concatenate([number, behind[..., None]], -1)
+        width = starts.shape[1] // 32 + 1
+        word = jnp.where(number < 0, width, number // 32)
+        batch, row = jnp.arange(len(first))[:, None, None], jnp.arange(first.shape[1])[None, :, None]
+        # Each bit is added once, so that a sum of them holds them all.
+        return jnp.zeros((*first.shape, width), jnp.int32).at[batch, row, word].add(1 << (number % 32), mode="drop")
 
     def best_blocks(self, score: Float[Array, "*rows n"], is_whole: Bool[Array, "*rows n"]) -> Int[Array, "*rows _"]:
         """Return the numbers of the blocks that rows read, of those that are whole for them; n in the place of none."""
@@ -231,21 +239,13 @@ def scores(queries: IndexQueries, pooled: Float[Array, "B n D"]) -> Float[Array,
     return product("brhn,brh->brn", found, queries.weight.astype(jnp.float32))
 
 
-def wide(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Return x in float32 or wider, so that gradients of parts of the rows are added in it."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+def block_starts(begin: Int[Array, "B S"], size: int) -> Int[Array, "B n"]:
+    """Return the first keys of the whole blocks, in order, filled up with S. n = S // size, the most that there can be.
 
-
-def blocks(begin: Int[Array, "B S"], size: int) -> tuple[Int[Array, "B n"], Int[Array, "B S"]]:
-    """Return the first keys of the whole blocks, filled up with S; and the number of each key's block, n for a key in none.
-
-    begin: the first key of each key's sequence. n = S // size, the most whole blocks that there can be.
+    begin: the first key of each key's sequence.
     """
     S = begin.shape[1]
-    keys, count = jnp.arange(S)[None], S // size
+    keys = jnp.arange(S)[None]
     end = jnp.minimum(keys + size - 1, S - 1)
     is_start = ((keys - begin) % size == 0) & (keys + size <= S) & (jnp.take_along_axis(begin, end, 1) == begin)
-    starts = jnp.sort(jnp.where(is_start, keys, S), 1)[:, :count]
-    start = keys - (keys - begin) % size
-    number = jnp.take_along_axis(jnp.cumsum(is_start, 1) - 1, start, 1)
-    return starts, jnp.where(jnp.take_along_axis(is_start, start, 1), number, count)
+    return jnp.sort(jnp.where(is_start, keys, S), 1)[:, : S // size]

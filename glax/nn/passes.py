@@ -307,7 +307,7 @@ class Parallel:
             o = attend_all()
         else:
             at = jnp.where(place < L, place, -1)
-            o = choice.attend_to_caches(attend_all, q, k, v, cache["index"], at, scale, self.cuts)
+            o = choice.attend_to_caches(attend_all, q, k, v, cache["index"], at, own, scale, self.cuts)
         return nan_unless(((place < L) | ~is_token)[None], o).reshape(*shape[:-1], o.shape[-1]), cache
 
     def packed_cache(self, content: State) -> State:

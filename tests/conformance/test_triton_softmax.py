@@ -18,7 +18,7 @@ from tests import triton_interpreter
 triton_interpreter.install()
 
 from glax._src.core.backend import Backend  # noqa: E402
-from glax._src.kernels.common.softmax import Intervals, SoftmaxOperands  # noqa: E402
+from glax._src.kernels.common.softmax import Intervals, ReadBlocks, SoftmaxOperands  # noqa: E402
 from glax._src.kernels.triton import softmax as kernels  # noqa: E402
 from glax._src.kernels.triton import softmax_config  # noqa: E402
 from glax._src.kernels.triton.softmax_config import SoftmaxConfig, SoftmaxGradientConfig  # noqa: E402
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice")
 
 @dataclasses.dataclass(frozen=True)
 class Softmax:
-    """Shapes of a call, and the kind of its intervals."""
+    """Shapes of a call, the kind of its intervals, and the size of the blocks of keys that its rows choose."""
 
     kind: str = "causal"
     B: int = 1
@@ -45,6 +45,8 @@ class Softmax:
     V: int = 16
     window: int | None = None
     dtype: str = "float32"
+    size: int | None = None
+    share: float = 0.3  # of the blocks that a row reads
 
     def intervals(self):
         rows = np.arange(self.T)
@@ -77,7 +79,17 @@ class Softmax:
         q, k, v, d_o = (jnp.asarray(x, self.dtype) for x in arrays)
         first, last = (jnp.asarray(x, jnp.int32) for x in self.intervals())
         cuts = jnp.asarray(CUTS) if self.kind == "cached" else None
-        return SoftmaxOperands(q, k, v, first, last, cuts), d_o
+        return SoftmaxOperands(q, k, v, first, last, cuts, self.blocks()), d_o
+
+    def blocks(self) -> ReadBlocks | None:
+        if self.size is None:
+            return None
+        first, last = self.intervals()
+        words = -(-int((last - first + 1).max()) // (32 * self.size))
+        bits = np.random.default_rng(3).random((self.B, self.T, words, 32)) < self.share
+        bits[:, : self.T // 2, 1:] = False  # whole words of a block of rows are 0
+        packed = np.packbits(bits, axis=-1, bitorder="little").view(np.int32)
+        return ReadBlocks(jnp.asarray(packed[..., 0]), self.size)
 
 
 def by_triton(operands, d_o, scale, config=GRADIENT):
@@ -103,6 +115,15 @@ CASES = {
     "few-rows": Softmax(T=3, S=50),
     "bfloat16": Softmax(dtype="bfloat16", heads=(4, 2)),
     "float16": Softmax(dtype="float16", D=32),
+    "chosen": Softmax(size=4),
+    "chosen-tokens": Softmax(B=2, S=50, heads=(4, 2), size=1),
+    "chosen-pairs": Softmax(T=20, S=90, size=2, share=0.05),
+    "chosen-threes": Softmax("any", T=40, S=60, size=3),
+    "chosen-packed": Softmax("packed", heads=(2, 2), size=4),
+    "chosen-cached": Softmax("cached", S=150, heads=(3, 1), size=4),
+    "chosen-long": Softmax("any", T=40, S=300, B=2, size=16, share=0.1),
+    "chosen-none": Softmax(size=4, share=0.0),
+    "chosen-bfloat16": Softmax(dtype="bfloat16", heads=(4, 2), size=16),
 }
 
 
@@ -116,7 +137,7 @@ def test_values_and_gradients_are_those_of_xla(name):
         np.testing.assert_allclose(got.astype(np.float32), want, rtol=bound, atol=bound, err_msg=result)
 
 
-@pytest.mark.parametrize("name", ["batch", "cached-window", "any", "D24V40", "bfloat16"])
+@pytest.mark.parametrize("name", ["batch", "cached-window", "any", "D24V40", "bfloat16", "chosen-packed"])
 def test_gradients_of_keys_and_values_apart_are_those_of_one_kernel(name):
     operands, d_o = CASES[name].operands()
     apart = dataclasses.replace(GRADIENT, apart=True)
@@ -125,10 +146,12 @@ def test_gradients_of_keys_and_values_apart_are_those_of_one_kernel(name):
         np.testing.assert_array_equal(got, want, err_msg=result)
 
 
-@pytest.mark.parametrize("kind", ["causal", "packed", "cached"])
+@pytest.mark.parametrize(
+    "kind, size", [("causal", None), ("packed", None), ("cached", None), ("causal", 4), ("cached", 2)]
+)
 @pytest.mark.parametrize("which", range(4), ids=["q", "k", "v", "d_o"])
-def test_what_is_not_finite_reaches_the_rows_that_read_it_alone(kind, which):
-    case = Softmax(kind, S=150 if kind == "cached" else 45, heads=(2, 2))
+def test_what_is_not_finite_reaches_the_rows_that_read_it_alone(kind, size, which):
+    case = Softmax(kind, S=150 if kind == "cached" else 45, heads=(2, 2), size=size)
     _, last = case.intervals()
     row = 20
     at = row if which in (0, 3) else last[0, row]
@@ -170,18 +193,21 @@ def on_gpu(monkeypatch):
 
 
 def by_layers(case: Softmax, attend):
-    (q, k, v, first, last, cuts), d_o = case.operands()
-    more = () if cuts is None else (cuts,)
+    (q, k, v, first, last, cuts, blocks), d_o = case.operands()
+    more = (*(() if cuts is None else (cuts,)), *(() if blocks is None else (blocks,)))
     o, pull = jax.vjp(lambda q, k, v: attend(q, k, v, Intervals(first, last), None, *more), q, k, v)
     return [np.asarray(x) for x in (o, *pull(d_o))]
 
 
 @pytest.mark.parametrize(
     "kind, attend",
-    [("causal", "attend_whole"), ("packed", "attend_in_blocks"), ("cached", "attend_by_sequence")],
-)
+    [
+        ("causal", "attend_whole"), ("packed", "attend_in_blocks"), ("cached", "attend_by_sequence"),
+        ("chosen", "attend_in_blocks"), ("chosen-cached", "attend_by_sequence"),
+    ],
+)  # fmt: skip
 def test_layers_run_the_kernels_on_a_gpu(on_gpu, caplog, monkeypatch, kind, attend):
-    case = Softmax(kind, S=150 if kind == "cached" else 45)
+    case = CASES[kind] if kind in CASES else Softmax(kind, S=150 if kind == "cached" else 45)
     with caplog.at_level(logging.DEBUG, "glax"):
         found = by_layers(case, getattr(solve, attend))
     assert [x.message.split(":")[0] for x in caplog.records] == ["softmax/triton/gpu", "softmax.vjp/triton/gpu"]
@@ -194,7 +220,7 @@ def test_layers_run_the_kernels_on_a_gpu(on_gpu, caplog, monkeypatch, kind, atte
 
 
 def test_second_derivatives_and_vmap(on_gpu, monkeypatch):
-    (q, k, v, first, last, _), _ = Softmax(B=2, T=18, S=18, heads=(2, 1)).operands()
+    (q, k, v, first, last, *_), _ = Softmax(B=2, T=18, S=18, heads=(2, 1)).operands()
 
     def derivative(q, k, v, first, last):
         def summed(q, k, v):
@@ -215,7 +241,7 @@ def test_second_derivatives_and_vmap(on_gpu, monkeypatch):
 
 def test_a_program_for_another_backend_runs_xla(on_gpu, monkeypatch):
     case = Softmax(T=18, S=18)
-    (q, k, v, first, last, _), d_o = case.operands()
+    (q, k, v, first, last, *_), d_o = case.operands()
 
     @jax.jit
     def run(q, k, v):

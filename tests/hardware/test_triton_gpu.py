@@ -13,11 +13,12 @@ from glax import serving
 from glax._src.core.bind import bind
 from glax._src.core.registry import kernel_registry
 from glax._src.kernels import load_kernels
-from glax._src.kernels.common.softmax import Intervals
+from glax._src.kernels.common.softmax import Intervals, ReadBlocks, SoftmaxOperands
 from glax._src.kernels.triton.softmax_config import step_config
 from glax._src.kernels.xla.softmax import attend_step as attend_step_by_xla
+from glax._src.kernels.xla.softmax import whole
 from glax._src.solve.grouped import grouped_product
-from glax._src.solve.softmax import attend_step
+from glax._src.solve.softmax import attend_in_blocks, attend_step
 from tests import softmax_steps, strengths
 from tests.cases import Case, cotangents, recurrence
 from tests.conformance import test_selective_scan as selective
@@ -225,6 +226,38 @@ def test_steps_of_long_caches_equal_those_of_xla(width):
             q, k, None if within else v, Intervals(first, last), slots=slots
         )
     assert_same(found, exact)
+
+
+@pytest.mark.parametrize("size, documents, dtype", [(16, 0, "bfloat16"), (4, 5, "bfloat16"), (1, 3, "float32")])
+def test_attention_over_chosen_blocks_equals_that_of_xla(size, documents, dtype):
+    """Values and gradients, over keys of whole batches and of packed documents, with repeats that agree in every bit."""
+    (B, T), most = (1, 1500) if documents else (2, 1500), 1500 // size + 1
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = (B, T, 6, 128), (B, T, 2, 128), (B, T, 2, 64), (B, T, 6, 64)
+    q, k, v, d_o = (jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=False))
+    rows = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    first = rows // (T // documents) * (T // documents) if documents else jnp.zeros_like(rows)
+    words = jax.random.bits(keys[4], (B, T, -(-most // 32)), jnp.uint32) & jax.random.bits(
+        keys[0], (B, T, 1), jnp.uint32
+    )
+    blocks = ReadBlocks(words.astype(jnp.int32), size)
+
+    def run(attend, q, k, v, d_o):
+        o, pull = jax.vjp(attend, q, k, v)
+        return o, *pull(d_o)
+
+    def by_triton(q, k, v):
+        return attend_in_blocks(q, k, v, Intervals(first, rows), None, blocks)
+
+    def by_xla(q, k, v):
+        return whole(SoftmaxOperands(q, k, v, first, rows, None, blocks), q.shape[-1] ** -0.5)
+
+    found, again = (jax.jit(functools.partial(run, by_triton))(q, k, v, d_o) for _ in range(2))
+    with jax.default_matmul_precision("highest"):
+        exact = jax.jit(functools.partial(run, by_xla))(*(x.astype(jnp.float32) for x in (q, k, v, d_o)))
+    for got, repeated, want in zip(found, again, exact, strict=True):
+        assert np.asarray(got).tobytes() == np.asarray(repeated).tobytes()
+        assert_same(got, want)
 
 
 @pytest.mark.parametrize("name", list(SELECTIVE_CASES))

@@ -236,25 +236,30 @@ def softmax_division(f, operands) -> Division:
     first = operands[0]
     (B, _, HQ, _), HK = first.q.shape, first.k.shape[2]
     heads, shared, sizes = letters_of_heads(HQ, HK)
-    given = [f"b t {heads} d", f"b s {shared} d", f"b s {shared} e", "b t", "b t", *["c"] * (first.cuts is not None)]
-    outputs = [f"b t {heads} e", f"b t {heads}"]
+    rows = [("b", "t"), ("b", "t")]
+    forms = [("b", "t", heads, "d"), ("b", "s", shared, "d"), ("b", "s", shared, "e"), *rows]
+    forms += [("c",)] * (first.cuts is not None) + [("b", "t", "w")] * (first.blocks is not None)
+    outputs = [("b", "t", heads, "e"), ("b", "t", heads)]
     is_gradient = len(operands) > 1
-    given, found = ([*given, *outputs, outputs[0]], given[:3]) if is_gradient else (given, outputs)
-    rule = f"{', '.join(given)} -> {', '.join(found)}"
+    given, found = ([*forms, *outputs, outputs[0]], forms[:3]) if is_gradient else (forms, outputs)
+    rule = " -> ".join(", ".join(map(" ".join, side)) for side in (given, found))
     replicated = tuple(name for name in dict.fromkeys(re.findall(r"\w+", rule)) if name not in ("b", "h"))
 
-    def laid(ranks, batch, heads) -> list[P]:
-        """Return the PartitionSpecs of arrays [B, T or S, heads, ...], of intervals [B, T] and of cuts."""
-        by_rank = {1: P(), 2: P(batch), 3: P(batch, None, heads), 4: P(batch, None, heads)}
-        return [by_rank[rank] for rank in ranks]
+    def laid(side, batch, on_heads) -> list[P]:
+        """Return the PartitionSpecs of arrays whose axes have these letters."""
+        axes = {"b": batch, heads: on_heads, shared: on_heads}
+        return [P(*(axes.get(letter) for letter in form)) for form in side]
 
-    def specs(mesh, found: list[P]):
-        ranks, results = [x.ndim for x in jax.tree.leaves(operands)], (4, 4, 4) if is_gradient else (4, 3)
+    def specs(mesh, specs: list[P]):
+        def with_axis(*letters: str) -> list[P]:
+            return [spec for spec, form in zip(specs, given, strict=True) if set(letters) & set(form)]
 
-        batches, floats = ([x for x, rank in zip(found, ranks, strict=True) if rank > least] for least in (1, 2))
-        batch, heads = dividing_axes(mesh, batches, 0, B), dividing_axes(mesh, floats, 2, HK)
-        heads = None if set(flat_axes(batch)) & set(flat_axes(heads)) else heads
-        return f, laid(ranks, batch, heads), laid(results, batch, heads)
+        batch, on_heads = (
+            dividing_axes(mesh, with_axis("b"), 0, B),
+            dividing_axes(mesh, with_axis(heads, shared), 2, HK),
+        )
+        on_heads = None if set(flat_axes(batch)) & set(flat_axes(on_heads)) else on_heads
+        return f, laid(given, batch, on_heads), laid(found, batch, on_heads)
 
     return Division(rule, replicated, sizes, specs, jax.tree.structure((0,) * len(found)))
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from glax._src.core.backend import Backend, computes_on
 from glax._src.core.recurrence import aligned, varying_like
 from glax._src.core.registry import Platform
-from glax._src.kernels.common.softmax import Intervals, SoftmaxOperands, StepOperands
+from glax._src.kernels.common.softmax import Intervals, ReadBlocks, SoftmaxOperands, StepOperands
 from glax._src.kernels.triton import softmax_config
 from glax._src.kernels.xla import softmax as xla
 from glax._src.kernels.xla.softmax import by_sequence, in_blocks, whole
@@ -59,27 +59,32 @@ def attend_whole(q, k, v, intervals: Intervals, scale: float | None) -> Float[Ar
     return attend(whole, SoftmaxOperands(q, k, v, *intervals, None), scale)
 
 
-def attend_in_blocks(q, k, v, intervals: Intervals, scale: float | None) -> Float[Array, "B T Hq V"]:
-    """Return the same as `attend_whole`. A block of rows reads the keys between the ends of its intervals alone."""
-    return attend(in_blocks, SoftmaxOperands(q, k, v, *intervals, None), scale)
+def attend_in_blocks(
+    q, k, v, intervals: Intervals, scale: float | None, blocks: ReadBlocks | None = None
+) -> Float[Array, "B T Hq V"]:
+    """Return the same as `attend_whole`. A block of rows reads the keys between the ends of its intervals alone.
+
+    blocks: which blocks of these keys each row reads; all if None.
+    """
+    return attend(in_blocks, SoftmaxOperands(q, k, v, *intervals, None, blocks), scale)
 
 
 def attend_by_sequence(
-    q, k, v, intervals: Intervals, scale: float | None, cuts: Int[Array, "N+1"]
+    q, k, v, intervals: Intervals, scale: float | None, cuts: Int[Array, "N+1"], blocks: ReadBlocks | None = None
 ) -> Float[Array, "1 T Hq V"]:
-    """Return the same as `attend_whole` for B = 1, in blocks of rows of one sequence: the rows cuts[n] to cuts[n + 1].
+    """Return the same as `attend_in_blocks` for B = 1, in blocks of rows of one sequence: the rows cuts[n] to cuts[n + 1].
 
     The keys of a sequence need not lie beside those of the next. Rows behind the last sequence are 0.
     """
-    return attend(by_sequence, SoftmaxOperands(q, k, v, *intervals, cuts), scale)
+    return attend(by_sequence, SoftmaxOperands(q, k, v, *intervals, cuts, blocks), scale)
 
 
 def attend(by_xla: Callable, operands: SoftmaxOperands, scale: float | None) -> Float[Array, "B T Hq V"]:
     """Return the attention by Triton's kernels where they are able, else by_xla(operands, scale). k and v are cast to the dtype
     of q."""
-    q, k, v, first, last, cuts = operands
+    q, k, v = operands[:3]
     form = Form(by_xla, q.shape[-1] ** -0.5 if scale is None else scale)
-    operands = SoftmaxOperands(q, k.astype(q.dtype), v.astype(q.dtype), first, last, cuts)
+    operands = operands._replace(k=k.astype(q.dtype), v=v.astype(q.dtype))
     why = refusal(operands, form.scale)
     if why is not None:
         by_form = SoftmaxKernel("softmax/xla/any", lambda operands, *, cfg, scale: by_xla(operands, scale))

@@ -1,7 +1,10 @@
 """Define the operands of softmax attention, and the blocks of rows and of keys that its kernels take."""
 
-from typing import NamedTuple
+import dataclasses
+import functools
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -23,11 +26,45 @@ class Intervals(NamedTuple):
         return low, jnp.maximum(jnp.max(jnp.where(reads, self.last, -1)) + 1 - low, 0)
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["words"], meta_fields=["size"])
+@dataclasses.dataclass(frozen=True)
+class ReadBlocks:
+    """Hold which blocks of `size` keys each row reads of its interval. Block n of row t has the keys from first[t] + n size on,
+    and is read where bit n % 32 of words[t, n // 32] is set.
+
+    words: [*rows, W], int32. first: of an `Intervals`, at least 0.
+    """
+
+    words: Any  # an array, or in a tree what stands for one
+    size: int
+
+    def hold(self, first: Int[Array, "*rows"], keys: Int[Array, "*rows S"]) -> Bool[Array, "*rows S"]:
+        """Return whether the block of each key is read. Keys before `first` count as those of its block."""
+        number = jnp.maximum(keys - first[..., None], 0) // self.size
+        word = jnp.minimum(number // 32, self.words.shape[-1] - 1)
+        return (jnp.take_along_axis(self.words, word, -1) >> (number % 32)) & 1 == 1
+
+
+class ChosenKeys(NamedTuple):
+    """Hold `Intervals` of keys of which rows read some blocks. It takes the place of `Intervals` in XLA's forms."""
+
+    first: Int[Array, "*rows"]
+    last: Int[Array, "*rows"]
+    blocks: ReadBlocks
+
+    def hold(self, keys: Int[Array, "S"]) -> Bool[Array, "*rows S"]:
+        every = jnp.broadcast_to(keys, (*self.first.shape, len(keys)))
+        return Intervals(self.first, self.last).hold(keys) & self.blocks.hold(self.first, every)
+
+    def bounds(self) -> tuple[Int[Array, ""], Int[Array, ""]]:
+        return Intervals(self.first, self.last).bounds()
+
+
 class SoftmaxOperands(NamedTuple):
     """Hold q [B, T, Hq, D], k [B, S, Hk, D] and v [B, S, Hk, V] of one dtype. Row t reads the keys first[t] to last[t].
 
     first, last: [B, T], int32. cuts: None, or for B = 1 the rows cuts[n] to cuts[n + 1] of each sequence. The keys of a
-    sequence may then lie far from those of the next.
+    sequence may then lie far from those of the next. blocks: None, or which blocks of these keys a row reads.
     """
 
     q: Float[Array, "B T Hq D"]
@@ -36,6 +73,14 @@ class SoftmaxOperands(NamedTuple):
     first: Int[Array, "B T"]
     last: Int[Array, "B T"]
     cuts: Int[Array, "ends"] | None
+    blocks: ReadBlocks | None = None
+
+    @property
+    def seen(self) -> Intervals | ChosenKeys:
+        """Return which keys rows read."""
+        if self.blocks is None:
+            return Intervals(self.first, self.last)
+        return ChosenKeys(self.first, self.last, self.blocks)
 
 
 class StepOperands(NamedTuple):
@@ -109,6 +154,62 @@ def forward_table(blocks: RowBlocks, T: int, size: int) -> Int[Array, "B count 6
     start = jnp.arange(blocks.low.shape[0], dtype=jnp.int32)[:, None] * T + blocks.begin[:, :-1]
     columns = start, jnp.diff(blocks.begin), blocks.low, blocks.high, before, full
     return jnp.stack([x.astype(jnp.int32) for x in columns], -1)
+
+
+class Tiles(NamedTuple):
+    """Hold which tiles of rows and keys have a row that reads a key: the starts of those of a program, [B, programs, most], of
+    which count [B, programs] are such tiles."""
+
+    starts: Int[Array, "B programs most"]
+    count: Int[Array, "B programs"]
+
+
+def tiles_of_rows(operands: SoftmaxOperands, blocks: RowBlocks, rows: int, keys: int) -> Tiles:
+    """Return the keys at which tiles of `keys` of them begin, for a program of each block of `rows` rows."""
+    assert operands.blocks is not None
+    S = operands.k.shape[1]
+    if operands.cuts is not None:  # a block has rows of one sequence
+        S = min(S, operands.blocks.words.shape[-1] * 32 * operands.blocks.size)
+    starts = blocks.low[..., None] + jnp.arange(-(-S // keys), dtype=jnp.int32) * keys
+    return listed(starts, tiles_read(operands, blocks, rows, starts, keys))
+
+
+def tiles_of_keys(operands: SoftmaxOperands, blocks: RowBlocks, rows: int, keys: int) -> Tiles:
+    """Return the numbers of the blocks of `rows` rows, for a program of each `keys` keys."""
+    (B, count), N = blocks.low.shape, -(-operands.k.shape[1] // keys)
+    starts = jnp.broadcast_to(jnp.arange(N, dtype=jnp.int32) * keys, (B, count, N))
+    is_read = tiles_read(operands, blocks, rows, starts, keys).swapaxes(1, 2)
+    return listed(jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), is_read.shape), is_read)
+
+
+def tiles_read(operands: SoftmaxOperands, blocks: RowBlocks, rows: int, starts, keys: int) -> Bool[Array, "B count N"]:
+    """Return whether a row of each block of rows reads one of the keys from starts [B, count, N] on. A tile touches at most 32
+    blocks of keys."""
+    assert operands.blocks is not None
+    (B, T), size = operands.first.shape, operands.blocks.size
+    own = blocks.begin[:, :-1, None] + jnp.arange(rows, dtype=jnp.int32)
+    batch, row = jnp.arange(B)[:, None, None], jnp.minimum(own, T - 1)
+    first, last, words = (x[batch, row] for x in (operands.first, operands.last, operands.blocks.words))
+    begin, end = starts[:, :, None], starts[:, :, None] + keys - 1  # beside [B, count, rows, 1]
+    first, last, is_row = first[..., None], last[..., None], (own < blocks.begin[:, 1:, None])[..., None]
+    meets = is_row & (begin <= last) & (end >= first)
+    low = jnp.maximum(begin - first, 0) // size
+    high = jnp.maximum(jnp.minimum(end, last) - first, 0) // size
+    word, bit = low // 32, (low % 32).astype(jnp.uint32)
+
+    def of(word) -> Any:
+        found = jnp.take_along_axis(words, jnp.minimum(word, words.shape[-1] - 1), -1)
+        return jnp.where(word < words.shape[-1], found, 0).astype(jnp.uint32)
+
+    bits = (of(word) >> bit) | ((of(word + 1) << 1) << (31 - bit))
+    within = (jnp.uint32(2) << jnp.clip(high - low, 0, 31).astype(jnp.uint32)) - 1
+    return (meets & (bits & within != 0)).any(2)
+
+
+def listed(starts: Int[Array, "B N most"], is_read: Bool[Array, "B N most"]) -> Tiles:
+    """Return the starts where a tile is read, in order, in front."""
+    order = jnp.argsort(~is_read, axis=-1, stable=True)
+    return Tiles(jnp.take_along_axis(starts, order, -1), is_read.sum(-1, dtype=jnp.int32))
 
 
 def gradient_table(blocks: RowBlocks, T: int, S: int, rows: int, keys: int) -> Int[Array, "B N 4"]:

@@ -57,7 +57,7 @@ class Dimensions:
     there are RESETS and a SKIP. Of grouped rows: H groups; ROWS: the rows of a block, and GROUP the blocks of rows that run
     beside each other. Of a step of softmax attention: GROUP heads of q read one of k, ROWS of them in a program; C keys of a
     block, PARTS of the keys; VALUE: whether there is an array of values. If not, BK columns hold the channels of a key behind its
-    value.
+    value. Of softmax attention over chosen blocks of keys: SIZE, the keys of a block.
     """
 
     H: int
@@ -106,6 +106,7 @@ class Dimensions:
     SPAN: int | None = None
     RESETS: bool | None = None
     SKIP: bool | None = None
+    SIZE: int | None = None
 
     def __repr__(self):
         """Return the given constants in letters that a symbol of a program may have."""

@@ -10,7 +10,10 @@ Three kernels: `outputs` and `query_gradient`, whose programs own ROWS rows of o
 is added atomically, so every bit repeats.
 
 A program knows by its table (`RowBlocks`) which keys none of its rows reads, which it skips, and which all of them read, whose
-scores need no mask. Scores and sums are float32; exponentials are powers of two. Weights are rounded to the dtype of v.
+scores need no mask. Where rows read chosen blocks of their keys (`ReadBlocks`), a program has a list of the tiles of which one of
+its rows reads a key (`Tiles`), and takes those alone: the bits of the blocks that a row reads of a tile fit into one word.
+
+Scores and sums are float32; exponentials are powers of two. Weights are rounded to the dtype of v.
 
 A row that is not finite reaches the rows that read it alone. Scores are selected by the intervals before they are summed. A
 product of 0 and NaN would still spoil a sum, and so a program whose sums are not finite forms them again. What a product sums
@@ -21,7 +24,15 @@ gradients.
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from glax._src.kernels.common.softmax import SoftmaxOperands, forward_table, gradient_table, row_blocks
+from glax._src.kernels.common.softmax import (
+    RowBlocks,
+    SoftmaxOperands,
+    forward_table,
+    gradient_table,
+    row_blocks,
+    tiles_of_keys,
+    tiles_of_rows,
+)
 from glax._src.kernels.triton.config import precision, width
 from glax._src.kernels.triton.launch import launch, tl, triton
 from glax._src.kernels.triton.softmax_config import SoftmaxConfig, SoftmaxGradientConfig
@@ -85,8 +96,34 @@ def held(first, last, keys):
 
 
 @triton.jit
-def row_program(table, sizes, D: tl.constexpr):
-    """Return the batch element, the heads of q and k, and the entry of the table of a program that owns rows.
+def block_number(keys, first, D: tl.constexpr):
+    """Return which block of a row's keys has a key, 0 for a key before its first."""
+    return tl.maximum(keys - first, 0).to(tl.uint32) // D.SIZE
+
+
+@triton.jit
+def bits_from(words, first, start, count, D: tl.constexpr):
+    """Return 32 bits of each row, from that of the block of key `start` on. words: where its `count` words lie."""
+    number = block_number(start, first, D)
+    word, bit = (number // 32).to(tl.int32), number % 32
+    low = tl.load(words + word, mask=word < count, other=0).to(tl.uint32, bitcast=True)
+    high = tl.load(words + word + 1, mask=word + 1 < count, other=0).to(tl.uint32, bitcast=True)
+    return (low >> bit) | ((high << 1) << (31 - bit))
+
+
+@triton.jit
+def reads(first, last, keys, bits, start, D: tl.constexpr):
+    """Return whether rows read keys. With D.SIZE, bits: of the blocks from that of key `start` on. All shapes are broadcast."""
+    seen = held(first, last, keys)
+    if D.SIZE:
+        place = block_number(keys, first, D) - block_number(start, first, D)
+        seen = seen & (((bits >> place) & 1) != 0)
+    return seen
+
+
+@triton.jit
+def row_program(sizes, D: tl.constexpr):
+    """Return the batch element, the heads of q and k, and the number of the entry in the table of a program that owns rows.
 
     The heads that read one head of k are neighbours. Behind them vary the blocks, those with the most keys first where a row
     reads the keys before it.
@@ -94,7 +131,7 @@ def row_program(table, sizes, D: tl.constexpr):
     program, count = tl.program_id(0), tl.load(sizes)
     block, other = count - 1 - program // D.GROUP % count, program // (D.GROUP * count)
     head, b = other % D.HK, other // D.HK
-    return b, head * D.GROUP + program % D.GROUP, head, table + (b * count + block) * 6
+    return b, head * D.GROUP + program % D.GROUP, head, b * count + block
 
 
 @triton.jit
@@ -108,10 +145,11 @@ def masked_part(i, size, before, full):
 
 @triton.jit
 def add_keys(
-    highest, total, weighted, q, k, v, first, last, start, high, factor, D: tl.constexpr, MASKED: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    highest, total, weighted, q, k, v, first, last, words, count, start, high, factor, D: tl.constexpr,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums with those of C keys from `start` on added. highest is in the unit of products q . k."""
+    """Return the sums with those of C keys from `start` on added. highest is in the unit of products q . k. words, count: as of
+    `bits_from`, of the rows."""
     own, ck, cv = tl.arange(0, D.C), tl.arange(0, D.BK), tl.arange(0, D.BV)
     kt = read(k + start.to(tl.int64) * (D.HK * D.K), own, ck, high - start, D.HK, D.K, D.BK, MASKED)
     scores = tl.dot(q, tl.trans(kt), input_precision=D.PRECISION)
@@ -121,7 +159,9 @@ def add_keys(
         scores, vt = tl.where(sound[None, :], scores, float("nan")), replaced(vt, sound)
     scores += 0.0 * scores  # an infinite score becomes NaN: by -inf its key would get a weight of 0
     if MASKED:
-        scores = tl.where(held(first[:, None], last[:, None], (start + own)[None, :]), scores, float("-inf"))
+        bits = bits_from(words, first, start, count, D)[:, None] if D.SIZE else 0
+        seen = reads(first[:, None], last[:, None], (start + own)[None, :], bits, start, D)
+        scores = tl.where(seen, scores, float("-inf"))
     return add_scores(highest, total, weighted, scores, vt, factor, D)
 
 
@@ -139,7 +179,20 @@ def add_scores(highest, total, weighted, scores, v, factor, D: tl.constexpr):
 @triton.jit
 def outputs(q, k, v, first, last, table, sizes, scale, o, log_total, D: tl.constexpr):
     """Compute o [B, T, HQ, V] and L [B, T, HQ]. A program has a block of rows of one head."""
-    b, hq, hk, entry = row_program(table, sizes, D)
+    row_outputs(q, k, v, first, last, first, first, table, sizes, scale, o, log_total, D)
+
+
+@triton.jit
+def chosen_outputs(q, k, v, first, last, words, tiles, table, sizes, scale, o, log_total, D: tl.constexpr):
+    """Compute the same of rows that read chosen blocks of keys, with D.SIZE. words: of `ReadBlocks`. tiles: of `Tiles`, whose
+    count is in the table where otherwise that of the blocks before stands."""
+    row_outputs(q, k, v, first, last, words, tiles, table, sizes, scale, o, log_total, D)
+
+
+@triton.jit
+def row_outputs(q, k, v, first, last, words, tiles, table, sizes, scale, o, log_total, D: tl.constexpr):
+    b, hq, hk, number = row_program(sizes, D)
+    entry = table + number * 6
     start, count, low, high = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     before, full = tl.load(entry + 4), tl.load(entry + 5)
     rows, ck, cv = tl.arange(0, D.ROWS), tl.arange(0, D.BK), tl.arange(0, D.BV)
@@ -148,26 +201,33 @@ def outputs(q, k, v, first, last, table, sizes, scale, o, log_total, D: tl.const
     begins = tl.load(first + start + rows, mask=rows < count, other=0)
     ends = tl.load(last + start + rows, mask=rows < count, other=-1)
     kh, vh = at(k, b * tl.load(sizes + 1), hk, D.HK, D.K), at(v, b * tl.load(sizes + 1), hk, D.HK, D.V)
+    parts, width, own = tl.cdiv(high - low, D.C), 0, words
+    if D.SIZE:
+        parts, width = before, tl.load(sizes + 2)
+        own = words + (start + tl.minimum(rows, count - 1)).to(tl.int64) * width
+        tiles += number.to(tl.int64) * tl.load(sizes + 3)
 
     highest, total = tl.full([D.ROWS], float("-inf"), tl.float32), tl.zeros([D.ROWS], tl.float32)
     weighted = tl.zeros([D.ROWS, D.BV], tl.float32)
-    for i in range(0, full):
-        key = low + (before + i) * D.C
+    if not D.SIZE:
+        for i in range(0, full):
+            key = low + (before + i) * D.C
+            highest, total, weighted = add_keys(
+                highest, total, weighted, qt, kh, vh, begins, ends, own, width, key, high, factor, D, False, False
+            )
+        parts = parts - full
+    for i in range(0, parts):
+        key = tl.load(tiles + i) if D.SIZE else low + masked_part(i, D.C, before, full)
         highest, total, weighted = add_keys(
-            highest, total, weighted, qt, kh, vh, begins, ends, key, high, factor, D, False, False
-        )
-    parts = tl.cdiv(high - low, D.C)
-    for i in range(0, parts - full):
-        key = low + masked_part(i, D.C, before, full)
-        highest, total, weighted = add_keys(
-            highest, total, weighted, qt, kh, vh, begins, ends, key, high, factor, D, True, False
+            highest, total, weighted, qt, kh, vh, begins, ends, own, width, key, high, factor, D, True, False
         )
     if tl.sum(tl.sum(weighted * 0.0, 1) + total * 0.0, 0) != 0:
         highest, total = tl.full([D.ROWS], float("-inf"), tl.float32), tl.zeros([D.ROWS], tl.float32)
         weighted = tl.zeros([D.ROWS, D.BV], tl.float32)
-        for i in tl.range(0, parts, num_stages=1):
+        for i in tl.range(0, parts + (0 if D.SIZE else full), num_stages=1):
+            key = tl.load(tiles + i) if D.SIZE else low + i * D.C
             highest, total, weighted = add_keys(
-                highest, total, weighted, qt, kh, vh, begins, ends, low + i * D.C, high, factor, D, True, True
+                highest, total, weighted, qt, kh, vh, begins, ends, own, width, key, high, factor, D, True, True
             )
     total = tl.where(total == 0, 1.0, total)
     unit = tl.where(highest == float("-inf"), 0.0, highest * factor)
@@ -180,10 +240,10 @@ def outputs(q, k, v, first, last, table, sizes, scale, o, log_total, D: tl.const
 
 @triton.jit
 def add_query_gradient(
-    dq, q, d_o, logs, shifts, k, v, first, last, start, high, factor, D: tl.constexpr, MASKED: tl.constexpr,
+    dq, q, d_o, logs, shifts, k, v, first, last, words, count, start, high, factor, D: tl.constexpr, MASKED: tl.constexpr,
     CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Return dq / scale with the terms of C keys from `start` on added."""
+    """Return dq / scale with the terms of C keys from `start` on added. words, count: as of `add_keys`."""
     own, ck, cv = tl.arange(0, D.C), tl.arange(0, D.BK), tl.arange(0, D.BV)
     kt = read(k + start.to(tl.int64) * (D.HK * D.K), own, ck, high - start, D.HK, D.K, D.BK, MASKED)
     vt = read(v + start.to(tl.int64) * (D.HK * D.V), own, cv, high - start, D.HK, D.V, D.BV, MASKED)
@@ -192,7 +252,9 @@ def add_query_gradient(
     weights = tl.exp2(tl.dot(q, tl.trans(kt), input_precision=D.PRECISION) * factor - logs[:, None])
     d_scores = weights * (tl.dot(d_o, tl.trans(vt), input_precision=D.PRECISION) - shifts[:, None])
     if MASKED:
-        d_scores = tl.where(held(first[:, None], last[:, None], (start + own)[None, :]), d_scores, 0.0)
+        bits = bits_from(words, first, start, count, D)[:, None] if D.SIZE else 0
+        seen = reads(first[:, None], last[:, None], (start + own)[None, :], bits, start, D)
+        d_scores = tl.where(seen, d_scores, 0.0)
     return product(d_scores.to(kt.dtype), kt, dq, D)
 
 
@@ -201,7 +263,23 @@ def query_gradient(
     q, k, v, first, last, table, sizes, scale, log_total, shift, d_o, d_q, D: tl.constexpr
 ):  # fmt: skip
     """Compute d_q [B, T, HQ, K]. A program has a block of rows of one head. log_total is NaN where d_o or o is not finite."""
-    b, hq, hk, entry = row_program(table, sizes, D)
+    row_gradient(q, k, v, first, last, first, first, table, sizes, scale, log_total, shift, d_o, d_q, D)
+
+
+@triton.jit
+def chosen_query_gradient(
+    q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_q, D: tl.constexpr
+):  # fmt: skip
+    """Compute the same of rows that read chosen blocks of keys. words, tiles, table: as of `chosen_outputs`."""
+    row_gradient(q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_q, D)
+
+
+@triton.jit
+def row_gradient(
+    q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_q, D: tl.constexpr
+):  # fmt: skip
+    b, hq, hk, number = row_program(sizes, D)
+    entry = table + number * 6
     start, count, low, high = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     before, full = tl.load(entry + 4), tl.load(entry + 5)
     rows, ck, cv = tl.arange(0, D.ROWS), tl.arange(0, D.BK), tl.arange(0, D.BV)
@@ -214,20 +292,31 @@ def query_gradient(
     logs = tl.load(log_total + place, mask=rows < count, other=0.0)
     shifts = tl.load(shift + place, mask=rows < count, other=0.0)
     kh, vh = at(k, b * tl.load(sizes + 1), hk, D.HK, D.K), at(v, b * tl.load(sizes + 1), hk, D.HK, D.V)
+    parts, width, own = tl.cdiv(high - low, D.C), 0, words
+    if D.SIZE:
+        parts, width = before, tl.load(sizes + 2)
+        own = words + (start + tl.minimum(rows, count - 1)).to(tl.int64) * width
+        tiles += number.to(tl.int64) * tl.load(sizes + 3)
 
     dq = tl.zeros([D.ROWS, D.BK], tl.float32)
-    for i in range(0, full):
-        key = low + (before + i) * D.C
-        dq = add_query_gradient(dq, qt, d_ot, logs, shifts, kh, vh, begins, ends, key, high, factor, D, False, False)
-    parts = tl.cdiv(high - low, D.C)
-    for i in range(0, parts - full):
-        key = low + masked_part(i, D.C, before, full)
-        dq = add_query_gradient(dq, qt, d_ot, logs, shifts, kh, vh, begins, ends, key, high, factor, D, True, False)
+    if not D.SIZE:
+        for i in range(0, full):
+            key = low + (before + i) * D.C
+            dq = add_query_gradient(
+                dq, qt, d_ot, logs, shifts, kh, vh, begins, ends, own, width, key, high, factor, D, False, False
+            )
+        parts = parts - full
+    for i in range(0, parts):
+        key = tl.load(tiles + i) if D.SIZE else low + masked_part(i, D.C, before, full)
+        dq = add_query_gradient(
+            dq, qt, d_ot, logs, shifts, kh, vh, begins, ends, own, width, key, high, factor, D, True, False
+        )
     if tl.sum(tl.sum(dq * 0.0, 1), 0) != 0:
         dq = tl.zeros([D.ROWS, D.BK], tl.float32)
-        for i in tl.range(0, parts, num_stages=1):
+        for i in tl.range(0, parts + (0 if D.SIZE else full), num_stages=1):
+            key = tl.load(tiles + i) if D.SIZE else low + i * D.C
             dq = add_query_gradient(
-                dq, qt, d_ot, logs, shifts, kh, vh, begins, ends, low + i * D.C, high, factor, D, True, True
+                dq, qt, d_ot, logs, shifts, kh, vh, begins, ends, own, width, key, high, factor, D, True, True
             )
     stored(at(d_q, start, hq, D.HQ, D.K), dq * tl.load(scale), rows, ck, count, D.HQ, D.K)
 
@@ -237,11 +326,11 @@ def query_gradient(
 
 @triton.jit
 def add_key_gradient(
-    dk, dv, k, v, keys, q, d_o, log_total, shift, first, last, start, stop, hq, factor, D: tl.constexpr,
+    dk, dv, k, v, keys, q, d_o, log_total, shift, first, last, words, width, start, stop, hq, factor, D: tl.constexpr,
     MASKED: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Return dk / scale and dv with the terms of ROWS rows from `start` on added: dk with D.KEY, dv with D.VALUE. With MASKED,
-    rows from `stop` on have none."""
+    rows from `stop` on have none. keys: of the program, from a multiple of C on. width: the words of a row."""
     own, ck, cv, count = tl.arange(0, D.ROWS), tl.arange(0, D.BK), tl.arange(0, D.BV), stop - start
     qt = read(at(q, start, hq, D.HQ, D.K), own, ck, count, D.HQ, D.K, D.BK, MASKED)
     d_ot = read(at(d_o, start, hq, D.HQ, D.V), own, cv, count, D.HQ, D.V, D.BV, MASKED)
@@ -257,7 +346,11 @@ def add_key_gradient(
         sound = (logs == logs) & (ends >= begins)
         qt, d_ot = replaced(qt, sound), replaced(d_ot, sound)
     weights = tl.exp2(tl.dot(k, tl.trans(qt), input_precision=D.PRECISION) * factor - logs[None, :])
-    seen = held(begins[None, :], ends[None, :], keys[:, None])
+    low, bits = tl.min(keys, 0), 0
+    if D.SIZE:
+        own_words = words + (start + tl.minimum(own, count - 1)).to(tl.int64) * width
+        bits = bits_from(own_words, begins, low, width, D)[None, :]
+    seen = reads(begins[None, :], ends[None, :], keys[:, None], bits, low, D)
     if MASKED:
         weights = tl.where(seen, weights, 0.0)
     if D.VALUE:
@@ -275,39 +368,68 @@ def key_gradient(
     q, k, v, first, last, table, sizes, scale, log_total, shift, d_o, d_k, d_v, D: tl.constexpr
 ):  # fmt: skip
     """Compute d_k [B, S, HK, K] with D.KEY, and d_v [B, S, HK, V] with D.VALUE. A program has a block of keys of one head."""
+    of_keys(q, k, v, first, last, first, first, table, sizes, scale, log_total, shift, d_o, d_k, d_v, D)
+
+
+@triton.jit
+def chosen_key_gradient(
+    q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_k, d_v, D: tl.constexpr
+):  # fmt: skip
+    """Compute the same of rows that read chosen blocks of keys, with D.SIZE. words: of `ReadBlocks`. tiles: the blocks of rows,
+    (begin, end) in the [B T] rows. table: the counts of the tiles."""
+    of_keys(q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_k, d_v, D)
+
+
+@triton.jit
+def of_keys(
+    q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_k, d_v, D: tl.constexpr
+):  # fmt: skip
     program, blocks, S = tl.program_id(0), tl.load(sizes), tl.load(sizes + 1)
     block, other = program % blocks, program // blocks
     hk, b = other % D.HK, other // D.HK
-    entry = table + (b * blocks + block) * 4
-    begin, full_begin, full_end, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    number, width = b * blocks + block, 0
     own, ck, cv = tl.arange(0, D.C), tl.arange(0, D.BK), tl.arange(0, D.BV)
     factor, count = tl.load(scale) * LOG2E, S - block * D.C
     keys, place = block * D.C + own, b * S + block * D.C
     kt = read(at(k, place, hk, D.HK, D.K), own, ck, count, D.HK, D.K, D.BK, True)
     vt = read(at(v, place, hk, D.HK, D.V), own, cv, count, D.HK, D.V, D.BV, True)
-    before = tl.cdiv(full_begin - begin, D.ROWS)  # parts of the rows that are masked
-    after = tl.cdiv(end - full_end, D.ROWS)
+    if D.SIZE:
+        width, parts = tl.load(sizes + 2), tl.load(table + number)
+        tiles += number.to(tl.int64) * tl.load(sizes + 3) * 2
+        begin, full_begin, full_end, end = 0, 0, 0, 0
+    else:
+        entry = table + number * 4
+        begin, full_begin, full_end, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+        before = tl.cdiv(full_begin - begin, D.ROWS)  # parts of the rows that are masked
+        parts = before + tl.cdiv(end - full_end, D.ROWS)
 
     dk, dv = tl.zeros([D.C, D.BK], tl.float32), tl.zeros([D.C, D.BV], tl.float32)
     for g in range(0, D.GROUP):
         hq = hk * D.GROUP + g
         for i in range(0, (full_end - full_begin) // D.ROWS):
             dk, dv = add_key_gradient(
-                dk, dv, kt, vt, keys, q, d_o, log_total, shift, first, last, full_begin + i * D.ROWS, full_end, hq,
-                factor, D, False, False,
+                dk, dv, kt, vt, keys, q, d_o, log_total, shift, first, last, words, width, full_begin + i * D.ROWS,
+                full_end, hq, factor, D, False, False,
             )  # fmt: skip
-        for i in range(0, before + after):
-            start = tl.where(i < before, begin + i * D.ROWS, full_end + (i - before) * D.ROWS)
-            stop = tl.where(i < before, full_begin, end)
+        for i in range(0, parts):
+            if D.SIZE:
+                start, stop = tl.load(tiles + 2 * i), tl.load(tiles + 2 * i + 1)
+            else:
+                start = tl.where(i < before, begin + i * D.ROWS, full_end + (i - before) * D.ROWS)
+                stop = tl.where(i < before, full_begin, end)
             dk, dv = add_key_gradient(
-                dk, dv, kt, vt, keys, q, d_o, log_total, shift, first, last, start, stop, hq, factor, D, True, False
-            )
+                dk, dv, kt, vt, keys, q, d_o, log_total, shift, first, last, words, width, start, stop, hq, factor, D,
+                True, False,
+            )  # fmt: skip
     if tl.sum(tl.sum(dk * 0.0, 1), 0) + tl.sum(tl.sum(dv * 0.0, 1), 0) != 0:
         dk, dv = tl.zeros([D.C, D.BK], tl.float32), tl.zeros([D.C, D.BV], tl.float32)
         for g in range(0, D.GROUP):
-            for i in tl.range(0, tl.cdiv(end - begin, D.ROWS), num_stages=1):
+            for i in tl.range(0, parts if D.SIZE else tl.cdiv(end - begin, D.ROWS), num_stages=1):
+                start, stop = begin + i * D.ROWS, end
+                if D.SIZE:
+                    start, stop = tl.load(tiles + 2 * i), tl.load(tiles + 2 * i + 1)
                 dk, dv = add_key_gradient(
-                    dk, dv, kt, vt, keys, q, d_o, log_total, shift, first, last, begin + i * D.ROWS, end,
+                    dk, dv, kt, vt, keys, q, d_o, log_total, shift, first, last, words, width, start, stop,
                     hk * D.GROUP + g, factor, D, True, True,
                 )  # fmt: skip
     if D.KEY:
@@ -332,27 +454,77 @@ def value_alone(
     key_gradient(q, k, v, first, last, table, sizes, scale, log_total, shift, d_o, d_v, d_v, D)
 
 
+@triton.jit
+def chosen_key_alone(
+    q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_k, D: tl.constexpr
+):  # fmt: skip
+    """Compute d_k alone, as `chosen_key_gradient`."""
+    of_keys(q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_k, d_k, D)
+
+
+@triton.jit
+def chosen_value_alone(
+    q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_v, D: tl.constexpr
+):  # fmt: skip
+    """Compute d_v alone, as `chosen_key_gradient`."""
+    of_keys(q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_v, d_v, D)
+
+
 # ---- launches ----------------------------------------------------------------------------------------------------------
+
+WHOLE = outputs, query_gradient, key_gradient, key_alone, value_alone  # of rows that read all keys of their intervals
+CHOSEN = chosen_outputs, chosen_query_gradient, chosen_key_gradient, chosen_key_alone, chosen_value_alone
 
 
 def dimensions(operands: SoftmaxOperands) -> dict:
-    """Return the constants of all three kernels: heads, widths and precision."""
+    """Return the constants of all kernels: heads, widths, precision, and the size of chosen blocks."""
     (HQ, K), (HK, V) = operands.q.shape[2:], operands.v.shape[2:]
-    sizes = dict(K=K, V=V, BK=width(K), BV=width(V))
+    sizes: dict = dict(K=K, V=V, BK=width(K), BV=width(V))
+    sizes |= {} if operands.blocks is None else dict(SIZE=operands.blocks.size)
     return dict(H=HQ, HQ=HQ, HK=HK, GROUP=HQ // HK, PRECISION=precision(operands.q)) | sizes
+
+
+def row_arguments(operands: SoftmaxOperands, blocks: RowBlocks, rows: int, keys: int) -> tuple[tuple, int]:
+    """Return the first arguments of a kernel whose programs own rows, up to the sizes, and how many programs a head has."""
+    *arrays, _, chosen = operands
+    table = forward_table(blocks, operands.q.shape[1], keys)
+    programs, S = table.shape[1], operands.k.shape[1]
+    if chosen is None:
+        return (*arrays, table, jnp.array([programs, S], jnp.int32)), programs
+    tiles = tiles_of_rows(operands, blocks, rows, keys)
+    table = table.at[..., 4].set(tiles.count)
+    sizes = jnp.array([programs, S, chosen.words.shape[-1], tiles.starts.shape[-1]], jnp.int32)
+    return (*arrays, chosen.words, tiles.starts, table, sizes), programs
+
+
+def key_arguments(operands: SoftmaxOperands, blocks: RowBlocks, config: SoftmaxGradientConfig) -> tuple[tuple, int]:
+    """Return the same of a kernel whose programs own keys. blocks: of config.rows."""
+    *arrays, _, chosen = operands
+    (B, T), S = operands.first.shape, operands.k.shape[1]
+    if chosen is None:
+        table = gradient_table(blocks, T, S, config.rows, config.own_keys)
+        return (*arrays, table, jnp.array([table.shape[1], S], jnp.int32)), table.shape[1]
+    blocks = row_blocks(operands, config.read_rows)
+    tiles = tiles_of_keys(operands, blocks, config.read_rows, config.own_keys)
+    programs, base = tiles.count.shape[1], jnp.arange(B, dtype=jnp.int32)[:, None] * T
+    ends = [
+        base[..., None] + x[jnp.arange(B)[:, None, None], tiles.starts]
+        for x in (blocks.begin[:, :-1], blocks.begin[:, 1:])
+    ]
+    sizes = jnp.array([programs, S, chosen.words.shape[-1], tiles.starts.shape[-1]], jnp.int32)
+    return (*arrays, chosen.words, jnp.stack(ends, -1), tiles.count, sizes), programs
 
 
 def forward(
     operands: SoftmaxOperands, scale: float, config: SoftmaxConfig
 ) -> tuple[Float[Array, "B T Hq V"], Float[Array, "B T Hq"]]:
     """Return o, and log2 of the sums of e^{scores}."""
-    q, k, v, first, last, _ = operands
-    (B, T, HQ, _), S = q.shape, k.shape[1]
-    table = forward_table(row_blocks(operands, config.rows), T, config.keys)
-    sizes = jnp.array([table.shape[1], S], jnp.int32)
+    q, v = operands.q, operands.v
+    B, T, HQ, _ = q.shape
+    kernel = (WHOLE if operands.blocks is None else CHOSEN)[0]
+    arguments, programs = row_arguments(operands, row_blocks(operands, config.rows), config.rows, config.keys)
     o, log_total = launch(
-        outputs, B * table.shape[1] * HQ,
-        (q, k, v, first, last, table, sizes, jnp.full(1, scale, jnp.float32)),
+        kernel, B * programs * HQ, (*arguments, jnp.full(1, scale, jnp.float32)),
         [((B, T, HQ, v.shape[3]), q.dtype), ((B, T, HQ), jnp.float32)],
         **dimensions(operands), ROWS=config.rows, C=config.keys, warps=config.warps, stages=config.stages,
     )  # fmt: skip
@@ -361,27 +533,26 @@ def forward(
 
 def gradient(operands: SoftmaxOperands, o, log_total, d_o, scale: float, config: SoftmaxGradientConfig):
     """Return dq, dk and dv. o, log_total: of `forward`."""
-    q, k, v, first, last, _ = operands
-    (B, T, HQ, _), (S, HK) = q.shape, v.shape[1:3]
+    q, k, v = operands[:3]
+    (B, _, HQ, _), HK = q.shape, v.shape[2]
+    _, of_rows, together, for_key, for_value = WHOLE if operands.blocks is None else CHOSEN
     shift = (d_o.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1)
     log_total = jnp.where((jnp.isfinite(o) & jnp.isfinite(d_o)).all(-1), log_total, jnp.nan)
-    blocks, factor, common = row_blocks(operands, config.rows), jnp.full(1, scale, jnp.float32), dimensions(operands)
-    table = forward_table(blocks, T, config.keys)
-    rest = factor, log_total, shift, d_o
+    blocks, common = row_blocks(operands, config.rows), dimensions(operands)
+    rest = jnp.full(1, scale, jnp.float32), log_total, shift, d_o
+    arguments, programs = row_arguments(operands, blocks, config.rows, config.keys)
     (d_q,) = launch(
-        query_gradient, B * table.shape[1] * HQ,
-        (q, k, v, first, last, table, jnp.array([table.shape[1], S], jnp.int32), *rest), [(q.shape, q.dtype)],
+        of_rows, B * programs * HQ, (*arguments, *rest), [(q.shape, q.dtype)],
         **common, ROWS=config.rows, C=config.keys, warps=config.warps, stages=config.stages,
     )  # fmt: skip
-    table = gradient_table(blocks, T, S, config.rows, config.own_keys)
+    arguments, programs = key_arguments(operands, blocks, config)
     outs = (k.shape, k.dtype), (v.shape, v.dtype)
-    parts = ((key_alone, outs[:1]), (value_alone, outs[1:])) if config.apart else ((key_gradient, outs),)
+    parts = ((for_key, outs[:1]), (for_value, outs[1:])) if config.apart else ((together, outs),)
     results = [d_q]
     for kernel, out in parts:
         results += launch(
-            kernel, B * table.shape[1] * HK,
-            (q, k, v, first, last, table, jnp.array([table.shape[1], S], jnp.int32), *rest), out,
+            kernel, B * programs * HK, (*arguments, *rest), out,
             **common, ROWS=config.read_rows, C=config.own_keys, warps=config.key_warps, stages=config.key_stages,
-            KEY=kernel is not value_alone, VALUE=kernel is not key_alone,
+            KEY=kernel is not for_value, VALUE=kernel is not for_key,
         )  # fmt: skip
     return results

@@ -86,8 +86,20 @@ def widest(operands: SoftmaxOperands) -> int:
     return max(operands.q.shape[-1], operands.v.shape[-1])
 
 
+def most_keys(operands: SoftmaxOperands, keys: int) -> int:
+    """Return `keys`, or the most whose blocks of chosen keys the 32 bits of a word hold, one for each block that they touch."""
+    if operands.blocks is None:
+        return keys
+    return min(keys, 1 << (31 * operands.blocks.size).bit_length() - 1)
+
+
 def forward_config(operands: SoftmaxOperands) -> SoftmaxConfig:
     """Return the block sizes of the forward for the heads of a call, with few registers spilled between its loops."""
+    found = forward_sizes(operands)
+    return dataclasses.replace(found, keys=most_keys(operands, found.keys))
+
+
+def forward_sizes(operands: SoftmaxOperands) -> SoftmaxConfig:
     is_narrow = widest(operands) <= 128
     if operands.q.dtype == "float32":
         return SoftmaxConfig(32, 32, 4, 2)
@@ -98,6 +110,12 @@ def forward_config(operands: SoftmaxOperands) -> SoftmaxConfig:
 
 def gradient_config(operands: SoftmaxOperands) -> SoftmaxGradientConfig:
     """Return the block sizes of the gradient, in the same way."""
+    found = gradient_sizes(operands)
+    keys, own_keys = most_keys(operands, found.keys), most_keys(operands, found.own_keys)
+    return dataclasses.replace(found, keys=keys, own_keys=own_keys)
+
+
+def gradient_sizes(operands: SoftmaxOperands) -> SoftmaxGradientConfig:
     is_narrow = widest(operands) <= 128
     if operands.q.dtype == "float32":
         return SoftmaxGradientConfig(32, 32, 8, 1, 32, 32, 8, 1)

@@ -16,12 +16,25 @@ from jaxtyping import Array, Bool, Float, Int
 from glax._src.core.backend import Backend
 from glax._src.core.recurrence import aligned, bucket, is_symbol, varying_like
 from glax._src.core.stored_states import rows_of
-from glax._src.kernels.common.softmax import Intervals, SoftmaxOperands, sequence_begins
+from glax._src.kernels.common.softmax import ChosenKeys, Intervals, SoftmaxOperands, sequence_begins
 
 ROWS, KEYS = 128, 256  # rows and keys whose scores are formed together
 STEP_KEYS, STEP_KEYS_GPU = 512, 4096  # keys that a step reads together; a GPU waits for its host between two parts
 LOWEST = -2e38  # the score of a key outside of the interval
 
+
+class KeysRead(NamedTuple):
+    """Hold which of all S keys each row reads, [blocks, B, rows, S], or [B, rows, S] of one block. It takes the place of
+    `Intervals` where all keys are read together, and so has no `bounds`."""
+
+    is_read: Bool[Array, "*rows S"]
+
+    def hold(self, keys: Int[Array, "S"]) -> Bool[Array, "*rows S"]:
+        """Return is_read. keys: all S of them, in order."""
+        return self.is_read
+
+
+Read = Intervals | ChosenKeys | KeysRead  # which keys rows read
 
 # ---- how rows are divided into blocks ----------------------------------------------------------------------------------
 
@@ -31,8 +44,8 @@ def whole(operands: SoftmaxOperands, scale: float) -> Float[Array, "B T Hq V"]:
 
     JAX knows its gradients of all orders. A row that reads nothing is 0.
     """
-    q, k, v, first, last, _ = operands
-    return of_one_block(None, q, k, v, Intervals(first, last), scale)
+    q, k, v = operands[:3]
+    return of_one_block(None, q, k, v, operands.seen, scale)
 
 
 def attend_step(
@@ -108,20 +121,9 @@ def part_of(k, v, slots: Array | None, width: int, dtype, begin, size: int) -> t
     return part, part[..., :width] if v is None else read(v)
 
 
-def of_one_block(size: int | None, q, k, v, intervals: Intervals, scale: float) -> Float[Array, "B T Hq V"]:
-    o: Array = attend_blocks(size, scale, q[None], k, v, Intervals(intervals.first[None], intervals.last[None]))
+def of_one_block(size: int | None, q, k, v, intervals: Read, scale: float) -> Float[Array, "B T Hq V"]:
+    o: Array = attend_blocks(size, scale, q[None], k, v, jax.tree.map(lambda x: x[None], intervals))
     return o[0]
-
-
-class KeysRead(NamedTuple):
-    """Hold which of all S keys each row reads, [blocks, B, rows, S], or [B, rows, S] of one block. It takes the place of
-    `Intervals` where all keys are read together, and so has no `bounds`."""
-
-    is_read: Bool[Array, "*rows S"]
-
-    def hold(self, keys: Int[Array, "S"]) -> Bool[Array, "*rows S"]:
-        """Return is_read. keys: all S of them, in order."""
-        return self.is_read
 
 
 def attend_masked(q, k, v, is_read: Bool[Array, "B T S"], scale: float | None) -> Float[Array, "B T Hq V"]:
@@ -136,24 +138,24 @@ def attend_masked(q, k, v, is_read: Bool[Array, "B T S"], scale: float | None) -
 
 def in_blocks(operands: SoftmaxOperands, scale: float) -> Float[Array, "B T Hq V"]:
     """Return the same as `whole`. A block of rows reads the keys between the ends of its intervals alone."""
-    q, k, v, first, last, _ = operands
+    q, k, v = operands[:3]
     B, T = q.shape[:2]
     if is_small(T, k.shape[1]):
         return whole(operands, scale)
     blocks = -(-T // ROWS)
 
-    def divided(x: Array, fill: int) -> Array:
+    def divided(x: Array, fill: int = 0) -> Array:
         x = jnp.pad(x, [(0, 0), (0, blocks * ROWS - T), *[(0, 0)] * (x.ndim - 2)], constant_values=fill)
         return x.reshape(B, blocks, ROWS, *x.shape[2:]).swapaxes(0, 1)
 
-    of_blocks = Intervals(divided(first, 0), divided(last, -1))
-    o: Array = attend_blocks(KEYS, scale, divided(q, 0), k, v, of_blocks)
+    of_blocks = jax.tree.map(divided, operands.seen)._replace(last=divided(operands.last, -1))
+    o: Array = attend_blocks(KEYS, scale, divided(q), k, v, of_blocks)
     return o.swapaxes(0, 1).reshape(B, blocks * ROWS, *o.shape[3:])[:, :T]
 
 
 def by_sequence(operands: SoftmaxOperands, scale: float) -> Float[Array, "1 T Hq V"]:
     """Return the same as `whole` for operands with cuts, in blocks of rows of one sequence. Rows behind the last are 0."""
-    q, k, v, first, last, cuts = operands
+    q, k, v, cuts = *operands[:3], operands.cuts
     assert cuts is not None
     T, N = q.shape[1], cuts.shape[0] - 1
     if is_small(T, k.shape[1]):
@@ -163,7 +165,8 @@ def by_sequence(operands: SoftmaxOperands, scale: float) -> Float[Array, "1 T Hq
     rows = begins[:-1, None] + jnp.arange(size)  # [blocks, size]
     is_own = rows < jnp.minimum(begins[1:, None], cuts[-1])
     rows = jnp.where(is_own, rows, 0)
-    of_blocks = Intervals(first[0, rows][:, None], jnp.where(is_own, last[0, rows], -1)[:, None])
+    of_blocks = jax.tree.map(lambda x: x[0, rows][:, None], operands.seen)
+    of_blocks = of_blocks._replace(last=jnp.where(is_own[:, None], of_blocks.last, -1))
     o: Array = attend_blocks(KEYS, scale, q[0, rows][:, None], k, v, of_blocks)
     places = jnp.arange(T)
     block = jnp.searchsorted(begins, places, side="right") - 1
@@ -180,21 +183,19 @@ def is_small(T: int, S: int) -> bool:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def attend_blocks(
-    size: int | None, scale: float, q, k, v, intervals: Intervals | KeysRead
-) -> Float[Array, "blocks B rows Hq V"]:
+def attend_blocks(size: int | None, scale: float, q, k, v, intervals: Read) -> Float[Array, "blocks B rows Hq V"]:
     """Return the outputs of blocks of rows. q: [blocks, B, rows, Hq, D]. k, v: [B, S, Hk, D or V]. intervals: of [blocks, B,
     rows]. size: how many keys a block reads together; all if None."""
     return attend_blocks_fwd(size, scale, q, k, v, intervals)[0]
 
 
-def attend_blocks_fwd(size: int | None, scale: float, q, k, v, intervals: Intervals | KeysRead):
+def attend_blocks_fwd(size: int | None, scale: float, q, k, v, intervals: Read):
     q, k, v, intervals = aligned((q, k, v, intervals))
     o, log_total = summed(size, scale, q, k, v, intervals, None, v.shape[-1])
     return o, (q, k, v, intervals, o, log_total)
 
 
-def summed(size: int | None, scale: float, q, k, v, intervals: Intervals | KeysRead, slots: Array | None, width: int):
+def summed(size: int | None, scale: float, q, k, v, intervals: Read, slots: Array | None, width: int):
     """Return the outputs, and the logarithms of the sums of exp(scores). size: as of `attend_blocks`. slots, width: as of
     `attend_step`."""
     q, k, v, intervals, slots = aligned((q, k, v, intervals, slots))
