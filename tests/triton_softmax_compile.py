@@ -1,9 +1,10 @@
 """Compile the kernels of softmax attention without a GPU, and report the resources of each.
 
 python -m tests.triton_softmax_compile 90 "softmax256 bfloat16 256" prints a line of JSON per kernel of the forward and the
-gradient, in the form of `tests.triton_compile`. The last two words are a dtype and the width of heads. With a first word that
-begins with "chosen", rows read blocks of as many keys as its number says, as in "chosen16". A first word that begins with "step" is a step over caches, or with "latent" over caches whose keys hold their values, with 64 other channels. With
-"many" in it 40 heads of q read one of k, and with "stored" the caches are float32.
+gradient, in the form of `tests.triton_compile`. The last two words are a dtype and the width of heads. With a first word like
+"chosen16", rows read blocks of so many keys. A first word that begins with "step" is a step over caches, or with "latent" over
+caches whose keys hold their values, with 64 other channels. With "many" in it 40 heads of q read one of k, and with "stored" the
+caches are float32.
 """
 
 import json

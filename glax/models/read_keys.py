@@ -322,6 +322,14 @@ READ_WORDS = {
         rms_norm_eps rope_theta router_aux_loss_coef seed shared_expert_intermediate_size vision_aspect_ratio
         vision_feature_layer vision_feature_select_strategy
     """,
+    "recurrent_gemma": """
+        @transformers attention_bias attention_dropout attention_window_size attribute_map conv1d_width
+        default_rope_type final_w_init_variance_scale head_dim hidden_activation ignore_keys_at_rope_validation
+        init_std initializer_factor intermediate_size is_causal layer_types layers_block_type logits_soft_cap
+        lru_width num_attention_heads num_hidden_layers num_key_value_heads output_attentions pad_token_id
+        partial_rotary_factor rms_norm_eps rope_theta sliding_window vision_aspect_ratio vision_feature_layer
+        vision_feature_select_strategy w_init_variance_scale
+    """,
     "retnet": """
         @fla attn_mode attnres_block_size elementwise_affine expand_k expand_v feature_map fuse_swiglu num_heads
         num_kv_heads use_output_gate

@@ -64,7 +64,7 @@ from glax.models.runs import (
 from glax.models.saving import save
 from glax.models.shardings import head_counts
 from glax.models.tokens import TOKENIZER, Tokenizer, find_tokenizer, read_tokens
-from glax.nn import MLSTM, Experts, HGRNAttention, LightningAttention, Mamba2, Mamba3
+from glax.nn import MLSTM, RGLRU, Experts, HGRNAttention, LightningAttention, Mamba2, Mamba3
 from glax.nn.linear_attention import LinearAttention
 from glax.nn.rwkv6 import RWKV6Attention
 from glax.nn.rwkv7 import RWKV7Attention
@@ -76,6 +76,7 @@ RECURRENT = (
     HGRNAttention,
     LightningAttention,
     MLSTM,
+    RGLRU,
     Mamba2,
     Mamba3,
     RWKV6Attention,

@@ -15,11 +15,12 @@ from glax.nn.mlp import Experts, SparseMLP, SwiGLU
 from glax.nn.mlstm import MLSTM
 from glax.nn.norms import LayerNorm, RMSNorm, RMSNormGated
 from glax.nn.retention import LightningAttention, MultiScaleRetention
+from glax.nn.rg_lru import RGLRU
 from glax.nn.rwkv6 import RWKV6Attention, RWKV6FeedForward
 from glax.nn.rwkv7 import RWKV7Attention, RWKV7FeedForward
 
 __all__ = [
-    "MLSTM", "Attention", "Comba", "DeltaNet", "Experts", "GatedDeltaNet", "GatedDeltaProduct", "GatedLinearAttention",
+    "MLSTM", "RGLRU", "Attention", "Comba", "DeltaNet", "Experts", "GatedDeltaNet", "GatedDeltaProduct", "GatedLinearAttention",
     "GatedSlotAttention", "HGRN2Attention", "HGRNAttention", "KimiDeltaAttention", "LayerNorm", "LightningAttention",
     "Mamba1", "Mamba2", "Mamba3", "MultiHeadLatentAttention", "MultiScaleRetention", "RMSNorm", "RMSNormGated",
     "RWKV6Attention", "RWKV6FeedForward",

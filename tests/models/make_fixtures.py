@@ -140,6 +140,8 @@ from transformers import (
     Qwen4ExpForCausalLM,
     Qwen4ExpForConditionalGeneration,
     Qwen4ExpTextConfig,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
     Zamba2Config,
     Zamba2ForCausalLM,
     xLSTMConfig,
@@ -249,6 +251,7 @@ ZAMBA = ATTENTION | dict(
 RWKV7 = LAYERS | dict(
     hidden_size=16, head_dim=8, intermediate_size=24, decay_low_rank_dim=4, a_low_rank_dim=5, v_low_rank_dim=3,
     gate_low_rank_dim=6)  # fmt: skip
+GRIFFIN = LAYERS | dict(num_hidden_layers=3, hidden_size=16, num_attention_heads=2, intermediate_size=50)
 XLSTM = LAYERS | dict(hidden_size=16, num_heads=2, ffn_round_up_to_multiple_of=4)
 MAMBA = LAYERS | dict(hidden_size=16, state_size=8, head_dim=8, expand=2, chunk_size=8)
 MAMBA1 = LAYERS | dict(hidden_size=16, state_size=4)
@@ -488,6 +491,12 @@ CASES = {
         layer_types=["linear_attention", "full_attention"], full_attn_alpha_factor=1.2, full_attn_beta_factor=0.7,
         linear_attn_alpha_factor=0.8, linear_attn_beta_factor=1.3, mlp_alpha_factor=0.9, mlp_beta_factor=1.1,
         tie_word_embeddings=True)),
+    "recurrent_gemma": (RecurrentGemmaConfig, RecurrentGemmaForCausalLM, GRIFFIN),
+    "recurrent_gemma_options": (RecurrentGemmaConfig, RecurrentGemmaForCausalLM, GRIFFIN | dict(
+        num_hidden_layers=4, block_types=["attention", "recurrent", "local"], lru_width=24, num_key_value_heads=1, head_dim=6,
+        attention_window_size=5, conv1d_width=3, logits_soft_cap=1.5, rms_norm_eps=1e-3, hidden_activation="relu",
+        attention_bias=True, tie_word_embeddings=False, pad_token_id=3,
+        rope_parameters=dict(rope_type="default", rope_theta=500.0, partial_rotary_factor=1.0))),
     "xlstm": (xLSTMConfig, xLSTMForCausalLM, XLSTM),
     "xlstm_options": (xLSTMConfig, xLSTMForCausalLM, XLSTM | dict(
         num_hidden_layers=3, num_blocks=3, num_heads=4, use_bias=True, qk_dim_factor=1.0, v_dim_factor=1.5, norm_eps=1e-3,

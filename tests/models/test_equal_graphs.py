@@ -19,7 +19,7 @@ from glax.server.scheduler import Scheduler
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 LAYERS = """
 Attention Comba DeltaNet GatedDeltaNet GatedDeltaProduct GatedLinearAttention GatedSlotAttention HGRN2Attention
-HGRNAttention KimiDeltaAttention LightningAttention MLSTM Mamba1 Mamba2 Mamba3 MultiScaleRetention RWKV6Attention
+HGRNAttention KimiDeltaAttention LightningAttention MLSTM Mamba1 Mamba2 Mamba3 MultiScaleRetention RGLRU RWKV6Attention
 RWKV7Attention SimpleGatedLinearAttention
 """
 

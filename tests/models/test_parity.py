@@ -63,6 +63,8 @@ READ_IN_ALL_WAYS = [
     "qwen4_exp",
     "qwen4_exp_text",
     "qwen3_next",
+    "recurrent_gemma",
+    "recurrent_gemma_options",
     "retnet",
     "rwkv6",
     "rwkv7",

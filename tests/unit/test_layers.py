@@ -150,7 +150,30 @@ def hgrn_by_formula(p, x):
     return (h * silu(x @ p["output_gate.kernel"])) @ p["output.kernel"]
 
 
+def rg_lru_by_formula(p, x):
+    """12 channels in 3 heads, and a convolution of 2 rows."""
+    u = x @ p["input.kernel"] + p["input.bias"]
+    before = np.concatenate([np.zeros((1, 12)), u[:-1]])
+    u = before * p["conv.filter"][0] + u * p["conv.filter"][1] + p["conv.bias"]
+
+    def gate(name):
+        heads = np.einsum("thi,hij->thj", u.reshape(-1, 3, 4), p[f"{name}.weight"]) + p[f"{name}.bias"]
+        return sigmoid(heads.reshape(-1, 12))
+
+    entering, h, rows = gate("input_gate"), np.zeros(12), []
+    a = np.exp(-8 * np.log1p(np.exp(p["rate"])) * gate("decay_gate"))
+    for t in range(len(x)):
+        h = a[t] * h + (np.sqrt(1 - a[t] ** 2) if t else 1) * entering[t] * u[t]
+        rows.append(h)
+    y = np.stack(rows) * np.maximum(x @ p["gate.kernel"] + p["gate.bias"], 0)
+    return y @ p["output.kernel"] + p["output.bias"]
+
+
 LAYERS = {
+    "rg_lru": (
+        lambda: nn.RGLRU(WIDTH, num_heads=3, inside=12, conv_size=2, act="relu", rngs=nnx.Rngs(0)),
+        rg_lru_by_formula,
+    ),
     "slots": (
         lambda: nn.GatedSlotAttention(
             WIDTH,
@@ -295,6 +318,7 @@ def test_layers_on_a_mesh_read_across_shards_of_the_sequence():
         (nn.MLSTM, dict(num_heads=2)),
         (nn.GatedSlotAttention, dict(num_heads=2, num_slots=4)),
         (nn.HGRNAttention, dict(inside=24, use_short_conv=True)),
+        (nn.RGLRU, dict(num_heads=2, inside=24)),
     ],
     ids=lambda x: x.__name__ if isinstance(x, type) else "",
 )
