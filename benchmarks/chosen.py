@@ -13,6 +13,7 @@ near:   attention alone, where all rows of 512 tokens read the same far blocks, 
 
 import argparse
 import dataclasses
+import functools
 from pathlib import Path
 
 import jax
@@ -95,8 +96,8 @@ def attended(way: str, row: Row, words, q, k, v, query, key):
     if way == "words":
         return row.choice(query, key).read_blocks(key, row.seen(), begin).words
     if way == "chosen":
-        everything = lambda: attend_in_blocks(q, k, v, row.seen(), None)  # noqa: E731
-        return row.choice(query, key).attend(everything, q, k, v, key, row.seen(), None, begin)
+        attend_all = functools.partial(attend_in_blocks, q, k, v, row.seen(), None)
+        return row.choice(query, key).attend(attend_all, q, k, v, key, row.seen(), None, begin)
     return attend_in_blocks(q, k, v, row.seen(), None, ReadBlocks(words, row.size))
 
 

@@ -125,8 +125,8 @@ class RGLRU(Layer):
         place, length = rows.positions(state.get("length"))
         u, filtered = self.conv.extend(self.input(x), state.get("conv"), rows)
         heads = by_head(u, self.num_heads)
-        entering, kept = (jax.nn.sigmoid(merged(gate(heads))) for gate in (self.input_gate, self.decay_gate))
-        g = -RATE * kept * for_rows(u, jax.nn.softplus(self.rate[...].astype(jnp.float32)))
+        entering, r = (jax.nn.sigmoid(merged(gate(heads))) for gate in (self.input_gate, self.decay_gate))
+        g = -RATE * r * for_rows(u, jax.nn.softplus(self.rate[...].astype(jnp.float32)))
         factor = jnp.where((place == 0)[..., None], 1.0, root(-jnp.expm1(2 * g)))
         v = (u.astype(jnp.float32) * entering * factor).astype(u.dtype)
         # One head with K = 1 and V = D: its per-value gates are the gates of the channels.

@@ -493,7 +493,7 @@ CASES = {
         tie_word_embeddings=True)),
     "recurrent_gemma": (RecurrentGemmaConfig, RecurrentGemmaForCausalLM, GRIFFIN),
     "recurrent_gemma_options": (RecurrentGemmaConfig, RecurrentGemmaForCausalLM, GRIFFIN | dict(
-        num_hidden_layers=4, block_types=["attention", "recurrent", "local"], lru_width=24, num_key_value_heads=1, head_dim=6,
+        num_hidden_layers=4, block_types=["attention", "recurrent", "local"], lru_width=24, num_key_value_heads=1, head_dim=12,
         attention_window_size=5, conv1d_width=3, logits_soft_cap=1.5, rms_norm_eps=1e-3, hidden_activation="relu",
         attention_bias=True, tie_word_embeddings=False, pad_token_id=3,
         rope_parameters=dict(rope_type="default", rope_theta=500.0, partial_rotary_factor=1.0))),

@@ -103,7 +103,7 @@ def block_number(keys, first, D: tl.constexpr):
 
 @triton.jit
 def bits_from(words, first, start, count, D: tl.constexpr):
-    """Return 32 bits of each row, from that of the block of key `start` on. words: where its `count` words lie."""
+    """Return 32 bits of each row, of the block that holds key `start` and of the next ones. words: where its `count` words lie."""
     number = block_number(start, first, D)
     word, bit = (number // 32).to(tl.int32), number % 32
     low = tl.load(words + word, mask=word < count, other=0).to(tl.uint32, bitcast=True)
@@ -113,7 +113,7 @@ def bits_from(words, first, start, count, D: tl.constexpr):
 
 @triton.jit
 def reads(first, last, keys, bits, start, D: tl.constexpr):
-    """Return whether rows read keys. With D.SIZE, bits: of the blocks from that of key `start` on. All shapes are broadcast."""
+    """Return whether rows read keys. bits: with D.SIZE, as `bits_from` returns them. All shapes are broadcast."""
     seen = held(first, last, keys)
     if D.SIZE:
         place = block_number(keys, first, D) - block_number(start, first, D)
@@ -184,8 +184,8 @@ def outputs(q, k, v, first, last, table, sizes, scale, o, log_total, D: tl.const
 
 @triton.jit
 def chosen_outputs(q, k, v, first, last, words, tiles, table, sizes, scale, o, log_total, D: tl.constexpr):
-    """Compute the same of rows that read chosen blocks of keys, with D.SIZE. words: of `ReadBlocks`. tiles: of `Tiles`, whose
-    count is in the table where otherwise that of the blocks before stands."""
+    """Compute the same of rows that read chosen blocks of keys, with D.SIZE. words: of `ReadBlocks`. tiles: the starts of `Tiles`.
+    Their count takes the fifth place of the table, which else says how many blocks of keys come before the full ones."""
     row_outputs(q, k, v, first, last, words, tiles, table, sizes, scale, o, log_total, D)
 
 
