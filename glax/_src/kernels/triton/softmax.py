@@ -103,7 +103,7 @@ def block_number(keys, first, D: tl.constexpr):
 
 @triton.jit
 def bits_from(words, first, start, count, D: tl.constexpr):
-    """Return 32 bits of each row, of the block that holds key `start` and of the next ones. words: where its `count` words lie."""
+    """Return 32 bits of each row, of the block with key `start` and of the next ones. words: where its `count` words lie."""
     number = block_number(start, first, D)
     word, bit = (number // 32).to(tl.int32), number % 32
     low = tl.load(words + word, mask=word < count, other=0).to(tl.uint32, bitcast=True)
@@ -184,7 +184,7 @@ def outputs(q, k, v, first, last, table, sizes, scale, o, log_total, D: tl.const
 
 @triton.jit
 def chosen_outputs(q, k, v, first, last, words, tiles, table, sizes, scale, o, log_total, D: tl.constexpr):
-    """Compute the same of rows that read chosen blocks of keys, with D.SIZE. words: of `ReadBlocks`. tiles: the starts of `Tiles`.
+    """Compute the same of rows that read chosen blocks of keys, with D.SIZE. words: of `ReadBlocks`. tiles: starts of `Tiles`.
     Their count takes the fifth place of the table, which else says how many blocks of keys come before the full ones."""
     row_outputs(q, k, v, first, last, words, tiles, table, sizes, scale, o, log_total, D)
 
