@@ -64,6 +64,9 @@ MODELS = {
         moe_shared_expert_intermediate_size=12,
     ),
     "minimax": SIZES | ATTENTION | dict(num_hidden_layers=2, num_local_experts=4),
+    "zamba": SIZES | ATTENTION | dict(
+        num_hidden_layers=2, layers_block_type=["linear_attention", "hybrid"], num_key_value_heads=4, pad_token_id=None,
+    ),
     "zamba2": SIZES | ATTENTION | dict(
         num_hidden_layers=2, layers_block_type=["linear_attention", "hybrid"], num_key_value_heads=4, n_mamba_heads=4,
         mamba_d_state=8, adapter_rank=4, use_shared_attention_adapter=True,

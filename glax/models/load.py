@@ -40,6 +40,7 @@ from glax.models import (
     recurrent_gemma,
     rwkv7,
     xlstm,
+    zamba,
     zamba2,
 )
 from glax.models.config import ModelConfig, UnsupportedOption, silent
@@ -102,6 +103,7 @@ MODEL_TYPES: dict[str, Callable[[ModelConfig, Precision], CausalLM]] = {
     "rwkv6": fla.rwkv6,
     "rwkv7": rwkv7.rwkv7,
     "xlstm": xlstm.xlstm,
+    "zamba": zamba.zamba,
     "zamba2": zamba2.zamba2,
 }
 

@@ -348,6 +348,14 @@ READ_WORDS = {
         qk_dim_factor return_last_states use_bias v_dim_factor vision_aspect_ratio vision_feature_layer
         vision_feature_select_strategy weight_mode
     """,
+    "zamba": """
+        @transformers attention_dropout attention_head_dim attention_hidden_size attribute_map head_dim hidden_act
+        hidden_mamba_act intermediate_size is_causal kv_sharing_modes layer_types layers_block_type mamba_conv_bias
+        mamba_d_conv mamba_d_state mamba_dt_rank mamba_expand mamba_proj_bias max_position_embeddings n_mamba_heads
+        num_attention_heads num_key_value_heads num_logits_to_keep number_of_conv_states output_attentions
+        pad_token_id rms_norm_eps time_step_floor time_step_max time_step_min use_associative_scan use_mamba_kernels
+        vision_aspect_ratio vision_feature_layer vision_feature_select_strategy
+    """,
     "zamba2": """
         @transformers adapter_rank add_bias_linear attention_dropout attention_head_dim attention_hidden_size
         attribute_map chunk_size default_rope_type head_dim hidden_act hybrid_layer_ids ignore_keys_at_rope_validation

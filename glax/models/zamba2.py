@@ -21,7 +21,8 @@ from glax.models.mamba2 import first_steps
 from glax.models.model import CausalLM, Precision, outer_options
 from glax.models.names import ATTENTION, MAMBA, Names, one_of, outer_names, renamed
 from glax.models.rope import rotation
-from glax.nn import Attention, Mamba2, RMSNorm
+from glax.nn import Attention, RMSNorm
+from glax.nn.layer import Layer
 from glax.nn.parts import EMBED, HEADS, MLP, linear
 from glax.nn.passes import Rows, State
 
@@ -74,9 +75,10 @@ class SharedMLP(DenseMLP):
 
 
 class SharedBlock(nnx.Module):
-    """Compute mlp(norm(attention(norm([x, e])))) from the layer's input x and the embedding e. There are no residuals."""
+    """Compute mlp(norm(attention(norm([x, e])))) from the layer's input x and the embedding e. There are no residuals. mlp: a
+    SharedMLP, or of layers without adapters any MLP."""
 
-    def __init__(self, attn_norm: RMSNorm, attn: SharedAttention, mlp_norm: RMSNorm, mlp: SharedMLP):
+    def __init__(self, attn_norm: RMSNorm, attn: SharedAttention, mlp_norm: RMSNorm, mlp: Any):
         self.attn_norm, self.attn, self.mlp_norm, self.mlp = attn_norm, attn, mlp_norm, mlp
 
     def mix(
@@ -89,13 +91,14 @@ class SharedBlock(nnx.Module):
     ) -> tuple[Array, State]:
         both = self.attn_norm(jnp.concatenate([x, first], -1))
         y, state = self.attn.adapted(both, state, rows, adapters)
-        return self.mlp.adapted(self.mlp_norm(y), adapters["mlp"]), state
+        y = self.mlp_norm(y)
+        return self.mlp.adapted(y, adapters["mlp"]) if adapters else self.mlp(y), state
 
 
 class ZambaBlock(nnx.Module):
     """Compute x + mamba(norm(x))."""
 
-    def __init__(self, norm: RMSNorm, mamba: Mamba2):
+    def __init__(self, norm: RMSNorm, mamba: Layer):
         self.mixer_norm, self.mamba = norm, mamba
 
     def empty_state(self, batch: int, max_length: int | None) -> dict:
@@ -116,7 +119,7 @@ class HybridBlock(nnx.Module):
     def __init__(
         self,
         norm: RMSNorm,
-        mamba: Mamba2,
+        mamba: Layer,
         linear: nnx.Linear,
         adapters: dict[str, Adapter],
         unread: dict[str, dict[str, Adapter]],

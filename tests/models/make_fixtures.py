@@ -144,6 +144,8 @@ from transformers import (
     RecurrentGemmaForCausalLM,
     Zamba2Config,
     Zamba2ForCausalLM,
+    ZambaConfig,
+    ZambaForCausalLM,
     xLSTMConfig,
     xLSTMForCausalLM,
 )
@@ -248,6 +250,12 @@ EYES = dict(
 ZAMBA = ATTENTION | dict(
     num_key_value_heads=None, num_hidden_layers=3, layers_block_type=["linear_attention", "hybrid", "hybrid"], adapter_rank=3,
     n_mamba_heads=4, mamba_d_state=8, chunk_size=8)  # fmt: skip
+ZAMBA1 = ATTENTION | dict(
+    num_key_value_heads=4,
+    num_hidden_layers=3,
+    layers_block_type=["linear_attention", "hybrid", "hybrid"],
+    mamba_d_state=8,
+)
 RWKV7 = LAYERS | dict(
     hidden_size=16, head_dim=8, intermediate_size=24, decay_low_rank_dim=4, a_low_rank_dim=5, v_low_rank_dim=3,
     gate_low_rank_dim=6)  # fmt: skip
@@ -504,6 +512,13 @@ CASES = {
         chunk_size=8, norm_reduction_force_float32=False)),
     "xlstm_parts_fused": (xLSTMConfig, xLSTMForCausalLM, XLSTM | dict(
         weight_mode="fused", use_bias=True, embedding_dim=16, norm_eps=1e-2)),
+    "zamba": (ZambaConfig, ZambaForCausalLM, ZAMBA1),
+    "zamba_options": (ZambaConfig, ZambaForCausalLM, ZAMBA1 | dict(
+        num_hidden_layers=6, layers_block_type=None, attn_layer_period=2, attn_layer_offset=1, num_key_value_heads=2,
+        attention_head_dim=12, n_mamba_heads=4, hidden_act="silu", hidden_mamba_act="relu", mamba_d_state=5, mamba_d_conv=3,
+        mamba_expand=3, mamba_dt_rank=2, mamba_conv_bias=False, mamba_proj_bias=True, rms_norm_eps=1e-3, pad_token_id=3)),
+    "zamba_untied": (ZambaConfig, ZambaForCausalLM, ZAMBA1 | dict(
+        tie_word_embeddings=False, layers_block_type=["hybrid", "linear_attention", "hybrid"], n_mamba_heads=1)),
     "zamba2": (Zamba2Config, Zamba2ForCausalLM, ZAMBA),
     "zamba2_options": (Zamba2Config, Zamba2ForCausalLM, ZAMBA | dict(
         num_hidden_layers=4, layers_block_type=["hybrid", "linear_attention", "hybrid", "hybrid"],

@@ -65,7 +65,7 @@ TRANSFORMERS = (
     "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "glm5_next_text", "granitemoehybrid", "jamba", "kimi_linear",
     "lara_mini", "lfm2", "lfm2_moe", "lfm3", "llama", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3",
     "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "xlstm",
-    "zamba2",
+    "zamba", "zamba2",
 )  # fmt: skip
 # Kimi K3's modeling code is in no package. These are the arguments of the config's classes in its repository, but for those that
 # no code reads, and what transformers' own class reads.

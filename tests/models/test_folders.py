@@ -224,7 +224,7 @@ def test_a_config_of_no_sense_is_refused(folder, content, text):
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-@pytest.mark.parametrize("name", ["gla", "mamba2", "qwen3_next", "zamba2_untied"])
+@pytest.mark.parametrize("name", ["gla", "mamba2", "qwen3_next", "zamba_untied", "zamba2_untied"])
 def test_the_configs_dtype_decides_that_of_activations(tmp_path, name, key):
     folder = copied(tmp_path / "model", name)
     config = json.loads((folder / "config.json").read_text())

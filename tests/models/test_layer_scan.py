@@ -109,6 +109,7 @@ def test_values_and_gradients_are_those_of_layers_one_by_one(model, dtype, compi
 @pytest.mark.parametrize(
     ("model", "why"),
     [
+        ("zamba", "its hybrid layers share blocks"),
         ("zamba2", "its hybrid layers share blocks"),
         ("gla_attnres", "with attention residuals a layer reads the outputs of all earlier ones"),
         ("kimi_k3", "with attention residuals a layer reads the outputs of all earlier ones"),

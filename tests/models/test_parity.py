@@ -71,6 +71,8 @@ READ_IN_ALL_WAYS = [
     "rwkv7_options",
     "xlstm_options",
     "xlstm_parts_fused",
+    "zamba",
+    "zamba_options",
     "zamba2_options",
 ]
 LOGITS, GRADIENTS = 2e-5, 1e-4
