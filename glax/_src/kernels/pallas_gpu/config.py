@@ -17,7 +17,7 @@ MOST_PARTS = 32
 
 
 def installation() -> str | None:
-    """Return what is missing on this machine, or None."""
+    """Return what is missing on this machine for the Hopper kernels, or None."""
     if numbers(version_of("jax") or "") < (0, 11):
         return f"needs jax>=0.11, {version_of('jax')} is installed: pip install -U jax"
     if importlib.util.find_spec("absl") is None:
@@ -53,14 +53,13 @@ def delta_supports(r: Recurrence) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Widths:
-    """Hold the blocks that a state is divided into, and the widths K and V of one block. Together they are at least as wide as
-    the state.
+    """Hold the blocks that a state is divided into, and the widths K and V of one block. All blocks together cover the state.
 
     stored: the blocks by which states are stored for the gradient, which is computed by these blocks. With per-head gates a
-    program of a scan has all of K, and its 64 columns of a state are stored as parts of several blocks. Heads that erase are
-    not divided.
-    in_memory: the columns of a block of keys, and of values, in arrays in memory: a part of K and V where the kernels read such
-    arrays in place, else K and V.
+    program of a scan has all of K, and its 64 columns of a state are stored as parts of several blocks. Under the delta rule
+    heads are not divided.
+    in_memory: the columns of a block of keys, and of values, in arrays in memory. They are fewer than K and V where the kernels
+    read narrower arrays in place.
     """
 
     blocks: Blocks
@@ -176,11 +175,11 @@ def pairs_heads(r: Recurrence, widths: Widths) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Hold what decides how long a call takes in segments of any number, to choose their number.
+    """Hold what decides how long a call takes, for any number of segments. The number of segments is chosen by it.
 
-    shapes: (segments, columns of a program) of the configs that can run the call. columns: of the states of all heads. K: the
-    width of a block. programs: that run at a time, one on a multiprocessor. The factors in the estimates are measurements; see
-    docs/internals/experiments/hopper/segments.md.
+    shapes: (segments, columns of a program) of the configs that can run the call. columns: the columns of the states of all
+    heads. K: the width of a block. programs: the number that run at a time, one on a multiprocessor. The factors in the
+    estimates are measurements; see docs/internals/experiments/hopper/segments.md.
     """
 
     shapes: list[tuple[int, int]]

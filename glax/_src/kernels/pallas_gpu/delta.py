@@ -46,9 +46,10 @@ def chunked_with_residuals(r: Recurrence, config: HopperConfig) -> tuple[Outputs
 
 
 def forward(r: Recurrence, route: Route, kind) -> tuple[Outputs, Results]:
-    """Return the outputs, and the results of the scan.
+    """Return the outputs, and the results of the scan. kind: what the scan writes, `DeltaScan.kind`.
 
-    A scan of its own computes the final states of sequences in one row, and no outputs. XLA drops it where they are not used.
+    The final states of sequences that share one row are computed by another scan, without outputs. XLA drops it where they are
+    not used.
     """
     d = laid_out(r, route)
     scanned = d.scan(kind, r.initial_state)
@@ -76,8 +77,10 @@ def chunked_vjp(r: Recurrence, d_output, d_final, residuals: Residuals | None, c
 
 @dataclasses.dataclass(frozen=True)
 class SegmentedScan(abc.ABC):
-    """Hold a layout whose segments `scan_segments` scans in parallel. Its results have the field `last`, as those of
-    `delta_scan` do."""
+    """Represent a recurrence laid out in segments, which `scan_segments` scans in parallel.
+
+    The results of `scan_segments` have the field `last`, the states behind segments.
+    """
 
     layout: KernelLayout
 
@@ -87,7 +90,8 @@ class SegmentedScan(abc.ABC):
 
     @abc.abstractmethod
     def gradient(self, r: Recurrence, states, adjoint: Results) -> Recurrence:
-        """Return the gradient of r. states: before the chunks, with what tokens write. adjoint: the results of that scan."""
+        """Return the gradient of r. states: the states before the chunks, beside what their tokens write. adjoint: the results
+        of the adjoint scan."""
 
     def scan(self, kind, start) -> Any:
         """Run the scan over every sequence. kind: `DeltaScan.kind`. start: states [N, H, K, V], or None for zeros."""
@@ -99,8 +103,10 @@ class SegmentedScan(abc.ABC):
         return self.scan_segments(kind, entering)._replace(last=last)
 
     def entering(self, adjoint: bool, start):
-        """Return the states that enter segments, [E, H, V, K], and those that leave sequences, [N, H, V, K]. adjoint: whether
-        these are gradients, and the scan is against time."""
+        """Return the states that enter segments, [E, H, V, K], and those that leave sequences, [N, H, V, K].
+
+        adjoint: whether these are dL/dS, in a scan against time. start: the states of sequences, or None for zeros.
+        """
         p = self.layout
         # [N, parts, H, V + K, K] and [N, parts, H, V, K]
         states = self.by_segment(self.scan_segments("transitions", None))
@@ -114,15 +120,16 @@ class SegmentedScan(abc.ABC):
         return jnp.stack(entering, 1).reshape(-1, *S.shape[1:]), S
 
     def by_segment(self, scanned: Any):
-        """Return the last states of segments, by sequence and segment: [N, parts, H, V, K], or with M [N, parts, H, V + K, K]."""
+        """Return the last states of segments as [N, parts, H, V, K]. For a scan of transitions, which appends the matrix M to
+        the state, return [N, parts, H, V + K, K]."""
         return scanned.last.reshape(self.layout.N, self.layout.parts, *scanned.last.shape[1:])
 
     def last(self, scanned: Any):
-        """Return the states behind sequences, [N, H, K, V] of r."""
+        """Return the states behind sequences, [N, H, K, V], without padding. scanned: the results of a scan."""
         return self.layout.narrow(jnp.swapaxes(scanned.last, 2, 3))
 
     def by_row(self, x):
-        """Return x [B, chunks, H, C] in the rows of r, [B, T, H]."""
+        """Return x [B, chunks, H, C] as [B, T, H], in the rows of r."""
         return self.layout.put(jnp.swapaxes(x, 2, 3).reshape(x.shape[0], -1, x.shape[2]))
 
     def by_sequence(self, x):
@@ -134,7 +141,8 @@ class SegmentedScan(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class DeltaLayout(SegmentedScan):
-    """Hold a recurrence of the delta rule as the kernels read it, with R and the factors of every chunk and head.
+    """Lay out a recurrence of the delta rule with per-head gates for the kernels, with R and the factors of every chunk and
+    head.
 
     chunks: the results of `chunks/inverse.py`. d_output: dO in rows of chunks, for a gradient. edges: the fields of
     `EdgeCopies`, or none. packed: the sequences that are one row, or None.
@@ -147,7 +155,7 @@ class DeltaLayout(SegmentedScan):
 
     @classmethod
     def of(cls, r: Recurrence, route: Route, d_output=None) -> "DeltaLayout":
-        """Return the layout of r for its route."""
+        """Return the layout of r for its route. d_output: dO [B, T, H, V], for a gradient."""
         p, beta = layout_of(r, route), r.erasing.beta
         packed = p.packed if isinstance(p, OneRowLayout) else None
         if packed is not None and beta is not None:
@@ -161,7 +169,8 @@ class DeltaLayout(SegmentedScan):
         return cls(p, chunks, d_output, edges, packed)
 
     def scan_segments(self, kind, start) -> Results:
-        """Scan every segment. start: the states that enter them, [E, H, V, K], or None for zeros."""
+        """Scan every segment. kind: what the scan writes, `DeltaScan.kind`. start: the states that enter segments, [E, H, V,
+        K], or None for zeros."""
         p = self.layout
         w = DeltaScan(kind, p.H, p.K, p.V, p.r.reverse, start=start is not None, form=p.r.erasing.form)
         w = dataclasses.replace(w, together=w.gains_together(p.table.shape[0], multiprocessors()))
@@ -212,7 +221,11 @@ class DeltaLayout(SegmentedScan):
         )
 
     def gradient_of_erasure(self, r: Recurrence, sums: list, each: delta_vjp.Results, adjoint: Results) -> Erasure:
-        """Return the gradient of the erasure. sums: the terms of all tokens, by number. each: the gradients of chunks."""
+        """Return the gradients of beta, or of the erase and write vectors.
+
+        sums: the kernel's sums for each token, of which sums[D_BETA] is de . k. each: the gradients of chunks. adjoint: the
+        results of the adjoint scan.
+        """
         e = r.erasing
         if e.beta is not None:
             return Erasure(beta=self.by_row(sums[delta_vjp.D_BETA] + adjoint.beta.sum(3)))
@@ -223,7 +236,11 @@ class DeltaLayout(SegmentedScan):
         return e.replace(erase=de, write=d_write)
 
     def product_with_values(self, r: Recurrence, adjoint: Results, x: jax.Array | None) -> jax.Array:
-        """Return dV with beta, else dX x for x [B, T, H, V], of every head and in float32. x: None for 1."""
+        """Return dX x of every head, [B, T, H, V] in float32, 0 in padding. With beta the adjoint scan wrote dV in the place of
+        dX.
+
+        x: [B, T, H, V], or None for 1.
+        """
         p = self.layout
         dX = p.sum_of_values(adjoint.output, p.blocks).astype(jnp.float32)
         if x is None:
@@ -243,9 +260,9 @@ class DeltaLayout(SegmentedScan):
 
 @dataclasses.dataclass(frozen=True)
 class DeltaKeyLayout(SegmentedScan):
-    """Hold a recurrence of the delta rule with per-key gates as the scan reads it.
+    """Lay out a recurrence of the delta rule with per-key gates for the scan.
 
-    pairs: the results of `chunks/pairs.py`. gates: in bfloat16 or float32, [B, rows, H, K]. beta: [B, chunks, H, C] in float32;
+    pairs: the results of `chunks/pairs.py`. gates: [B, rows, H, K] in bfloat16 or float32. beta: [B, chunks, H, C] in float32;
     None with an erase vector. d_output: dO in rows of chunks, for a gradient.
     """
 
@@ -291,7 +308,10 @@ class DeltaKeyLayout(SegmentedScan):
         )
 
     def gradient_of_erasure(self, r: Recurrence, sums, each: delta_key_vjp.Results, adjoint: KeyResults) -> Erasure:
-        """Return the gradient of the erasure. sums: those of `gradient`. each: the gradients of chunks."""
+        """Return the gradients of beta, or of the erase and write vectors.
+
+        sums: the kernel's sums for each token. each: the gradients of chunks. adjoint: the results of the adjoint scan.
+        """
         if r.erasing.beta is not None:
             return Erasure(beta=self.by_row(sums[:, :, :, D_BETA] + adjoint.beta.sum(3)))
         p = self.layout
@@ -318,5 +338,5 @@ def in_chunks(x) -> jax.Array:
 
 
 def by_chunk(x) -> jax.Array:
-    """Return x [B, chunks * C, H] as [B, chunks, H, C]. `SegmentedScan.by_row` takes such arrays back to rows."""
+    """Return x [B, chunks * C, H] as [B, chunks, H, C]."""
     return jnp.swapaxes(x.reshape(x.shape[0], -1, C, x.shape[2]), 2, 3)

@@ -45,8 +45,8 @@ BLOCKS = 1024, 512, 256, 128  # numbers that a program of `repair` moves togethe
 def isolated(run: Callable, r: Recurrence, *given) -> Any:
     """Return run(r, *given), in which no document's results depend on another document's rows.
 
-    run: (r) -> Outputs, or (Outputs, Residuals or None); or (r, d_output, d_final, *residuals) -> the gradient. A document with
-    numbers that are not finite, or overflow, has outputs of NaN from there on, and gradients of NaN.
+    run: a function (r) -> Outputs, or -> (Outputs, Residuals or None); or (r, d_output, d_final, *residuals) -> gradient. A
+    document with numbers that are not finite, or overflow, has outputs of NaN from there on, and gradients of NaN.
     """
     _, d_final, *residuals = given or (None, None)
     if not shares_rows(r, d_final):
@@ -65,9 +65,10 @@ def shares_rows(r: Recurrence, d_final=None) -> bool:
 
 
 def merged(is_spoiled: Array, r: Recurrence, found, results):
-    """Return `results` if those that were found are spoiled, else `found`.
+    """Return `results`, computed without spoiled documents, if `is_spoiled`; else `found`, the results of the first run.
 
-    Final states have a kernel of their own, which XLA drops where they are not used. Those of sequences are never spoiled.
+    A final state of a sequence is never spoiled, and is returned as found. A kernel of its own computes it, which XLA drops
+    where it is not used.
     """
     if isinstance(found, Recurrence):
         return repaired(is_spoiled, found, results)
@@ -90,10 +91,11 @@ def empty_like(x):
 
 
 def spoiled(r: Recurrence, found, d_final=None, residuals: Residuals | None = None) -> Array:
-    """Return whether results of a chunk's edge are beyond use, a bool, since `lax.cond` clamps an integer by a kernel of its own.
+    """Return whether the results `found` exceed BEYOND, or are NaN, in a row at the edge of a chunk. The result is a bool,
+    because `lax.cond` clamps an integer by a kernel of its own.
 
-    The outputs of a chunk's last row in scan order draw on all rows before it, and so does the gradient of q. The other gradients
-    of its first row draw on all rows behind it.
+    The outputs of a chunk's last row in scan order draw on all rows before it, and so does the gradient of q. The other
+    gradients of its first row draw on all rows behind it.
     """
     number = Reading.of(r, d_final=d_final).joined
     if residuals is not None and number > 1:
@@ -108,10 +110,10 @@ def spoiled(r: Recurrence, found, d_final=None, residuals: Residuals | None = No
 
 
 def at_edges(r: Recurrence, arrays: list[Array], number: int, last: bool) -> list[Array]:
-    """Return the tokens of arrays [B, T, ...] by which the scan leaves its chunks, or by which it enters them, if not `last`.
+    """Return the rows of `arrays`, [B, T, ...] each, at which the scan leaves its chunks, if `last`, or enters them.
 
-    The results are [B / number, chunks, ...]. number: the sequences of a row that the kernels read. Padding is passed over, for
-    its results are set to 0.
+    The results are [B / number, chunks, ...]. number: how many sequences a row that the kernels read has. Padding is passed
+    over, for its results are set to 0.
     """
     length = r.q.shape[1] * number
     joined = [x.reshape(-1, length, *x.shape[2:]) for x in arrays]
@@ -130,7 +132,8 @@ def at_edges(r: Recurrence, arrays: list[Array], number: int, last: bool) -> lis
 
 
 def edge_tokens(is_token: Array, down: bool) -> Array:
-    """Return the first token of every chunk in memory, if `down`, or the last, [B, chunks]; a chunk's edge if it has none."""
+    """Return the first token in memory of every chunk if `down`, else the last, [B, chunks]. A chunk without a token has its
+    first or last row."""
     length = is_token.shape[1]
     rows = jnp.arange(length, dtype=jnp.int32)
     found = jnp.where(is_token, rows, length if down else -1)
@@ -179,11 +182,12 @@ class Documents:
         return 0 if self.reverse else -1
 
     def in_order(self, x: Array) -> Array:
-        """Return x [B, T, ...] in scan order, or from scan order in the order of memory."""
+        """Return x [B, T, ...], from memory order to scan order or back."""
         return x[:, ::-1] if self.reverse else x
 
     def reach(self, bad: Bool[Array, "B T"]) -> tuple[Bool[Array, "B T"], Bool[Array, "B T"]]:
-        """Return (whether a bad token of the same document is at or before each token in scan order, whether there is one)."""
+        """Return two masks [B, T]: whether a bad token of the same document is at or before each token in scan order, and
+        whether the document has any."""
         so_far = self.sums(bad.astype(jnp.int32))
         begins = self.in_order(self.begins)
         ends = jnp.concatenate([begins[:, 1:], jnp.ones_like(begins[:, :1])], axis=1)
@@ -201,7 +205,7 @@ class Documents:
         return self.in_order(total - jnp.take_along_axis(total - x, first, axis=1))
 
     def any_bad(self, bad: Bool[Array, "B T *rest"]) -> Bool[Array, "B T"]:
-        """Return whether anything of each token is bad; not of padding."""
+        """Return whether any element of `bad` is true at each token; false in padding."""
         return bad.reshape(*bad.shape[:2], -1).any(2) & self.is_token
 
     def by_sequence(self, r: Recurrence, bad: Bool[Array, "B T"]) -> Bool[Array, "N"]:
@@ -247,8 +251,8 @@ def without_spoiled_tokens(run: Callable) -> Callable:
 
 
 def without_spoiled_documents(run: Callable) -> Callable:
-    """Return (r, d_output, d_final, *residuals) -> their gradient without the documents that are not finite. The gradients of
-    these are NaN."""
+    """Return a function (r, d_output, d_final, *residuals) -> gradient, which runs `run` without the documents that are not
+    finite, and sets their gradients to NaN."""
 
     def again(r: Recurrence, d_output, d_final, *residuals):
         documents = Documents.of(r)
@@ -264,7 +268,7 @@ def without_spoiled_documents(run: Callable) -> Callable:
 
 
 def gradient_with_nan(r: Recurrence, d: Recurrence, documents: Documents, lost: Array) -> Recurrence:
-    """Return d, a gradient with respect to r, with NaN for lost tokens, and for sequences that have one."""
+    """Return d, a gradient with respect to r, with NaN at the `lost` tokens [B, T] and for the sequences that contain one."""
     d, sequences = d.map_tokens(lambda x: filled(x, lost, jnp.nan)), documents.by_sequence(r, lost)
     _, whole = documents.reach(lost)
     initial, constant = d.initial_state, d.decay.constant
@@ -275,12 +279,12 @@ def gradient_with_nan(r: Recurrence, d: Recurrence, documents: Documents, lost: 
 
 
 def filled(x: Array, mask: Array, value: float) -> Array:
-    """Return x with `value` where the mask of its leading axes is true."""
+    """Return x with `value` where `mask` is true. The axes of mask are the first axes of x."""
     return jnp.where(jnp.expand_dims(mask, range(mask.ndim, x.ndim)), jnp.asarray(value, x.dtype), x)
 
 
 def filled_states(r: Recurrence, states: Any, documents: Documents, lost: Array, value: float) -> Any:
-    """Return final states, or `StoredStates`, with `value` where the token before them is lost."""
+    """Return `states`, final states or `StoredStates`, with `value` where the token before a state is lost. lost: [B, T]."""
     final, stored = states if isinstance(states, StoredStates) else (states, None)
     final = filled(final, lost[:, documents.last], value)
     if not isinstance(states, StoredStates):
@@ -291,10 +295,10 @@ def filled_states(r: Recurrence, states: Any, documents: Documents, lost: Array,
 
 
 def bad_tokens(r: Recurrence, documents: Documents, others: list[Array], d_final=None, whole: bool = False) -> Array:
-    """Return which tokens may not be read, [B, T]: those that are not finite, or else those that may overflow.
+    """Return which tokens may not be read, [B, T]: those that are not finite; if there are none, those that may overflow.
 
-    others: arrays of tokens that count beside those which a state carries. In a forward q alone does not count, since it reaches
-    its own output only. whole: whether `others` count as bad, and not only against a search for what overflows.
+    others: arrays [B, T, ...] that are checked in addition to k, v and the erasure. whole: whether numbers in `others` that are
+    not finite make their token bad. The forward passes q in `others` with whole=False, because q affects only its own output.
     """
     carried = [r.k, r.v, *jax.tree.leaves(r.erasure)]
     size = jnp.maximum(largest_of_states(r, documents, d_final), largest(documents, carried))
@@ -306,7 +310,7 @@ def bad_tokens(r: Recurrence, documents: Documents, others: list[Array], d_final
 
 
 def largest(documents: Documents, arrays: list[Array]) -> Array:
-    """Return the largest magnitude of each token in these arrays, [B, T] in float32; inf for NaN, and 0 for padding."""
+    """Return the largest magnitude of each token over all of `arrays`, [B, T] in float32; inf for NaN, and 0 for padding."""
     each = [magnitude(x).reshape(*x.shape[:2], -1).max(2) for x in arrays]
     return jnp.where(documents.is_token, functools.reduce(jnp.maximum, each), 0)
 
@@ -320,7 +324,8 @@ def magnitude(x: Array) -> Array:
 def largest_of_states(r: Recurrence, documents: Documents, d_final) -> Array:
     """Return the largest magnitude of the states that enter at each row of memory, [B, T]; 0 where none enters.
 
-    The initial state enters at the row that the scan takes first, and gradients of states behind the tokens that they follow.
+    An initial state enters at the row that the scan takes first. The gradient of a state enters at the token that the state
+    follows.
     """
     found = jnp.zeros(documents.is_token.shape, jnp.float32)
 
@@ -344,7 +349,7 @@ def rows_before_states(r: Recurrence, count: int) -> Array:
 
 
 def bad_gates(r: Recurrence, documents: Documents) -> Array:
-    """Return which tokens have a gate of NaN or inf, or lie behind gates by which a state grows beyond use.
+    """Return which tokens, [B, T], have a gate of NaN or inf, or lie behind gates by which a state may overflow.
 
     The gate of the first token of a document that begins from zeros decays nothing, and does not count.
     """
@@ -355,7 +360,8 @@ def bad_gates(r: Recurrence, documents: Documents) -> Array:
 
 
 def decays(r: Recurrence, documents: Documents) -> Array:
-    """Return at which tokens a gate decays a state that is not zeros."""
+    """Return at which tokens, [B, T], a gate decays a state that is not zeros: all but the first of a document without an
+    initial state."""
     begins = documents.begins
     if r.initial_state is not None:
         begins = begins.at[:, documents.first].set(False)
@@ -363,7 +369,7 @@ def decays(r: Recurrence, documents: Documents) -> Array:
 
 
 def outgrown(r: Recurrence, documents: Documents) -> Array:
-    """Return which tokens lie behind gates by which a state grows beyond use. Gates alone decide."""
+    """Return which tokens, [B, T], lie behind gates that multiply a state by more than e^GROWTH."""
     growth = sum((positive(x) for x in gates_of(r)), jnp.zeros(documents.begins.shape, jnp.float32))
     return documents.sums(jnp.where(decays(r, documents), growth, 0)) > GROWTH
 
@@ -376,12 +382,12 @@ def gates_of(r: Recurrence) -> list[Array]:
 
 
 def is_bad_gate(x: Array) -> Array:
-    """Return where gates are NaN or inf. A gate of -inf is a decay of 0."""
+    """Return where gates are NaN or inf. A gate of -inf, a decay of 0, is not bad."""
     return jnp.isnan(x) | jnp.isposinf(x)
 
 
 def grows(r: Recurrence, documents: Documents) -> Array:
-    """Return which tokens of the delta rule lie behind keys by which a state may grow beyond use: |1 - e . k| is above 1."""
+    """Return which tokens of the delta rule, [B, T], lie behind keys with |1 - e . k| > 1, by which a state may overflow."""
     if r.erasure is None:
         return jnp.zeros_like(documents.is_token)
     k, beta = jnp.nan_to_num(r.k.astype(jnp.float32)), r.erasing.beta
@@ -396,8 +402,11 @@ def grows(r: Recurrence, documents: Documents) -> Array:
 
 
 def without(r: Recurrence, documents: Documents, lost: Array, own: Array) -> Recurrence:
-    """Return r with zeros in the rows that are lost, and in q in rows of which only q is bad. Their documents keep all gates by
-    which a state does not grow beyond use, so that states before chunks are those of any other call without them."""
+    """Return r with zeros in the rows that are `lost`, and in q in the rows that are `own`, those of which only q is bad.
+
+    Documents keep all gates by which a state does not overflow, so that states before chunks equal those of any other call
+    without the bad rows.
+    """
     no_gate = outgrown(r, documents)
 
     def gate(x):
@@ -417,7 +426,7 @@ def without(r: Recurrence, documents: Documents, lost: Array, own: Array) -> Rec
 
 
 def repaired(flag: Array, found: Any, others: Any) -> Any:
-    """Return the tree `found` where flag is 0, an int32, and else `others`.
+    """Return the tree `found` if flag is 0, else the tree `others`. flag: an int32.
 
     A select would read and write all arrays. This kernel ends immediately where the flag is 0.
     """
@@ -435,7 +444,7 @@ def repaired(flag: Array, found: Any, others: Any) -> Any:
 
 
 def repair(flag: Array, found: Sequence[Array], others: Sequence[Array]) -> list[Array]:
-    """Return `found`, or `others` if flag [1] is not 0. All arrays are [rows, 128, 256, 512 or 1024]."""
+    """Return `found`, or `others` if flag [1] is not 0. All arrays are [rows, width], with a width of 128, 256, 512 or 1024."""
     programs = multiprocessors()
 
     def body(operands, results):

@@ -41,11 +41,13 @@ class KernelLayout:
 
     The kernels' heads are blocks of heads (`Blocks`): H, K and V are the number and the widths of these blocks. E counts the
     segments of all sequences. square: whether the layout serves the gradient, whose blocks are square unless `gradient_groups`
-    computes it. given: the recurrence of the caller. r: the recurrence of the rows that are read, `given` but for subclasses, and
-    without padding. edges, tokens: of one row that holds packed sequences, else None. edges: its `Edges`, with other than per-key
-    gates. tokens: a pair of row numbers, of the first token and behind the last, with per-key gates.
+    computes it. given: the caller's recurrence. r: the recurrence of the rows that the kernels read, without padding; equal to
+    `given` except in subclasses. edges, tokens: set for packed sequences that are one row, else None. edges: the `Edges` of the
+    row, unless gates are per key. tokens: the numbers of the first row with a token and of the row behind the last, if gates
+    are per key.
 
-    q, k, v: [B, rows, heads * blocks, K or V] in bfloat16. gates: the result of `gate_operands`; None under the delta rule, whose
+    q, k, v: [B, rows, heads * blocks, K or V] in bfloat16. gates: the result of `gate_operands`; None under the delta rule,
+    whose
     kernels read gates as they are. scale: [N] in float32. table: the result of `segments`.
     """
 
@@ -53,8 +55,11 @@ class KernelLayout:
         self, given: Recurrence, route: Route, square: bool = False, *, row: Recurrence | None = None,
         edges: Edges | None = None, tokens=None, parts: int | None = None, cuts: np.ndarray | None = None,
     ):  # fmt: skip
-        """row: what `r` is, by default `given`. parts: the segments of a row, by default those of the config. cuts: the
-        boundaries of row, if they are known while tracing."""
+        """Lay out `given` for its route. row: the recurrence `r` of the rows that are read, by default `given`.
+
+        parts: the segments of a row, by default those of the config. cuts: the boundaries of `row`, if they are known while
+        tracing. square, edges, tokens: the fields of the class.
+        """
         r = given if row is None else row
         self.newest = None if r.segments is None else newest_resets(r.segments.resets, r.reverse)
         r = r if r.segments is None else r.without_padding
@@ -91,7 +96,8 @@ class KernelLayout:
         return None if write is None else self.of_values(write.astype(jnp.bfloat16))
 
     def gate_operands(self) -> Any:
-        """Return what kernels read of gates: a tuple of the terms of per-key gates, else one array of sums of log2 gates."""
+        """Return the gates as kernels read them: the terms of per-key gates as a tuple of arrays [B, rows, H, K], else the sums
+        of log2 gates within chunks [B, chunks, H, C]."""
         if self.key:
             return key_terms(self.of_keys(self.r.decay.key))
         return head_sums(self.head_gates(), self.r.reverse)
@@ -108,8 +114,8 @@ class KernelLayout:
         return jnp.zeros((*self.q.shape[:2], self.heads), jnp.float32)
 
     def take(self, x):
-        """Return x [B, T, ...] as the kernels read it: in rows of chunks, or in place and with zeros up to a multiple of 8
-        rows."""
+        """Return x [B, T, ...] in the rows that the kernels read. These are rows of chunks, or if rows are read in place x
+        itself, with zeros up to a multiple of 8 rows."""
         if self.apart is not None and not self.in_place:
             return self.apart.take(x)
         fill = -x.shape[1] % ROWS
@@ -131,7 +137,7 @@ class KernelLayout:
 
     @functools.cached_property
     def result_rows(self) -> int:
-        """Return the number of rows of results, where kernels read fewer in place; else 0."""
+        """Return the number of rows of results, if it exceeds the number of rows that kernels read in place; else 0."""
         return 0 if self.last_chunk is None else self.chunk_rows
 
     @functools.cached_property
@@ -158,19 +164,21 @@ class KernelLayout:
         return x.reshape(*x.shape[:2], -1, width)
 
     def in_tiles(self, x):
-        """Return the rows of x [B, rows, heads, width] that kernels read in place: all, unless the last chunk is copied."""
+        """Return the rows of x [B, rows, heads, width] that kernels read in place: all, or those before the last chunk if that
+        is copied."""
         return x if self.last_chunk is None else x[:, : self.last_chunk.rows]
 
     def gradient_of_keys(self, x):
-        """Return the gradient of q, k or per-key gates of every head, [B, T, H, K]. x: [B, rows, H, K], the terms of each
-        block, or their sums over blocks of V."""
+        """Return the gradient of q, k or per-key gates of every head, [B, T, H, K], summed over blocks. x: [B, rows, H, K], the
+        terms of each block, or their sums over blocks of V."""
         columns = self.stored.columns
         if columns > 1 and x.shape[2] == self.heads * self.stored.count:
             x = x.reshape(*x.shape[:2], -1, columns, x.shape[3]).astype(jnp.float32).sum(3)
         return self.put(x.reshape(*x.shape[:2], self.heads, -1))[..., : self.r.q.shape[3]]
 
     def sum_of_values(self, x, blocks: Blocks):
-        """Return the outputs, or the gradient of v of every head, [B, T, H, V]. x: [B, rows, H, V], the terms of each block."""
+        """Return the sums over blocks of K of the outputs, or of the gradient of v, of every head: [B, T, H, V]. x: [B, rows,
+        H, V], the terms of each block."""
         if blocks.rows > 1:
             x = x.reshape(*x.shape[:2], self.heads, blocks.rows, -1).astype(jnp.float32).sum(3)
         return self.put(x.reshape(*x.shape[:2], self.heads, -1))[..., : self.r.v.shape[3]]
@@ -180,8 +188,8 @@ class KernelLayout:
         return x if self.stored == WHOLE else x.reshape(*x.shape[:-1], -1, self.stored.count).sum(-1)
 
     def segments(self):
-        """Return the table of segments, [E, 4]: batch row, first chunk, number of chunks and sequence of each. If packed, it is
-        `Apart.segments`."""
+        """Return the table of segments, [E, 4]: batch row, first chunk, number of chunks and sequence of each. If packed
+        sequences each begin a chunk, it is `Apart.segments`, [N, 7]."""
         if self.apart is not None:
             return self.apart.segments
         size = self.size
@@ -189,7 +197,8 @@ class KernelLayout:
         return np.stack([n, part * size, np.clip(self.chunks - part * size, 0, size), n], 1).astype(np.int32)
 
     def table_of(self, adjoint: bool):
-        """Return the table of segments of a scan with or against time. Here it is one table."""
+        """Return the table of segments of a scan, [E, 4 or more]. It is the same for a scan with time and against time
+        (`adjoint`); a subclass has two."""
         return self.table
 
     @functools.cached_property
@@ -206,8 +215,11 @@ class KernelLayout:
 
     @functools.cached_property
     def stored_states(self) -> dict[str, int]:
-        """Return the fields of a plan that stores the caller's states, or adds their gradients. They are empty where a row is too
-        short for a state."""
+        """Return the fields `every` and `num_behind` of `Scan`, for a plan that stores the caller's states or adds their
+        gradients.
+
+        The result is empty if the caller wants no states, or a row is too short for one.
+        """
         number = self.r.q.shape[1] // self.r.states_every if self.r.states_every else 0
         return dict(every=self.every, num_behind=number) if number else {}
 
@@ -225,9 +237,9 @@ class KernelLayout:
     def scan(self, plan: Scan, k, v, start, table=None, out_of_range=None, behind=None) -> ScanResults:
         """Run the kernel for the form of the gates over every segment in `table`, by default the layout's.
 
-        k, v: in blocks; for dL/dS q and d_output. start: [E, H, K, V] in float32, or None for zeros. out_of_range:
-        the field of `Residuals`, which the scan of dL/dS reads. behind: the gradients of the caller's states, for a plan that
-        adds them.
+        k, v: in blocks; for dL/dS q and d_output in their places. start: [E, H, K, V] in float32, or None for zeros.
+        out_of_range: the field of `Residuals`, which the scan of dL/dS reads. behind: the gradients of the caller's states, for
+        a plan that adds them.
         """
         operands = (
             self.table_of(plan.adjoint) if table is None else table,
@@ -243,8 +255,8 @@ class KernelLayout:
         return scan(plan, *operands)
 
     def with_tokens(self, table):
-        """Return the table of segments [..., 4 or 5], of a plan that clears rows with the two columns of `tokens` behind the
-        fifth."""
+        """Return `table` with two more columns if the plan clears rows without a token: the first row with a token, and the row
+        behind the last. table: [..., 4 or 5], widened to 5 columns before."""
         if self.tokens is None:
             return table
         table = jnp.asarray(table)
@@ -253,8 +265,8 @@ class KernelLayout:
         return jnp.concatenate([table, tokens], axis=-1)
 
     def edge_copies(self, *arrays):
-        """Return the operands by which a kernel reads the edges of these arrays, [B, rows, heads, width], and None for None.
-        Return none without edges."""
+        """Return the edge operands of a kernel: `Edges.block`, and for each array [B, rows, heads, width] the copy of its
+        edges, or None for None. Without edges return no operands."""
         if self.edges is None:
             return ()
         return self.edges.block, *(None if x is None else self.edges.copy(x) for x in arrays)
@@ -303,8 +315,12 @@ class KernelLayout:
         return segment_scan(self.parts, start is not None, *own, factor, given, descending)
 
     def along(self, own, start, adjoint: bool, is_scaled: bool = False) -> tuple[list[Array], Array]:
-        """Return a list of the states that enter the 1st, 2nd, ... segment of every sequence, [N, H, K, V] each, and the state
-        behind the last."""
+        """Return the states that enter the 1st, 2nd, ... segment of every sequence, a list of arrays [N, H, K, V], and the
+        state behind the last segment.
+
+        own: the states of segments from zero. start: the state that enters each sequence. is_scaled: whether own states of
+        dL/dS include the scale.
+        """
         states, log = (x.reshape(self.N, self.parts, *x.shape[1:]) for x in own)
         factor = self.scale[:, None, None, None] if adjoint and not is_scaled else 1.0
         decay = jnp.exp(log)[..., None]
@@ -316,7 +332,11 @@ class KernelLayout:
         return entering, S
 
     def decayed_before(self, log, adjoint: bool):
-        """Return the log decays of all segments scanned before each, [E, H, K or 1]. log [N, parts, H, K or 1]."""
+        """Return, for each segment, the sum of the log decays of all segments of its sequence that are scanned before it, [E,
+        H, K or 1].
+
+        log: the log decay of each segment, [N, parts, H, K or 1].
+        """
         logs = [jnp.zeros_like(log[:, 0])] * self.parts
         order = range(self.parts)[:: -1 if self.descending(adjoint) else 1]
         for before, part in itertools.pairwise(order):
@@ -324,9 +344,9 @@ class KernelLayout:
         return jnp.stack(logs, 1).reshape(-1, *log.shape[2:])
 
     def begun_from(self, start, from_zero, log):
-        """Return the state that enters every segment, [E, H, K, V], in a scan from `start` [N, H, K, V].
+        """Return the state that enters every segment in a scan from `start` [N, H, K, V]: from_zero + e^b start, [E, H, K, V].
 
-        It is the state that enters in a scan from zero, plus `start` decayed by the result of `decayed_before`.
+        from_zero: the states that enter in a scan from zero, [E, H, K, V]. log: b, the result of `decayed_before`.
         """
         filled = self.start(start)
         assert filled is not None  # the second phase has the state that has arrived
@@ -337,7 +357,8 @@ class KernelLayout:
         return self.r.reverse != adjoint
 
     def start(self, start):
-        """Return states [N, H, K, V] padded with zeros to the kernels' widths, and divided into blocks. None stays None."""
+        """Return the states `start` [N, H, K, V], padded with zeros to the kernels' widths and divided into blocks; None for
+        None."""
         if start is None:
             return None
         (rows, columns), (K, V), S = (self.blocks.rows, self.blocks.columns), self.in_memory, start.astype(jnp.float32)
@@ -355,8 +376,11 @@ class KernelLayout:
         return self.entry_states(self.own_states(k, v, adjoint, last=False), start, adjoint)
 
     def chunkwise(self, d_output, residuals: Residuals, d_states):
-        """Return the operands of the kernels that process every chunk separately. If packed, every chunk is a sequence of its
-        own. d_states: dL/dS at the chunks, as a scan against time stores it."""
+        """Return the operands of the kernels that compute the gradients of every chunk separately. If sequences are packed,
+        every chunk is a sequence of its own.
+
+        d_states: dL/dS behind the chunks, as a scan against time stores it.
+        """
         gates, out_of_range = self.gates, [residuals.out_of_range] if self.key else []
         q, k, v, d_output = (self.in_tiles(x) for x in self.by_blocks(self.q, self.k, self.v, d_output))
         if self.tokens is not None:
@@ -371,8 +395,8 @@ class KernelLayout:
         return q, k, v, gates[0][:, None], d_output, scale, residuals.states[0][:, None], d_states[0][:, None]
 
     def rows_of_chunks(self):
-        """Return `Apart.rows_of_chunks`, or the same of one row of packed sequences, of whose rows any sequence may have a
-        token."""
+        """Return, for every chunk, its first row in the operands divided by 8, its first row with a token, and the row behind
+        its last: [chunks, 3]."""
         if self.apart is not None:
             return self.apart.rows_of_chunks(self.table)
         assert self.tokens is not None, "other rows begin at their own first row"
@@ -394,7 +418,10 @@ class KernelLayout:
         return self.scale[self.apart.sequence][None]
 
     def residuals(self, scanned: ScanResults) -> Residuals:
-        """Return the residuals for the gradient. All chunks with per-head gates are in range, and so are chunks without rows."""
+        """Return the residuals for the gradient from the results of a scan.
+
+        With per-head gates all chunks are in range. So are chunks without rows.
+        """
         out_of_range = scanned.out_of_range
         if out_of_range is None:
             out_of_range = jnp.zeros((*scanned.states.shape[:1], self.chunks, scanned.states.shape[2]), jnp.int32)
@@ -408,7 +435,7 @@ class KernelLayout:
         return Residuals(states, flags.reshape(flags.shape[0], -1, self.heads))
 
     def of_blocks(self, residuals: Residuals) -> Residuals:
-        """Return the residuals of heads, as `residuals` returned them, by block."""
+        """Return the residuals divided into blocks. residuals: those of whole heads, as the method `residuals` returns them."""
         if self.stored == WHOLE:
             return residuals
         (states, flags), blocks = residuals, self.heads * self.stored.count
@@ -417,7 +444,7 @@ class KernelLayout:
         return Residuals(states, jnp.moveaxis(flags, 2, 3).reshape(*flags.shape[:2], blocks))
 
     def narrow(self, states):
-        """Return the states of heads of r, [N, H, K, V], from the states of blocks, [N, H, K, V]."""
+        """Return the states of the heads of r, [N, H, K, V], from the states of blocks, which may be padded."""
         K, V = self.in_memory
         states = states[..., :K, :V]
         if self.blocks != WHOLE:
@@ -438,23 +465,25 @@ class KernelLayout:
 
     @property
     def is_token(self):
-        """Return whether each row of each chunk holds a token, [chunks, C]; not for packed rows that kernels read in place."""
+        """Return whether each row of each chunk holds a token, [chunks, C]. It is not defined for packed rows that kernels read
+        in place."""
         source = None if self.apart is None else self.apart.source
         held = np.arange(self.chunks * C) < self.r.q.shape[1] if source is None else source >= 0
         return held.reshape(self.chunks, C)
 
     def by_sequence(self, x):
-        """Return the sums over the chunks of every sequence, [N, H], of x [B, chunks, H], or packed as `Apart.by_sequence`."""
+        """Return the sums of x over the chunks of every sequence, [N, H]. x: [B, chunks, H], or if packed sequences each begin
+        a chunk [chunks, H] over all of them."""
         return x.sum(1) if self.apart is None else self.apart.by_sequence(x)
 
     # ---- between rows and the sequences of the caller ----------------------------------------------------------------
 
     def join(self, x):
-        """Return x [B, T, ...] of the caller in the rows that are read."""
+        """Return the caller's x [B, T, ...] in the rows of r. Only a layout of joined rows changes it."""
         return x
 
     def split(self, x):
-        """Return x [B, T, ...] of the caller from the rows that are read."""
+        """Return the caller's x [B, T, ...] from x in the rows of r: the inverse of `join`."""
         return x
 
     def final_states(self, last):
@@ -462,24 +491,26 @@ class KernelLayout:
         return last
 
     def gradient_of_tokens(self, x):
-        """Return the gradient of an array with tokens, of the sequences of `given`, from the gradient of its rows."""
+        """Return the gradient of an array with a token axis, in the sequences of `given`. x: the gradient in the rows of r."""
         return x
 
     def gradient_of_given(self, d: Recurrence) -> Recurrence:
-        """Return the gradient of the caller's recurrence from the gradient of `given`."""
+        """Return the gradient with respect to the caller's recurrence. d: the gradient with respect to `given`."""
         return d
 
     def gradient_of_gates(self, dg):
-        """Return the gradient of per-head gates, [B, T, H] of `given`. dg: [B, chunks, C, blocks of H], of the gates of rows."""
+        """Return the gradient of per-head gates, [B, T, H] of `given`. dg: [B, chunks, C, blocks of H], the gradient of the
+        gates of rows."""
         return self.put(self.sum_of_blocks(dg).reshape(self.r.q.shape[0], -1, self.heads))
 
     def gradient_of_constant(self, dg):
-        """Return the gradient of constant decays, [N, H] of `given`. dg: as in `gradient_of_gates`."""
+        """Return the gradient of constant decays, [N, H] of `given`. dg: [B, chunks, C, blocks of H], the gradient of the gates
+        of rows."""
         is_token = self.is_token if self.apart is None else self.is_token[:, None]  # other rows have no gate
         return self.by_sequence(jnp.where(is_token[..., None], self.sum_of_blocks(dg), 0).sum(2))
 
     def scale_by_token(self, d_scale):
-        """Return the terms of the gradient of the scale for `gradient_of_scale`. d_scale: the field of `Gradients`."""
+        """Return the terms of the gradient of the scale, the operand of `gradient_of_scale`. d_scale: `Gradients.scale`."""
         return d_scale
 
     def gradient_of_scale(self, d_scale):
@@ -488,7 +519,7 @@ class KernelLayout:
 
 
 class OneRowLayout(KernelLayout):
-    """Lay out packed sequences as one row. Rows without a token are cleared, or without per-key gates read from copies."""
+    """Lay out packed sequences as one row. Rows without a token are cleared with per-key gates, and else read from copies."""
 
     def __init__(self, given: Recurrence, route: Route, square: bool = False):
         self.packed = PackedRow(given)
@@ -499,8 +530,8 @@ class OneRowLayout(KernelLayout):
             super().__init__(given, route, square, row=row, edges=Edges.of(given))
 
     def final_states(self, last):
-        """Return the final states of sequences by a scan of its own, which XLA drops where they are not used. Each sequence is
-        copied to a chunk's start."""
+        """Return the final states of sequences, [N, H, K, V], by a separate scan, which XLA drops where they are not used. Each
+        sequence is copied to a chunk's start."""
         p = KernelLayout(self.given, self.route.in_one_segment(Form.APART))
         return p.narrow(p.scan(p.plan(outputs=False), p.k, p.v, None).last)
 
@@ -574,14 +605,17 @@ class JoinedLayout(KernelLayout):
         return super().lookback if self.pieces > 1 else 0
 
     def reset_chunks(self, empty_first: bool):
-        """Return the chunks with the resets of second neighbours, and their counts, 1 each; with a count of 0 before or behind
-        them: [2, number]."""
+        """Return a table [2, number]: the chunks that contain the reset of a second neighbour, with a count of 1 each, and one
+        entry with a count of 0.
+
+        empty_first: whether that entry comes before the others, else behind them.
+        """
         bounds = self.joined.bounds
         return np.pad([bounds, np.ones_like(bounds)], ((0, 0), (1, 0) if empty_first else (0, 1)))
 
     def whole_segments(self, adjoint: bool, last: bool) -> np.ndarray:
-        """Return the table of a `two_way` scan, [E, 5]. Of the last segment of each sequence it has the chunk with the
-        next reset alone, which no state passes."""
+        """Return the table of a `two_way` scan, [E, 5]. For the last segment of each sequence it has only the chunk with the
+        next reset, because no state passes that."""
         assert not last, "joined rows are not cut between devices"
         table = self.table_of(adjoint).reshape(self.N, self.joined.number, self.pieces, 4)
         descends = self.descending(adjoint)
@@ -589,7 +623,8 @@ class JoinedLayout(KernelLayout):
         return np.insert(table.reshape(-1, 4), 4, adjoint, axis=1)
 
     def starts(self, start, k, v, adjoint: bool):
-        """Return the state that enters every segment, [E, H, K, V]. With one segment for a sequence it comes from one chunk."""
+        """Return the state that enters every segment, [E, H, K, V]. If a sequence is one segment, one chunk determines it: the
+        chunk with the reset."""
         assert start is None, "joined rows begin from zeros"
         if self.pieces > 1:
             return super().starts(None, k, v, adjoint)
@@ -601,11 +636,14 @@ class JoinedLayout(KernelLayout):
 
     def final_states(self, last):
         """Return the final state of every sequence, [B, H, K, V], by scans without outputs, which XLA drops where they are not
-        used. The rows in which the scan leaves a sequence are copied."""
+        used.
+
+        The rows in which the scan leaves a sequence are copied.
+        """
         return JoinedLayout(self.given, self.route).states_behind()
 
     def states_behind(self):
-        """Return `final_states` from the layout of a forward."""
+        """Return the final state of every sequence, [B, H, K, V]. The layout must be one of a forward."""
         between = self.joined.ends()[0]
         table = self.in_every_row(between[:, 0], between[:, 1] - between[:, 0] + 1)
         plan = dataclasses.replace(self.plan(outputs=False), parts=1)
@@ -651,10 +689,10 @@ def layout_of(r: Recurrence, route: Route, square: bool = False) -> KernelLayout
 
 
 def key_terms(g: Array) -> tuple[Array, ...]:
-    """Return the terms in bfloat16 of which per-key gates [B, rows, H, K] are the sum, each of that shape.
+    """Return one or two arrays in bfloat16, [B, rows, H, K] each, whose sum is the per-key gates g.
 
-    Gates of a wider dtype have two terms, which hold 16 of their bits. They are arrays of their own, which XLA writes in one
-    pass.
+    Gates in bfloat16 have one term. Others have two, which hold 16 of their bits. The terms are separate arrays, which XLA
+    writes in one pass.
     """
     if g.dtype == jnp.bfloat16:
         return (g,)

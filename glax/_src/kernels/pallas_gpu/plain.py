@@ -1,4 +1,4 @@
-"""Launch the Hopper kernels without beta: the recurrence and its gradient, whole or in two phases."""
+"""Launch the Hopper kernels of calls without the delta rule: the recurrence and its gradient, whole or in two phases."""
 
 from typing import Any, NamedTuple
 
@@ -29,13 +29,15 @@ def chunked(r: Recurrence, config: HopperConfig) -> Outputs:
 
 
 def chunked_with_residuals(r: Recurrence, config: HopperConfig) -> tuple[Outputs, Residuals | None]:
-    """Compute `chunked` and the residuals that `chunked_vjp` would otherwise compute again. They are those of the rows that are
-    read: their axis 0 is shorter than the batch of r where sequences share a row."""
+    """Compute the outputs and final states, and the residuals for `chunked_vjp`.
+
+    The residuals are those of the rows that kernels read: their axis 0 is shorter than the batch of r if sequences share a row.
+    """
     return forward(layout_of(r, Route.of(r, config), square=True), save=True)
 
 
 def forward(p: KernelLayout, save: bool, begun=None) -> tuple[Outputs, Residuals | None]:
-    """Return the outputs, and the residuals if `save`. begun: the result of `begin` for this call, or None."""
+    """Return the outputs, and the residuals if `save`, else None. begun: the result of `begin` for this call, or None."""
     r = p.r
     start = p.starts(r.initial_state, p.k, p.v, False) if begun is None else p.begun_from(r.initial_state, *begun)
     plan = p.plan(start=start is not None, states=save, run=p.run if save else 1, **p.stored_states)
@@ -50,7 +52,7 @@ def forward(p: KernelLayout, save: bool, begun=None) -> tuple[Outputs, Residuals
 
 
 def in_phases(r: Recurrence, config: HopperConfig) -> KernelLayout:
-    """Return the layout of r for either phase."""
+    """Return the layout of r for the first or second phase, in which sequences share no rows."""
     return layout_of(r, Route.of(r, config, in_phases=True), square=True)
 
 
@@ -61,13 +63,16 @@ def begin(r: Recurrence, config: HopperConfig):
 
 
 def finish(begun, r: Recurrence, config: HopperConfig) -> Outputs:
-    """Run the second phase of the forward: compute `chunked` from the result of `begin` and the states that arrived, which are
-    the initial states of r."""
+    """Run the second phase of the forward: return the outputs and final states. begun: the result of `begin`.
+
+    The initial states of r are those that arrived from other devices.
+    """
     return forward(in_phases(r, config), False, begun)[0]
 
 
 def finish_with_residuals(begun, r: Recurrence, config: HopperConfig) -> tuple[Outputs, Residuals | None]:
-    """Run `finish`, and return the residuals too."""
+    """Run the second phase of the forward: return the outputs and final states, and the residuals. begun: the result of
+    `begin`."""
     return forward(in_phases(r, config), True, begun)
 
 
@@ -78,15 +83,18 @@ def begin_vjp(r: Recurrence, d_output, d_final, config: HopperConfig):
 
 
 def finish_vjp(begun, r: Recurrence, d_output, d_final, residuals: Residuals | None = None, *, config: HopperConfig):
-    """Run the second phase of the gradient: compute `chunked_vjp` from the result of `begin_vjp` and the d_final that arrived."""
+    """Run the second phase of the gradient: return the gradient of every input of r. begun: the result of `begin_vjp`.
+
+    d_final: the gradient of the final states that arrived from other devices.
+    """
     return chunked_vjp(r, d_output, d_final, residuals, config, begun)
 
 
 def first_part(p: KernelLayout, k, v, start, adjoint: bool):
     """Return (the operands of the second phase, the final state of every sequence [N, H, K, V], its log decays [N, H, K or 1]).
 
-    The last two are the message to other devices. It does not depend on the states that enter segments. These are computed from
-    zero during the exchange, and the arriving state is then decayed and added to them.
+    The last two are the message to other devices. They do not depend on the states that enter segments, which are computed from
+    zero during the exchange. The state that arrives is then decayed and added to these.
     """
     own = p.own_states(k, v, adjoint, last=True)
     _, S = p.along(own, p.start(start), adjoint)
@@ -96,7 +104,7 @@ def first_part(p: KernelLayout, k, v, start, adjoint: bool):
 
 
 def states(p: KernelLayout) -> Residuals:
-    """Return the states before the chunks, in the form in which the forward saves them."""
+    """Return the residuals, computed by a scan without outputs."""
     start = p.starts(p.r.initial_state, p.k, p.v, adjoint=False)
     return p.residuals(p.scan(p.plan(outputs=False, states=True, run=p.run, start=start is not None), p.k, p.v, start))
 
@@ -161,7 +169,7 @@ class Gradients(NamedTuple):
 
 
 def by_heads(p: KernelLayout, d_output, residuals: Residuals, scanned: ScanResults) -> Gradients:
-    """Compute the gradient of every chunk and block separately."""
+    """Return the gradients of every chunk and block, each computed separately. scanned: the results of the scan of dL/dS."""
     operands = p.chunkwise(d_output, residuals, scanned.states)
     if p.key:
         form = gradient_wide if p.route.gradient == "gradient_wide" else gradient_key
@@ -180,7 +188,8 @@ def by_heads(p: KernelLayout, d_output, residuals: Residuals, scanned: ScanResul
 
 
 def by_groups(p: KernelLayout, d_output, residuals: Residuals, scanned: ScanResults) -> Gradients:
-    """Compute the gradient of every chunk, summed over heads that share a query and a key."""
+    """Return the gradients of every chunk, with dq and dk summed over the heads that share a query and a key. scanned: the
+    results of the scan of dL/dS."""
     q, k, v, do = (p.in_tiles(x) for x in (p.q, p.k, p.v, d_output))
     operands = q, k, v, p.gates, do, p.scale_of_chunks(), residuals.states, scanned.states
     dq, dk, dv, dg, d_scale = gradient_groups(
@@ -206,7 +215,7 @@ def states_of_heads(p: KernelLayout, behind: Float[Array, "N J H K V"] | None) -
 
 
 def states_in_blocks(p: KernelLayout, d: Float[Array, "N J H K V"] | None) -> Float[Array, "N J H K V"] | None:
-    """Return the gradients of the caller's states in blocks. None stands for zeros, or for no states."""
+    """Return d, the gradients of the caller's states by head, divided into blocks; None for zeros, or for no states."""
     if d is None or not p.stored_states:
         return None
     filled = p.start(d.reshape(-1, *d.shape[2:]))
@@ -229,7 +238,7 @@ def starts_against_time(p: KernelLayout, d_final, d_output, behind: Float[Array,
 
 
 def logs_of_chunks(p: KernelLayout) -> Float[Array, "N chunks heads _"]:
-    """Return the log2 decays of every chunk in float32, by channel or one for each head."""
+    """Return the log2 decay through every chunk in float32, one for each channel, or for each head."""
     if not p.key:
         return p.gates[..., 0 if p.r.reverse else C - 1, None]
     # [B, T, heads, K]
@@ -242,10 +251,12 @@ def logs_of_chunks(p: KernelLayout) -> Float[Array, "N chunks heads _"]:
 
 
 def at_edges(p: KernelLayout, behind: Float[Array, "N J H K V"]) -> Float[Array, "N parts H K V"]:
-    """Return the terms of the caller's gradients in dL/dS, at the edges by which a reverse scan leaves the segments.
+    """Return, for every segment, the term of dL/dS that the gradients of the caller's states within it contribute at the edge
+    by which a reverse scan leaves the segment:
 
-    A segment's term is the sum over the caller's states within it of behind_j, decayed through the chunks from state j to the
-    edge. All sums are float32.
+        sum_j e^{L_j} behind_j          L_j: the log decay through the chunks from state j to that edge
+
+    All sums are float32. behind: the gradients of the caller's states, in blocks.
     """
     count = np.arange(1, behind.shape[1] + 1) * p.every
     through = np.arange(p.chunks)

@@ -1,4 +1,4 @@
-"""Define the plans that scans are compiled for, and the results of those without the delta rule."""
+"""Define the plans, the static sizes and options that scans are compiled for, and the results of scans without the delta rule."""
 
 import dataclasses
 import functools
@@ -174,7 +174,8 @@ class Scan:
 
     @property
     def channels(self) -> slice | pl.Slice:
-        """Return all channels of a block of keys, and the zeros behind those that are in memory."""
+        """Return the slice of all K channels of a block of keys. It may pass the end of the channels in memory, for which zeros
+        are loaded."""
         return span(0, self.K, self.in_memory[0])
 
     def rows_of_chunks(self, T: int) -> int:
@@ -215,7 +216,8 @@ class Scan:
 
     @functools.cached_property
     def narrow(self) -> bool:
-        """Return whether a scan with per-key gates has tiles for outputs and for what q^ lost, beside those of q and gates.
+        """Return whether a scan with per-key gates has separate tiles for outputs and for what q^ lost, in addition to those of
+        q and gates.
 
         With resets registers have no room for all its products together.
         """
@@ -244,7 +246,7 @@ class Scan:
         return index, (remainder(behind, self.every) == 0) & (index < self.num_behind)
 
     def behind_type(self, B: int) -> jax.ShapeDtypeStruct:
-        """Return the type of the caller's states of B rows."""
+        """Return the shape and dtype of the caller's states of B rows, [B, num_behind, H, K, V] in float32."""
         return jax.ShapeDtypeStruct((B, self.num_behind, self.H, self.K, self.V), jnp.float32)
 
     @functools.cached_property
@@ -258,7 +260,8 @@ class Scan:
         return self.every > 0 and self.adjoint
 
     def leave(self, segment, store):
-        """Run store(index among the last states) if the segment's last state is stored."""
+        """Run store(n) if the segment ends a sequence, the n-th, or if the scan is `two_way` with n the segment: its last state
+        is a result."""
         if self.two_way:
             return store(segment)
         at_end = remainder(segment, self.parts) == (0 if self.reverse != self.adjoint else self.parts - 1)
@@ -289,8 +292,10 @@ class Scan:
 
     @functools.cached_property
     def registers(self) -> tuple[int, int]:
-        """Return the registers of a thread that scales with per-key gates, and of one that computes. Their sum must not exceed
-        those at launch."""
+        """Return the registers of a thread in a warpgroup that scales with per-key gates, and in one that computes.
+
+        Their sum must not exceed the registers at launch.
+        """
         if self.narrow and self.columns < self.K:
             return 120, 136
         by_warpgroups = {(2, 2): (88, 168), (1, 2): (120, 192), (2, 1): (128, 240), (1, 1): (168, 240)}
@@ -334,16 +339,16 @@ class ScanResults(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DeltaScan:
-    """Hold the sizes and options that a scan is compiled for.
+    """Hold the sizes and options that a scan under the delta rule is compiled for.
 
-    kind: what the scan writes beside the last states. "outputs": O. "states": S before each chunk and U, for the gradient.
+    kind: the results of the scan beside the last states. "outputs": O. "states": S before each chunk and U, for the gradient.
     "residuals": both. "adjoint": dS' behind each chunk, dX and dV, in reverse. "ends", "adjoint ends", "transitions": nothing.
     The state of "transitions" has K more columns, which begin as I and to which no tokens add. At the end they are the matrix M
-    by which S would have been multiplied. H: the number of heads. K, V: the widths of a head. start: whether segments begin from
-    given states, else from zero. A sequence that is not cut is one segment. form: `Erasure.form`. together: whether a program
-    that writes results of a forward carries two stripes.
+    by which the segment multiplies a state. H: the number of heads. K, V: the widths of a head. start: whether segments begin
+    from given states, else from zero. A sequence that is not cut is one segment. form: `Erasure.form`. together: whether a
+    program that writes results of a forward carries two stripes, each 64 columns of the state.
 
-    Up to K = 128 the state and what tokens write are transposed. Wider states are [K, V].
+    Up to K = 128 the state, and U or dX, are transposed. Wider states are [K, V].
     """
 
     STAGES: ClassVar[int] = 3  # chunks in shared memory: as many as 227 KB hold at widths of 128
@@ -367,7 +372,7 @@ class DeltaScan:
 
     @property
     def has_write(self) -> bool:
-        """Return whether v is multiplied by w."""
+        """Return whether there is a write gate w, which multiplies v."""
         return self.form == "erase+write"
 
     @property
@@ -386,7 +391,7 @@ class DeltaScan:
 
     @property
     def reads_chunks(self) -> bool:
-        """Return whether *output* reads what is loaded of a chunk, or what was written in its place."""
+        """Return whether the role *output* reads the tiles of a chunk, as loaded or overwritten."""
         return self.writes_tokens or self.together
 
     @property
@@ -396,17 +401,17 @@ class DeltaScan:
 
     @property
     def reads_values(self) -> bool:
-        """Return whether the scan reads v, and w if there is one. The adjoint reads v for the gradient of beta."""
+        """Return whether the scan reads v, and w if there is a write gate. The adjoint reads v for the gradient of beta."""
         return not self.is_adjoint or (self.kind == "adjoint" and not self.has_erase)
 
     @property
     def stores_states(self) -> bool:
-        """Return whether the scan stores states and what stands beside them."""
+        """Return whether the scan stores, at every chunk, the state and beside it U or dX."""
         return self.kind in ("states", "residuals", "adjoint")
 
     @property
     def columns(self) -> int:
-        """Return the number of columns of the state, with those of M, in whole stripes."""
+        """Return the number of columns of the state: V, or for transitions V + K rounded up to whole stripes."""
         return self.V + -(-self.K // STRIPE) * STRIPE if self.kind == "transitions" else self.V
 
     @property
@@ -421,16 +426,22 @@ class DeltaScan:
 
     @property
     def tight(self) -> bool:
-        """Return whether shared memory has no room for two stages of R and v, and for dV beside what dX loses."""
+        """Return whether shared memory is too small for two stages of R and v, and for a tile of dV beside what dX loses in
+        bfloat16."""
         return self.wide and self.kind == "adjoint" and not self.has_erase
 
     @property
     def has_output_tile(self) -> bool:
-        """Return whether outputs have a tile of their own. dX leaves from `tokens`, and dV of a tight plan from `lost`."""
+        """Return whether outputs have a tile of their own. dX is sent from the tile `tokens`, and dV in a tight plan from the
+        tile `lost`."""
         return self.writes_tokens and not self.tight and not (self.is_adjoint and self.has_erase)
 
     def upright(self, columns, rows) -> tuple:
-        """Return what belongs to the two last axes of a state, in their order in memory: V and K, or K and V in a wide plan."""
+        """Return (columns, rows), or in a wide plan (rows, columns): the order in which the two last axes of a state lie in
+        memory.
+
+        columns: what belongs to the axis of V. rows: what belongs to the axis of K.
+        """
         return (rows, columns) if self.wide else (columns, rows)
 
     @property
@@ -451,7 +462,8 @@ class DeltaScan:
         return 2 if (self.together or self.kind in ("ends", "transitions")) and self.columns // STRIPE % 2 == 0 else 1
 
     def gains_together(self, segments: int, multiprocessors: int) -> bool:
-        """Return whether a program should carry two stripes. Only so many programs run at a time, one on a multiprocessor."""
+        """Return whether a program should carry two stripes, which is faster if programs of one stripe need more rounds. A
+        round is one program on every multiprocessor."""
         if (
             self.kind not in ("outputs", "states", "residuals")
             or self.form != "beta"
@@ -470,7 +482,7 @@ class DeltaScan:
 
     @property
     def roles(self) -> dict[str, int]:
-        """Return the roles of warpgroups. There is a *carry* for each stripe."""
+        """Return the number of warpgroups of each role. There is a *carry* for each stripe."""
         roles = dict(carry=self.stripes, output=self.has_results, score=self.reads_queries, load=self.loading == "load")
         return {role: int(count) for role, count in roles.items() if count}
 

@@ -75,7 +75,8 @@ def gradient_two_phase(r: Recurrence, config: HopperConfig) -> TwoPhase | None:
 
 
 def forward_route(r: Recurrence, *, config: HopperConfig) -> tuple[str, dict[str, str]]:
-    """Return how the forward runs with this config, and the faster form that it does not get, with the reason."""
+    """Return (the route of the forward with this config as text, a dict of each faster form that it does not take to the
+    reason)."""
     route = Route.of(r, config)
     return route.describe(is_gradient=False), route.reasons
 
@@ -83,7 +84,8 @@ def forward_route(r: Recurrence, *, config: HopperConfig) -> tuple[str, dict[str
 def gradient_route(
     r: Recurrence, d_output, d_final, residuals: Residuals | None = None, *, config: HopperConfig
 ) -> tuple[str, dict[str, str]]:
-    """Return how the gradient runs with this config, and the faster form that it does not get, with the reason."""
+    """Return (the route of the gradient with this config as text, a dict of each faster form that it does not take to the
+    reason)."""
     route = Route.of(r, config, d_final, residuals)
     return route.describe(is_gradient=True), route.reasons
 
@@ -97,7 +99,7 @@ def omits_d_final(r: Recurrence) -> bool:
 
 
 def launcher(r: Recurrence):
-    """Return the module that launches the kernels of r."""
+    """Return the module that launches the kernels of r: `delta` if it erases, else `plain`."""
     if r.erasure is None:
         from glax._src.kernels.pallas_gpu import plain as module
     else:
@@ -106,14 +108,15 @@ def launcher(r: Recurrence):
 
 
 def isolate(run, r: Recurrence, *given):
-    """Return run(r, *given), in which nothing that is not finite passes from one sequence or segment to another."""
+    """Return run(r, *given), in which no NaN or inf passes from one sequence or segment to another."""
     from glax._src.kernels.pallas_gpu.isolation import isolated
 
     return isolated(run, r, *given)
 
 
 def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outputs, Residuals | None]:
-    """Compute `chunked` and the states at its chunks, which the gradient would otherwise compute again."""
+    """Compute the outputs and final states in chunks, and the residuals: the states at chunks, which the gradient would
+    otherwise compute again."""
     from glax._src.kernels.pallas_gpu.device.cache import recording
 
     with recording(r):

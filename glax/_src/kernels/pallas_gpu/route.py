@@ -10,12 +10,12 @@ from glax._src.kernels.pallas_gpu.rows import Form, Reading, fits_one_row, takes
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """Hold what is decided of a call before its kernels are launched. As text it is what `glax.explain` prints.
+    """Hold how the kernels of a call are launched: rows, kernels and config. `str(route)` is what `glax.explain` prints.
 
-    rows: how sequences are read. scan, gradient: the functions that launch the kernels. Profiles show the same names, but for
-    `delta_scan` and `delta_key_scan`, which are launched under what they write, such as `delta_outputs`. config: the config that
-    runs, which has one segment where `rows` allows no more. reasons: the faster form that the call does not get, and why. widths,
-    square: the blocks of states, and of a gradient that needs them square.
+    rows: how sequences are read. scan, gradient: the functions that launch the kernels. Profiles show the same names, except
+    that `delta_scan` and `delta_key_scan` are launched under the names of their results, such as `delta_outputs`. config: the
+    config that runs, which has one segment if `rows` allows no more. reasons: each faster form that the call does not take, and
+    why. widths: the blocks of states. square: the blocks of states for a gradient that needs them square.
     """
 
     rows: Reading
@@ -35,8 +35,11 @@ class Route:
         residuals: Residuals | None = None,
         in_phases: bool = False,
     ) -> "Route":
-        """Return the route of the forward of r, or of its gradient with these operands. The other arguments are those of
-        `Reading.of`. Raises ValueError if the config divides packed sequences of which each begins a chunk."""
+        """Return the route of the forward of r, or of its gradient with d_final and residuals.
+
+        in_phases: whether the kernel runs in two phases. Raises ValueError if the config divides packed sequences into segments
+        although each begins a chunk.
+        """
         rows = Reading.of(r, config.parts, d_final, residuals, in_phases)
         widths, square = Widths.of(r, square=False), Widths.of(r, square=True)
         if rows.form is Form.EQUAL or (rows.form is Form.APART and fits_one_row(r)):
@@ -51,11 +54,11 @@ class Route:
         return cls(rows, scan, gradient, config, reasons, widths, square)
 
     def in_one_segment(self, form: Form) -> "Route":
-        """Return the route that reads rows in this form, each sequence in one segment."""
+        """Return this route with rows read in the given form, and each sequence in one segment."""
         return dataclasses.replace(self, rows=Reading(form), config=dataclasses.replace(self.config, parts=1))
 
     def describe(self, is_gradient: bool) -> str:
-        """Return the text for `glax.explain` of a gradient, or of a forward."""
+        """Return the text that `glax.explain` prints, for the gradient if `is_gradient`, else for the forward."""
         kernels = f"{self.scan}, then {self.gradient}" if is_gradient else self.scan
         segments = f"{self.config.parts} segments of a row" if self.config.parts > 1 else "whole rows"
         return f"{kernels}; {self.rows}; {segments}"
@@ -74,8 +77,8 @@ def scan_kernel(r: Recurrence, config: HopperConfig, widths: Widths) -> str:
 def gradient_kernel(r: Recurrence, rows: Reading, widths: Widths, square: Widths) -> str:
     """Return the name of the kernel that computes the gradients of chunks.
 
-    `gradient_wide` takes states of several blocks of columns, in steps of columns; each of its rows holds one sequence. square:
-    the widths in blocks of the gradient.
+    `gradient_wide` takes states of several blocks of columns, and only if each row holds one sequence. square: the widths in
+    blocks of the gradient.
     """
     if r.erasure is not None:
         if r.decay.key is not None:
@@ -88,9 +91,10 @@ def gradient_kernel(r: Recurrence, rows: Reading, widths: Widths, square: Widths
 
 
 def is_grouped(r: Recurrence, widths: Widths) -> bool:
-    """Return whether one program computes the gradient of all heads that share a query and a key, without per-key gates.
+    """Return whether one program computes the gradient of all heads that share a query and a key.
 
-    It takes keys of one block, where heads share queries and keys, or where values are half as wide as keys.
+    It is so for gates other than per-key, and keys of one block, if heads share queries and keys or if values are half as wide
+    as keys.
     """
     is_narrow = widths.V * widths.blocks.columns < widths.K
     return widths.stored.rows == 1 and (is_narrow or group_size(r) > 1)
@@ -100,7 +104,7 @@ def is_grouped(r: Recurrence, widths: Widths) -> bool:
 
 
 def one_row_reason(r: Recurrence, rows: Reading) -> dict[str, str]:
-    """Return why packed sequences are not read in place as one row, or nothing if they are."""
+    """Return {form: reason} if packed sequences are not read in place as one row, else {}."""
     if rows.form is not Form.APART:
         return {}
     begins_chunk = "so each sequence begins a chunk"
@@ -116,7 +120,7 @@ def one_row_reason(r: Recurrence, rows: Reading) -> dict[str, str]:
 
 
 def copies_reason(r: Recurrence, rows: Reading, widths: Widths) -> dict[str, str]:
-    """Return why q, k, v, gates and the output are copied to wider or longer arrays, or nothing if they are not."""
+    """Return {form: reason} if q, k, v, gates and the output are copied to wider or longer arrays, else {}."""
     (_, T, _, K), V = r.q.shape, r.v.shape[3]
     in_place = rows.copies_last or rows.form in (Form.JOINED, Form.EQUAL)
     of_keys, of_values = widths.in_memory
@@ -131,7 +135,7 @@ def copies_reason(r: Recurrence, rows: Reading, widths: Widths) -> dict[str, str
 
 
 def results_reason(r: Recurrence, rows: Reading) -> dict[str, str]:
-    """Return why results are cut from longer arrays although the operands are read in place, or nothing if they are not."""
+    """Return {form: reason} if results are cut from longer arrays although the operands are read in place, else {}."""
     B, T = r.q.shape[:2]
     if rows.form is Form.EQUAL:
         why = f"{ROWS} does not divide T={T}, so sequences are read as packed ones, and their results are gathered"

@@ -1,4 +1,4 @@
-"""Read sequences as rows of tokens, and hold where each chunk of these rows lies.
+"""Choose how sequences are read as rows of tokens, and compute where each chunk of these rows lies.
 
 A tile of shared memory has 8 rows, so the copy engine reads an array from every eighth row. `Reading` names the form in which
 sequences that begin or end at other rows are read. A boundary inside a row is a gate of -inf with per-head gates, and a marked
@@ -26,7 +26,7 @@ JOINS = True
 
 
 class Form(enum.StrEnum):
-    """Name how sequences are read."""
+    """Name the forms in which sequences are read."""
 
     GIVEN = "rows as they are given"
     FILLED = f"rows filled up to a multiple of {ROWS} by a copy"
@@ -40,8 +40,8 @@ class Form(enum.StrEnum):
 class Reading:
     """Hold how the kernels read the sequences of a call.
 
-    joined: the sequences of a row, 1 unless they are joined. copies_last: whether the last chunk of the only row, whose length 8
-    does not divide, is read from a copy, and the others in place.
+    joined: the number of sequences in a row; 1 unless sequences are joined. copies_last: whether the last chunk of the only row
+    is read from a copy, and the others in place; so if 8 does not divide the row's length.
     """
 
     form: Form
@@ -70,7 +70,7 @@ class Reading:
         return cls(Form.FILLED if T % ROWS and not copies_last else Form.GIVEN, copies_last=copies_last)
 
     def takes(self, r: Recurrence, residuals: Residuals) -> bool:
-        """Return whether residuals are of the rows that this form reads. Others are computed again."""
+        """Return whether the residuals were saved for rows in this form. Otherwise the gradient computes them again."""
         count = residuals.states.shape[0]
         if self.form is Form.APART:
             return not fits_one_row(r)  # the forward has no d_final, and reads one row
@@ -87,7 +87,8 @@ class Reading:
 
 
 def takes_segments(r: Recurrence) -> bool:
-    """Return whether the kernels mark the tokens that reset the state. Other boundaries are gates of -inf.
+    """Return whether the kernels take boundaries inside a row as marked tokens that reset the state. Other kernels take them as
+    gates of -inf.
 
     Per-head gates of -inf are exact inside a chunk, so only per-key gates need marks. With keys of one block of 64 channels the
     gradient's kernel has no registers for the masks.
@@ -106,8 +107,10 @@ def fits_one_row(r: Recurrence) -> bool:
 
 
 def joined_number(r: Recurrence) -> int:
-    """Return how many sequences, whose length 8 does not divide, are joined to a row: the least number with which 8 divides its
-    length, or all if `copies_last_chunk` serves their row. Return 1 if none are joined."""
+    """Return the number of sequences that are joined to a row, if 8 does not divide their length; 1 if none are joined.
+
+    It is the least number whose row has a length that 8 divides, or all sequences if the last chunk of their row can be copied.
+    """
     B, T = r.q.shape[:2]
     if not JOINS or T % ROWS == 0 or why_not_joined(r) is not None:
         return 1
@@ -115,14 +118,16 @@ def joined_number(r: Recurrence) -> int:
 
 
 def least_number(T: int) -> int:
-    """Return the least number of sequences of T tokens which have a multiple of 8 tokens together."""
+    """Return the least n for which 8 divides n T."""
     return ROWS // math.gcd(T, ROWS)
 
 
 def packs(r: Recurrence, parts: int) -> bool:
-    """Return whether sequences that `packs_if_not_joined` are read in place as packed ones, each from a chunk's start on.
+    """Return whether an unpacked batch is read in place as packed sequences, each from a chunk's start on.
+    `packs_if_not_joined` must hold, too.
 
-    Their results lie in chunks, and are gathered. Only kernels with per-key gates read packed sequences in place, and whole.
+    The results lie in chunks, and are gathered. Only kernels with per-key gates read packed sequences in place, in one segment
+    each.
     """
     (B, T), is_plain = r.q.shape[:2], r.segments is None and r.states_every is None
     whole = parts == 1 and T % ROWS > 0 and B * T % ROWS == 0 and T >= C
@@ -192,8 +197,11 @@ class Apart:
 
     @classmethod
     def of(cls, r: Recurrence, cuts: np.ndarray | None = None) -> "Apart":
-        """Return the chunks of r. Packed rows are read in place with per-key gates. With other gates, and under the delta rule,
-        they are copied into chunks. cuts: the boundaries of r, if they are known while tracing; then all rows are tokens."""
+        """Return the chunks of the packed sequences r. With per-key gates rows are read in place; with other gates, and under
+        the delta rule, they are copied into chunks.
+
+        cuts: the boundaries of r, if they are known while tracing; then all rows are tokens.
+        """
         if cuts is not None:
             lead = cuts[:-1] % ROWS
             begins = np.append(np.zeros(1, np.int32), np.cumsum(-(-(np.diff(cuts) + lead) // C))).astype(np.int32)
@@ -224,7 +232,7 @@ class Apart:
 
     @property
     def sequence(self):
-        """Return the sequence of each chunk, [chunks] in int32. Chunks behind the last count to it."""
+        """Return the sequence of each chunk, [chunks] in int32. Chunks behind the last sequence count to it."""
         numpy: Any = np if isinstance(self.begins, np.ndarray) else jnp
         own = numpy.searchsorted(self.begins, numpy.arange(self.count), side="right") - 1
         return numpy.clip(own, 0, self.r.num_sequences - 1)
@@ -238,8 +246,8 @@ class Apart:
         return jnp.stack(columns, 1).astype(jnp.int32)
 
     def rows_of_chunks(self, segments):
-        """Return the table [chunks, 3] of a gradient: the first row of each chunk in the arrays of r, divided by 8; the first of
-        its rows that belongs to its sequence; and the row behind the last of these. segments: the table of that name."""
+        """Return, for each chunk, its first row in the arrays of r divided by 8, the first of its rows that belongs to its
+        sequence, and the row behind the last of these: [chunks, 3]. segments: the table `segments`."""
         chunk, own = jnp.arange(self.count), segments[self.sequence]
         row = own[:, 4] + (chunk - own[:, 1]) * (C // ROWS)
         first, end = (own[:, i] - row * ROWS for i in (5, 6))
@@ -252,7 +260,8 @@ class Apart:
         return jnp.where(own[..., None], x, 0).sum(1)  # a sum in a fixed order, and no product: 0 times NaN is NaN
 
     def take(self, x):
-        """Return x [1, T, ...] in rows of chunks, of which those without a token are 0; not where rows are read in place."""
+        """Return x [1, T, ...] in rows of chunks, with 0 in rows without a token. It is not defined where rows are read in
+        place."""
         assert self.source is not None, "these rows are read in place"
         taken = jnp.take(x, jnp.maximum(self.source, 0), axis=1)
         return jnp.where((self.source >= 0).reshape(1, -1, *(1,) * (x.ndim - 2)), taken, 0)
@@ -335,7 +344,7 @@ class LastChunk:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows that kernels read in place."""
+        """Return the number of rows that kernels read in place: the largest multiple of 8 up to T."""
         return self.T - self.T % ROWS
 
     @property
@@ -352,8 +361,7 @@ class LastChunk:
 
 
 def boundaries_within(r: Recurrence) -> Int[Array, "N+1"]:
-    """Return the boundaries of packed sequences, each moved to the nearest of 0 ... T. Tokens lie between the first and the
-    last."""
+    """Return the boundaries of packed sequences, [N + 1], each clipped to 0 ... T. Tokens lie between the first and the last."""
     assert r.boundaries is not None
     return jnp.clip(r.boundaries, 0, r.q.shape[1])
 
@@ -393,8 +401,11 @@ class PackedRow:
 
     @property
     def row(self) -> Recurrence:
-        """Return the recurrence of the row: per-head gates in float32 or their own dtype, -inf where a sequence begins. All
-        sequences have one scale, as `bind` sets it."""
+        """Return the recurrence of the row, with per-head gates that are -inf where a sequence begins, in float32 or their own
+        dtype.
+
+        All sequences have one scale, as `bind` sets it.
+        """
         r, d = self.r, self.r.decay
         if d.key is not None:
             segments = Segments((self.begins & self.is_token)[None], None)
@@ -419,8 +430,8 @@ class PackedRow:
         return jnp.where((self.is_token & ~self.begins)[:, None], d, 0)
 
     def per_sequence(self, x: Float[Array, "T H"]) -> Float[Array, "N H"]:
-        """Return the sums over the tokens of each sequence, [N, H], in a fixed order: its whole chunks, then the parts of its
-        first and last chunk."""
+        """Return the sums of x over the tokens of each sequence, [N, H], in a fixed order: whole chunks first, then the parts
+        of the first and last chunk."""
         T, cuts = self.r.q.shape[1], self.cuts
         begin, end = cuts[:-1, None], cuts[1:, None]
         x = jnp.pad(x, ((0, -T % C), (0, 0))).reshape(-1, C, x.shape[1])
@@ -438,7 +449,7 @@ class PackedRow:
 
 @dataclasses.dataclass(frozen=True)
 class JoinedRows:
-    """Represent unpacked sequences r without initial states by rows of `number` sequences each (`joined_number`)."""
+    """Represent a batch r without initial states as rows of `number` sequences each."""
 
     r: Recurrence
     number: int
@@ -450,24 +461,25 @@ class JoinedRows:
 
     @property
     def resets(self) -> np.ndarray:
-        """Return the token at which the scan of every sequence of a row begins, [number], by its row in memory."""
+        """Return, for every sequence of a row, the row in memory of the token at which its scan begins, [number]."""
         T = self.r.q.shape[1]
         return np.arange(self.number) * T + (T - 1 if self.r.reverse else 0)
 
     @property
     def bounds(self) -> np.ndarray:
-        """Return the chunks that contain the reset of the second of every two neighbours in scan order, [number - 1], upwards."""
+        """Return, for every two neighbouring sequences, the chunk that contains the reset of the one scanned later, [number -
+        1] in ascending order."""
         return (self.resets[:-1] if self.r.reverse else self.resets[1:]) // C
 
     @property
     def begins(self) -> np.ndarray:
-        """Return whether the scan of a sequence begins at each of its tokens, [T of r]."""
+        """Return a mask [T of r]: whether the scan of a sequence begins at this token of it."""
         T = self.r.q.shape[1]
         return np.arange(T) == (T - 1 if self.r.reverse else 0)
 
     @property
     def newest(self) -> np.ndarray:
-        """Return `newest_resets` of a row without segments, [chunks, C]."""
+        """Return `newest_resets` of a row, [chunks, C]. All rows have the same."""
         marks, order = np.tile(self.begins, self.number), np.arange(C, dtype=np.int32)
         marks = np.pad(marks, (0, -len(marks) % C)).reshape(-1, C)[:, :: -1 if self.r.reverse else 1]
         newest = np.maximum.accumulate(np.where(marks, order, np.int32(-1)), axis=1)
@@ -509,11 +521,10 @@ class JoinedRows:
         return jnp.where(self.begins[:, None], 0, d)
 
     def ends(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return where the states of sequences come to their ends, for the sequences of a row.
+        """Return, for each sequence of a row, where its last chunk in scan order lies.
 
-        [number, 2]: the first and last chunk between the chunk of a sequence's reset and the chunk in which the scan leaves the
-        sequence, with the former and without the latter. [number, C]: the rows of the latter chunk; -1 for rows of other
-        sequences.
+        [number, 2]: the first and last chunk, in memory, of the scan from the chunk with the sequence's reset until before the
+        chunk in which it leaves the sequence. [number, C]: the rows of the latter chunk; -1 for rows of other sequences.
         """
         T, n = self.r.q.shape[1], np.arange(self.number)
         begin, reset = n * T, self.resets // C
@@ -524,8 +535,11 @@ class JoinedRows:
         return between, np.where(own, rows, -1)
 
     def last_rows(self, entering) -> Recurrence:
-        """Return the recurrence of the rows in which the scan leaves each sequence, [B, C], from the states that enter them. Rows
-        of other sequences change no state."""
+        """Return the recurrence of the rows in which the scan leaves each sequence, [B, C]. entering: the states that enter
+        these rows.
+
+        Rows of other sequences change no state.
+        """
         r, (_, rows) = self.r, self.ends()
         is_own = rows >= 0
 

@@ -117,7 +117,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def types(cls, K: int, has_erase: bool) -> "Tiles":
-        """Return the types of all warpgroups, by warpgroup."""
+        """Return the types of the tiles of all warpgroups of a program: each field with a leading axis over warpgroups."""
         n, columns = warpgroups_of(K, has_erase), tile_columns(K)
         numbers, term = plgpu.SMEM((n, C), jnp.float32), tiled(n, C, C, columns=BLOCK)
         keys = tiled(n, C, K, columns=columns)
@@ -125,29 +125,30 @@ class Tiles(NamedTuple):
         return cls(keys, numbers, numbers, tiled(n, C, C), (term, term), e)
 
     def of(self, me) -> "Tiles":
-        """Return those of one warpgroup."""
+        """Return the tiles of the warpgroup with index `me`."""
         return jax.tree.map(lambda x: x.at[me], self)
 
 
 @dataclasses.dataclass(frozen=True)
 class InversePipeline(Pipeline):
-    """Hold who waits for whom: every warpgroup for its own copies. keys: a slot for each."""
+    """Hold the barriers by which each warpgroup waits for its own copies. keys: a ring with one slot for each warpgroup."""
 
     keys: Ring
 
     @classmethod
     def planned(cls, K: int, has_erase: bool = False) -> "InversePipeline":
-        """Return the pipeline for keys of this width."""
+        """Build the pipeline for keys of width K; its barriers are allocated at launch."""
         copies = "k", *("e",) * has_erase
         return cls(Ring(warpgroups_of(K, has_erase), ("compute",), ("compute",), copies, released_by=()))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))  # so that equal calls are lowered once
 def inverses_of_chunks(reverse: bool, before_decay: bool, multiprocessors: int, k, gates, beta, e, *edges) -> Results:
-    """Compute the fields of `Results` for every chunk and head. `Operands` has the shapes.
+    """Compute R and the factors of every chunk and head: the fields of `Results`, from k, gates, beta and e, the fields of
+    `Operands`.
 
-    before_decay: whether e reads the state before the token's decay. multiprocessors: those of the GPU, and the largest number of
-    programs. edges: the fields of `EdgeCopies`, or none.
+    before_decay: whether e reads the state before the token's decay. multiprocessors: the number of multiprocessors of the GPU,
+    which is also the largest number of programs. edges: the fields of `EdgeCopies`, or none.
     """
     (B, rows, H), K, has_erase = gates.shape, k.shape[3], e is not None
     place, warpgroups = (B, rows // C, H), warpgroups_of(K, has_erase)
@@ -178,7 +179,7 @@ def warpgroups_of(K: int, has_erase: bool) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Hold the references of one program. programs: their number."""
+    """Hold the references of one program. programs: the number of all programs."""
 
     reverse: bool
     before_decay: bool
@@ -222,7 +223,8 @@ class Program:
                 load_tokens(self.edges, name, x, at, tile.at[me], self.pipeline.keys.full.at[me])
 
     def numbers(self, item):
-        """Return the log2 gates of an item's tokens and beta, if there is one, [C] each, by row and in float32."""
+        """Return the log2 gates of an item's tokens and, unless e is given, their beta: [C] each in float32, in registers by
+        row."""
         b, c, h = self.place(jnp.minimum(item, self.total - 1))
         x, rows = self.operands, pl.ds(c * C, C)
         log, *beta = (
@@ -250,7 +252,10 @@ def write_inverses(p: Program):
 
 
 def write_inverse(p: Program, me, item, following, numbers):
-    """Form R and the factors of an item, and load the keys of the following. numbers: the result of `Program.numbers`."""
+    """Form R and the factors of an item, and start to load the keys of the item `following`.
+
+    numbers: the gates and beta of the item, from `Program.numbers`.
+    """
     if p.operands.e is not None:
         me = lax.optimization_barrier(me)  # registers have no room for addresses that stay through a loop
     (log, *beta), t, place = numbers, p.tiles.of(me), p.place(item)
@@ -268,8 +273,11 @@ def write_inverse(p: Program, me, item, following, numbers):
 
 
 def erased(t: Tiles, keys, size: int, places, is_counted=None):
-    """Return part of L, [C, BLOCK], as `store_inverse` reads it. keys: k_i . k_j or e_i . k_j, [C, C]. Without is_counted nothing
-    is masked: rows of first blocks then hold numbers that are not in L, and no product of these rows is used."""
+    """Return [C, BLOCK] of L: the columns that `places` selects for each `size` rows, as the argument `L` of `store_inverse`.
+
+    keys: k_i . k_j or e_i . k_j, [C, C]. is_counted: a mask of the entries to keep, the others being 0. Without it nothing is
+    masked: rows of first blocks then hold numbers that are not in L, and no product of these rows is used.
+    """
     picked = of_rows(size, [keys[:, at : at + BLOCK] for at in places])
     to = of_rows(size, [by_column(numbers_of(t.sums.at[pl.ds(at, BLOCK)], BY_COLUMN), COLUMN) for at in places])
     between = by_row(numbers_of(t.sums if t.e is None else t.numbers, BY_ROW), COLUMN) - to
@@ -279,12 +287,12 @@ def erased(t: Tiles, keys, size: int, places, is_counted=None):
 
 
 def numbers_of(ref, layout):
-    """Return numbers of tokens in shared memory."""
+    """Return the C numbers of a reference in shared memory, in float32 and the given layout."""
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def sums_of_gates(reverse: bool, before_decay: bool, log, t: Tiles):
-    """Return G and H [C], by row, and store G. log: the gates to base 2."""
+    """Return G and H, [C] each in registers by row, and store G in `Tiles.sums`. log: the log2 gates, [C]."""
     i, j = tiles.positions_again(reverse)
     t.numbers[...] = log
     plgpu.commit_smem()
@@ -297,7 +305,10 @@ def sums_of_gates(reverse: bool, before_decay: bool, log, t: Tiles):
 
 
 def write_factors(G, H, beta: list, last, factors: Ref):
-    """Write the factors of the tokens, [FACTORS, C]. G, H, and beta if there is one: [C], by row. last: G of the last token."""
+    """Write the factors by which the scans and the gradient multiply tokens, [FACTORS, C].
+
+    G, H, and the entry of `beta` if there is one: [C], by row. last: G of the last token.
+    """
     within = jnp.exp2(G)
     reading = within if H is G else jnp.exp2(H)
     erasing = (beta[0], beta[0] * within) if beta else (H, reading)
@@ -323,7 +334,7 @@ def store_inverse(L: Callable, reverse: bool, pair: tuple[Ref, Ref], result: Ref
 
 
 def of_rows(size: int, found: list):
-    """Return the rows [size i, size i + size) of the array i in found, for every i."""
+    """Return an array whose rows [size i, size i + size) are those of found[i], for every i."""
     number, rows = quotient(iota(found[0].shape, 0), size), found[-1]
     for i, x in enumerate(found[:-1]):
         rows = jnp.where(number == i, x, rows)
@@ -331,17 +342,18 @@ def of_rows(size: int, found: list):
 
 
 def joined(X: list, between: list, reverse: bool) -> list:
-    """Return the inverses of blocks of twice the size. X: those of the blocks. between: Y, in the rows of the second ones."""
+    """Return the inverses of blocks of twice the size. X: the inverses of the blocks. between: Y, in the rows of the second
+    blocks."""
     is_odd = remainder(quotient(iota(COLUMN, 0), len(X) * BLOCK), 2) == 1
     first = [jnp.where(is_odd, 0.0 if reverse else y, x) for x, y in zip(X, between, strict=True)]
     return first + [jnp.where(is_odd, x, y if reverse else 0.0) for x, y in zip(X, between, strict=True)]
 
 
 def across(X: list, L: Callable, reverse: bool, pair, place: int, onward: int) -> list:
-    """Return Y of every two neighbours, in the rows of the second.
+    """Return Y = -X_s L_sf X_f of every two neighbouring blocks, in the rows of the second.
 
-    X: the inverses of the blocks. L: as for `store_inverse`. pair: tiles that take X from column `place` on, and L X from
-    `onward` on.
+    X: the inverses of the blocks. L: as for `store_inverse`. pair: tiles that take X in the columns from `place`, and L X in
+    those from `onward`.
     """
     n, size = len(X), len(X) * BLOCK
     pairs = range(C // (2 * size))
@@ -358,16 +370,16 @@ def across(X: list, L: Callable, reverse: bool, pair, place: int, onward: int) -
 
 
 def store_columns(pair, place: int, terms):
-    """Store the terms of a matrix from column `place` on."""
+    """Store the two bfloat16 terms of a matrix, one in each tile of `pair`, in the columns from `place`."""
     for tile, term in zip(pair, terms, strict=True):
         tile.at[:, pl.ds(place, term.shape[1])][...] = term
 
 
 def products(left: list, pair, place: int, size: int, rows: list[int]):
-    """Return a @ b for every 2 * size rows of a, [C, size]. The product of the second terms of both is left out.
+    """Return a @ b for every 2 * size rows of a, [C, size], without the product of the second terms of both.
 
-    left: a in columns of BLOCK, each in two terms in registers. pair: two terms of b, in the columns from `place` on. rows: the
-    row in which b begins, for each 2 * size rows of a.
+    left: a in columns of BLOCK, each in two bfloat16 terms in registers. pair: the two terms of b, in the columns from `place`.
+    rows: for each 2 * size rows of a, the row in which its b begins.
     """
 
     def scope(*totals):
@@ -382,7 +394,7 @@ def products(left: list, pair, place: int, size: int, rows: list[int]):
 
 
 def inverses_of_blocks(L, reverse: bool):
-    """Return the inverses of I + the blocks of 16 in L [C, 16], one below the other: [C, 16] in float32, as L is.
+    """Return (I + L_b)^-1 for the blocks L_b of 16 rows in L [C, 16]: [C, 16] in float32, one block below the other.
 
     reverse: whether the blocks are upper triangular.
     """
@@ -392,7 +404,7 @@ def inverses_of_blocks(L, reverse: bool):
 
 
 def substitute(context, L, *, reverse: bool):
-    """Compute `inverses_of_blocks` of a FragmentedArray in a kernel that is being lowered."""
+    """Lower `inverses_of_blocks` for a FragmentedArray L [C, 16], by forward substitution in MLIR."""
     del context
     lane = Lane()
     registers = L.registers.reshape(2, 2)  # [tile of columns, tile of the warp's rows], of two columns each
@@ -406,7 +418,7 @@ def substitute(context, L, *, reverse: bool):
 
 
 def inverse_of_block(lane: "Lane", block, reverse: bool) -> list:
-    """Return the inverse of I + block: both [tile of rows, tile of columns, column]."""
+    """Return the inverse of I + block. Both are nested lists, indexed [tile of rows][tile of columns][column]."""
     X = lane.identity()
     for step in range(BLOCK - 1):
         eliminate(lane, block, X, BLOCK - 1 - step if reverse else step, reverse)
@@ -414,7 +426,8 @@ def inverse_of_block(lane: "Lane", block, reverse: bool) -> list:
 
 
 def eliminate(lane: "Lane", block, X, j: int, reverse: bool):
-    """Subtract L_ij X_j from every row i of X behind row j. block: L, X: both [tile of rows, tile of columns, column]."""
+    """Subtract L_ij X_j from every row i of X behind row j. block, which is L, and X are nested lists, indexed [tile of
+    rows][tile of columns][column]."""
     tile, within = divmod(j, TILE)
     # Row j has columns up to j, or in reverse from j on. The rows behind it begin in its own tile.
     columns = range(tile, 2) if reverse else range(tile + 1)
@@ -429,7 +442,8 @@ def eliminate(lane: "Lane", block, X, j: int, reverse: bool):
 
 
 class Lane:
-    """One lane of a warp: its place, and what it reads from others. Numbers are values of MLIR."""
+    """Represent one lane of a warp: its position in a tile, and what it reads from other lanes by shuffles. Numbers are MLIR
+    values."""
 
     def __init__(self):
         self.integer = ir.IntegerType.get_signless(32)
@@ -448,7 +462,7 @@ class Lane:
         return vector.from_elements(self.vector, list(columns))
 
     def identity(self) -> list:
-        """Return I, [tile of rows, tile of columns, column]."""
+        """Return this lane's part of I, indexed [tile of rows][tile of columns][column]."""
         zero, one = utils.c(0.0, self.float), utils.c(1.0, self.float)
         row, first = arith.divui(self.number, self.constant(4)), arith.remui(self.number, self.constant(4))
         first = arith.muli(first, self.constant(2))
@@ -464,10 +478,10 @@ class Lane:
         return nvvm.shfl_sync(utils.c(0xFFFFFFFF, self.integer), x, lane, self.constant(31), nvvm.ShflKind.idx)
 
     def of_row(self, row: int, x):
-        """Return x of the lane with the same columns in that row of the tile."""
+        """Return the value of x in the lane that holds the same columns of row `row` of the tile."""
         return self.shuffled(x, arith.addi(arith.remui(self.number, self.constant(4)), self.constant(4 * row)))
 
     def of_column(self, pair: int, x):
-        """Return x of the lane with that pair of columns in the same row."""
+        """Return the value of x in the lane that holds the `pair`-th pair of columns of the same row."""
         first = arith.muli(arith.divui(self.number, self.constant(4)), self.constant(4))
         return self.shuffled(x, arith.addi(first, self.constant(pair)))

@@ -125,12 +125,12 @@ class Results(NamedTuple):
         return cls(pairs, pairs, keys, keys, keys, decay, levels)
 
     def of_scan(self) -> tuple:
-        """Return what the scan reads."""
+        """Return the results that the scan reads: all but `levels`."""
         return self[:-1]
 
 
 class Tiles(NamedTuple):
-    """Hold the shared memory. A pair is a matrix in two terms."""
+    """Hold the shared memory of a chunk. "In two terms" means a high part and a rest in bfloat16."""
 
     q: Ref  # [C, K]; at last scale Q e^G
     k: Ref  # [C, K]; with beta at last K e^G
@@ -142,7 +142,10 @@ class Tiles(NamedTuple):
 
     @classmethod
     def types(cls, K: int, gates, has_erase: bool) -> "Tiles":
-        """gates: their dtype. Those of float32 are divided into two terms, and their own tile then holds the `Pairs`."""
+        """Return the types of the tiles. gates: the dtype of the gates.
+
+        Gates in float32 are divided into two terms, after which their tile holds the `Pairs`.
+        """
         tile, pairs, wide = tiled(C, K), Pairs.types(), gates != BF16
         return cls(
             q=tile,
@@ -156,7 +159,7 @@ class Tiles(NamedTuple):
 
     @property
     def erasing(self) -> Ref:
-        """Return the tile of what erases: e, or k where it is beta k."""
+        """Return the tile of the vectors that erase: e if it is an operand, else k."""
         return self.k if self.e is None else self.e
 
     @property
@@ -183,21 +186,23 @@ class Pairs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PairsPipeline(Pipeline):
-    """Hold who waits for whom: the warpgroup for its own copies."""
+    """Hold the barriers by which the one warpgroup waits for its own copies. tokens: the tiles of a chunk."""
 
     tokens: Handoff
 
     @classmethod
     def planned(cls, has_erase: bool = False) -> "PairsPipeline":
-        """Return the pipeline."""
+        """Build the pipeline; its barriers are allocated at launch. has_erase: whether e is loaded in the place of beta."""
         copies = "q", "k", "gates", "e" if has_erase else "beta"
         return cls(Handoff(("compute",), ("compute",), copies, returned=False))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal calls are lowered once
 def pairs_of_chunks(reverse: bool, before_decay: bool, *operands) -> Results:
-    """Compute the `Results` of every chunk and head. before_decay: whether e reads the state before its token's decay. operands:
-    the fields of `Operands`."""
+    """Compute R, P and the decayed operands of every chunk and head: the fields of `Results`.
+
+    before_decay: whether e reads the state before its token's decay. operands: the fields of `Operands`.
+    """
     x = Operands(*operands)
     (B, chunks), H, K, has_erase = x.scale.shape, x.gates.shape[2], x.k.shape[3], x.e is not None
     return launch(
@@ -235,13 +240,15 @@ class Program:
         return self.operands.scale[b, c]
 
     def hidden(self, x):
-        """Return the number x in a form whose value the compiler does not know. Matrices that sum gates are formed from it
-        where several products read them: `hidden` in `scan/key.py` has the reason."""
+        """Return the number x behind a barrier, so that the compiler does not know its value. Matrices that sum gates are
+        formed from it where several products read them, for the reason that `Program.hidden` of `scan/key.py` states."""
         return jnp.where(self.scale() < jnp.inf, x, x + 1)  # x + x is known where x is 0
 
     def in_order(self, i, j):
-        """Return numbers that are ordered as the tokens of rows and of columns are scanned, from their positions in memory. In a
-        reverse scan each is the position of the other, so that nothing is subtracted."""
+        """Return i and j, ordered as the tokens of rows and of columns are scanned, from their positions in memory.
+
+        In a reverse scan i is the position of the column and j the position of the row, so that nothing is subtracted.
+        """
         return (j, i) if self.reverse else (i, j)
 
     @property
@@ -250,7 +257,7 @@ class Program:
         return self.operands.k.shape[3] // CHANNELS
 
     def gates_of(self, channels) -> list[Ref]:
-        """Return the terms of the gates, [C, CHANNELS] each."""
+        """Return the terms of the gates in the given channels, [C, CHANNELS] each."""
         return [term.at[:, channels] for term in self.tiles.gates]
 
     def summed(self, matrix, channels):
@@ -279,7 +286,7 @@ def form_chunk(p: Program):
         plgpu.copy_smem_to_gmem(tile, result.at[b, c, h])
 
     def part(size: int, places, is_counted=None):
-        """Return part of L as `store_inverse` reads it. L is 0 where nothing counts."""
+        """Return part of L, [C, BLOCK], as the argument `L` of `store_inverse`. It is 0 where `is_counted` is false."""
         del is_counted
         return inverses.of_rows(size, [L[:, at : at + inverses.BLOCK] for at in places])
 
@@ -290,7 +297,7 @@ def form_chunk(p: Program):
 
 
 def with_own_scores(p: Program, P):
-    """Return P with each token's score with itself. P: the other scores."""
+    """Return P with q_i . k_i on its diagonal. P: the scores of different tokens, [C, C]."""
     # In memory's order, which L does not read either: no register then holds the positions until they are read again.
     i, j = tiles.positions_again(False)
     own = by_row(plgpu.load(p.tiles.numbers.at[OWN], layout=BY_ROW) * p.scale(), PAIRS)
@@ -298,8 +305,10 @@ def with_own_scores(p: Program, P):
 
 
 def load_chunk(p: Program):
-    """Load the tokens of the chunk, and raise gates to LOG_OF_ZERO, so that no sum has -inf. Gates in float32 become the sum of
-    two terms, which hold 16 of their bits."""
+    """Load the tokens of the chunk, and raise gates to at least LOG_OF_ZERO, so that no sum has -inf.
+
+    Gates in float32 become the sum of two terms, which hold 16 of their bits.
+    """
     x, t, (b, c, h) = p.operands, p.tiles, p.place()
     H, wide = x.gates.shape[2], t.shared[0]
     tokens = (x.q, t.q), (x.k, t.k), (x.gates, t.gates[0] if wide is None else wide), (x.e, t.e)
@@ -320,9 +329,9 @@ def load_chunk(p: Program):
 
 
 def measure(p: Program):
-    """Return the last level of the chunk: the first in which every |M| is within the limit, or LEVELS.
+    """Return the last level of the chunk: the first in which every |M| is at most FAST_LIMIT, or LEVELS.
 
-    Store q_i . k_i and the largest |M| of each token, and write e^{G_last}. It overwrites `y[0]`.
+    Store q_i . k_i and the largest |M| of each token, and write e^{G_last}. The tile `y[0]` is overwritten.
     """
     t, (b, c, h) = p.tiles, p.place()
     row = tiles.iota(PAIRS, 0)
@@ -356,7 +365,7 @@ def measure(p: Program):
 def find_last_level(is_in_range):
     """Return the first of FAST_LEVELS for which is_in_range(level) holds, else LEVELS.
 
-    In a loop, so that its code exists once: a program executes most of its code once, and waits until it is fetched.
+    It is a loop, so that its code exists once: a program executes most of its code once, and waits until that is fetched.
     """
 
     def advance(x):
@@ -371,7 +380,8 @@ def find_last_level(is_in_range):
 
 
 def is_small(row: Ref, largest):
-    """Return whether the largest |M| of all tokens, [C], are within the limit. It overwrites a row of shared memory."""
+    """Return whether every |M| is at most FAST_LIMIT. largest: the largest |M| of each token, [C]. row: a row of shared memory,
+    which is overwritten."""
     plgpu.commit_smem()  # all warps have read the row
     row[...] = largest
     plgpu.commit_smem()
@@ -381,8 +391,10 @@ def is_small(row: Ref, largest):
 
 
 def in_interval(reverse: bool, bounds: Callable):
-    """Return whether the token of column j lies in an interval of the token of row i, [C, C]. bounds: a function of i, [C], that
-    returns the interval's first and last token; all are positions in scanning order."""
+    """Return a mask [C, C]: whether the token of column j lies in the interval of the token of row i.
+
+    bounds: a function of i, [C], that returns the interval's first and last token. All are positions in scanning order.
+    """
     # Behind a barrier, so that registers do not hold them through loops.
     i = lax.optimization_barrier(plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=BY_ROW))
     first, last = bounds(C - 1 - i if reverse else i)
@@ -412,7 +424,7 @@ def reference_matrix(p: Program, size, own: bool = True):
 
 
 def store_reference_matrix(p: Program, size):
-    """Store the matrix of `reference_matrix`."""
+    """Store the matrix of `reference_matrix`, for blocks of `size` tokens, in `Tiles.sums`."""
     plgpu.commit_smem()  # all warps have read the one before
     p.tiles.sums[...] = reference_matrix(p, size)
     plgpu.commit_smem()
@@ -430,7 +442,8 @@ def scores(p: Program, last):
         P, L = products(p, size)
 
         def bounds(i):
-            """Return those of the block before a token's own, and in the last level those of all tokens of both before it."""
+            """Return the interval of tokens j that token i reads in this level: the first block if i is in the second, and in
+            the last level all earlier tokens of both blocks."""
             return i & -(2 * size), (i & jnp.where(level == last, -1, -size)) - 1
 
         is_of_level = in_interval(p.reverse, bounds)
@@ -468,8 +481,8 @@ def running_matrix(p: Program, through: bool):
 
 
 def scale_tokens(p: Program):
-    """Replace Q, the gates, and K, or E where it is an operand, by the operands of the scan. `Tiles` says where the matrices
-    lie."""
+    """Replace, in shared memory, Q by scale Q e^G, the gates by K e^{G_last - G}, and K by K e^G, or E by E e^H if it is an
+    operand."""
     t = p.tiles
 
     @pl.loop(0, p.blocks)

@@ -1,1 +1,1 @@
-"""What every kernel here stands on: the launch, its pipeline, tiles in shared memory, and the cache of lowered kernels."""
+"""Provide what every Hopper kernel uses: the launch, its pipeline, tiles in shared memory, and the cache of lowered kernels."""

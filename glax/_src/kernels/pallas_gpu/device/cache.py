@@ -81,10 +81,10 @@ def equal_variables_used_by_jax():
 
 @dataclasses.dataclass(eq=False)
 class Kernel:
-    """Hold a function of arrays that launches one kernel, and trace and lower it at its first use.
+    """Hold a function of arrays that launches one kernel. The kernel is traced and lowered at its first use.
 
-    key: all that it depends on. types: the shapes and dtypes of the results. part_of: the call (`Current.call`) that recorded it
-    first.
+    key: everything that the kernel depends on. types: the shapes and dtypes of the results. part_of: the call (`Current.call`)
+    that recorded the kernel first.
     """
 
     key: Hashable
@@ -144,8 +144,8 @@ def path_of(key: Hashable) -> pathlib.PurePath | None:
 
 
 class Current(threading.local):
-    """Hold the call whose kernels this thread records, and whether it is for a GPU; None outside of `recording`, as in the two
-    phases of a call."""
+    """Hold, for each thread, the call whose kernels are recorded, and whether it is for a GPU. Both are None outside of
+    `recording`."""
 
     call: Hashable = None
     on_gpu: bool | None = None
@@ -160,17 +160,19 @@ kernel_p.def_abstract_eval(lambda *_, kernel: kernel.results)
 
 
 def in_no_trace(f: Callable):
-    """Return f(), called outside of the caller's traces and meshes."""
+    """Return f(), called outside of the traces and meshes that surround the caller."""
     with ThreadPoolExecutor(1) as fresh:
         return fresh.submit(f).result()
 
 
 @contextlib.contextmanager
 def recording(r: Recurrence):
-    """Record the kernels inside as those of one call: the forward of r with or without residuals, or its gradient.
+    """Record the kernels that are launched inside as those of one call: the forward of r with or without residuals, or its
+    gradient.
 
-    The structure and the shapes of r name the call, and are equal in all three. Calls that JAX traces only to batch or divide
-    them have others. The forward without residuals counts, because it often is the first to record a kernel of both forwards.
+    The structure and the shapes of r identify the call, and are equal in all three. Calls that JAX traces only to batch or
+    divide them have other shapes. The forward without residuals counts, because it often is the first to record a kernel of
+    both forwards.
     """
     leaves, structure = jax.tree.flatten(r)
     before = current.call, current.on_gpu

@@ -38,10 +38,11 @@ def launch(
 ) -> Any:
     """Run body(operands, results, *scratch, pipeline) in every warpgroup of every program, and return the results.
 
-    name: the kernel's in profiles. plan: all that `body` depends on beside the shapes. operands: a tree of arrays. results: a
-    tree of types, or with `over` of arrays that are written in place. `body` receives both with references instead. scratch:
-    trees of types of shared memory. pipeline: where given, its barriers are allocated, and `body` receives it last. is_longest:
-    of `once`.
+    name: the kernel's name in profiles. plan: everything that `body` depends on other than shapes and dtypes. operands: a tree
+    of arrays. results: a tree of types, or, if `over`, of arrays that are overwritten. `body` receives references in the place
+    of both. scratch: trees of types of shared memory. roles: the number of warpgroups of each role. pipeline: its barriers are
+    allocated, and `body` receives it last; None without barriers. is_longest: whether the kernel takes longest to compile of
+    those of its gradient, and is lowered first.
     """
     arrays, structure = jax.tree.flatten(operands)
     found, of_results = jax.tree.flatten(results)
@@ -83,7 +84,7 @@ def launch(
 
 
 def by_role(roles: Roles, work: Mapping[str, Callable]):
-    """Run work[role] in the warpgroups of each role. Where a role has several, it receives the index of the warpgroup in it."""
+    """Run work[role] in the warpgroups of each role. If a role has several warpgroups, work[role] receives the index of each."""
     me, first = lax.axis_index(WARPGROUP), 0
     for role, count in roles.items():
         for index in range(count):

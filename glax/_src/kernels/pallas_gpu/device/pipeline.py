@@ -50,7 +50,8 @@ def acting_as(role: str) -> Iterator[None]:
 
 
 def check(declared: Names, what: str):
-    """Raise ValueError if the role that is traced is none of those that are declared to do this."""
+    """Raise ValueError if the role being traced is not among the roles `declared` for this operation. what: the operation, for
+    the message."""
     if traced.role is not None and traced.role not in declared:
         raise ValueError(
             f"the role {traced.role!r} must not {what}: the pipeline declares it for {', '.join(declared)}"
@@ -58,8 +59,11 @@ def check(declared: Names, what: str):
 
 
 def arrivals(roles: Roles, names: Names, teams: int = 1) -> int:
-    """Return the number of warpgroups of these roles in one of `teams`. A barrier needs one, also where the kernel has no such
-    role."""
+    """Return the number of arrivals that a barrier waits for: the warpgroups of the roles `names`, divided by `teams`, and at
+    least 1.
+
+    roles: the number of warpgroups of each role.
+    """
     return max(sum(roles.get(name, 0) for name in names) // teams, 1)
 
 
@@ -67,12 +71,12 @@ def arrivals(roles: Roles, names: Names, teams: int = 1) -> int:
 class Ring:
     """Pass tiles through slots, which some roles fill ahead of those that read them.
 
-    slots: their number. fill: the roles that fill a slot. read: those that wait until it is full. copies: the names of the tiles
-    that copies fill, one for each copy. A copy reports itself; without any the warpgroups do. released_by: the roles that report
-    when they have read a slot; those of `read` unless given. acquired_by: the roles that wait for these before the slot is
-    filled again; those of `fill` unless given. Where `fill` or `released_by` is (), none needs to report, because something else
-    keeps the order. teams: into which the warpgroups of a role divide, each with slots of its own. full, free: the barriers,
-    which `Pipeline.of` sets.
+    slots: the number of slots. fill: the roles that fill a slot. read: the roles that wait until it is full. copies: the names
+    of the tiles that copies fill, one for each copy. A copy reports itself; without copies the warpgroups report. released_by:
+    the roles that report when they have read a slot; by default `read`. acquired_by: the roles that wait for these reports
+    before the slot is filled again; by default `fill`. If `fill` or `released_by` is (), no role reports, because something
+    else keeps the order. teams: the number of teams of a role, each with slots of its own. full, free: the barriers, which
+    `Pipeline.of` sets.
     """
 
     slots: int
@@ -95,7 +99,7 @@ class Ring:
         return {end: plgpu.Barrier(num_arrivals=count, num_barriers=self.slots) for end, count in counts.items()}
 
     def waits(self, name: str) -> list[Wait]:
-        """Return the lines of the table, none where nobody reads."""
+        """Return the table's lines for this ring, none if no role reads. name: the ring's field in its pipeline."""
         if not self.read:
             return []
         tiles = ", ".join(dict.fromkeys(self.copies))
@@ -143,10 +147,11 @@ class Ring:
 
 @dataclasses.dataclass(frozen=True)
 class Handoff:
-    """Pass one tile, or tiles that are stored and read together.
+    """Pass one tile, or several that are stored and read together, from some roles to others.
 
-    store: the roles that store it. read: those that wait for it. copies: as in `Ring`. returned: whether those that store it
-    wait until it has been read before they store the next.
+    store: the roles that store it. read: the roles that wait for it. copies: the names of the tiles that copies fill, one for
+    each copy; without copies the warpgroups report. returned: whether the storing roles wait until the tile has been read
+    before they store the next.
     """
 
     store: Names
@@ -211,9 +216,9 @@ class Handoff:
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-    """Let some roles go on once all warpgroups of `of` are there.
+    """Let roles wait until all warpgroups of the roles `of` have arrived.
 
-    waiting: the roles that wait; those of `of` unless given. teams: as in `Ring`, each with a meeting of its own.
+    waiting: the roles that wait; by default `of`. teams: the number of teams of a role, each with a meeting of its own.
     """
 
     of: Names
@@ -251,7 +256,7 @@ class Pipeline:
     ORDER: ClassVar[Names] = ()
 
     def parts(self) -> dict[str, Ring | Handoff | Meeting]:
-        """Return those that there are, by name."""
+        """Return the rings, handoffs and meetings that are not None, by field name."""
         found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: part for name, part in found.items() if part is not None}
 
@@ -262,7 +267,7 @@ class Pipeline:
         return {name: found[name] for name in self.ORDER or found if name in found}
 
     def of(self, roles: Roles, refs: Sequence[Ref]) -> Self:
-        """Return the pipeline with its barriers, which `refs` has in the order of `barriers`."""
+        """Return the pipeline with its barriers. refs: the references of the barriers, in the order of `barriers`."""
         changed = dict(self.parts())
         for name, ref in zip(self.barriers(roles), refs, strict=True):
             part, end = name.split(".")

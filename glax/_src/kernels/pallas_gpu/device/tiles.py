@@ -30,16 +30,16 @@ REGISTERS = 24, 240
 
 
 def in_every_warp(count: int):
-    """Return a layout of `count` numbers of which every warp holds all."""
+    """Return the layout in registers of `count` numbers, all of which every warp holds."""
     tiling = Tiling(((count,), (count // 32,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1)
 
 
 def tiled(*shape, columns: int = 64, dtype: Any = jnp.bfloat16):
-    """Return shared memory for tiles, in the layout that the copy engine writes and the tensor cores read.
+    """Return the type of shared memory for tiles, in the layout that the copy engine writes and the tensor cores read.
 
-    columns: of a tile, 16, 32 or 64; a product with a left side in registers takes as many of its columns at a time. A row of a
-    tile has at most 128 bytes, so 32 columns in float32.
+    columns: the columns of a tile, 16, 32 or 64. A product with a left side in registers takes so many columns of it at a time.
+    A row of a tile has at most 128 bytes, so 32 columns in float32.
     """
     # JAX 0.12 leaves methods of these classes abstract.
     transforms = (
@@ -92,7 +92,7 @@ def added_all(totals, *pairs) -> tuple[jax.Array, ...]:
 
 
 def after(total, running: int = 0):
-    """Return the product once at most `running` products are still running.
+    """Return the product `total` once at most `running` later products are still running.
 
     The barrier keeps the compiler from using the product before that.
     """
@@ -105,12 +105,13 @@ def iota(shape, axis) -> jax.Array:
 
 
 def read(ref, layout: SomeLayout = WGMMA) -> jax.Array:
-    """Return a part of shared memory in float32."""
+    """Load a reference in shared memory into registers in float32, in the given layout, by default the layout of products."""
     return plgpu.load(ref, layout=layout).astype(jnp.float32)
 
 
 def store(ref, x):
-    """Store x in small pieces or with bank conflicts. JAX 0.12 refuses both unless `optimized=False` allows them."""
+    """Store x in shared memory. JAX 0.12 refuses stores in small pieces and stores with bank conflicts unless
+    `optimized=False`, as here, allows them."""
     store_as_is = getattr(plgpu, "store", None)
     if store_as_is is None:
         ref[...] = x
@@ -119,10 +120,10 @@ def store(ref, x):
 
 
 def clear(found, first, end):
-    """Zero the rows of tiles [C, 64] before `first` and from `end` on.
+    """Zero the rows before `first` and from `end` on in each of the tiles `found`, [C, 64].
 
-    Tiles are cleared one after another with a fence between, over which the compiler moves no reads. It would otherwise read
-    all tiles together, and there are not enough registers for that.
+    A fence stands between two tiles, over which the compiler moves no reads. It would otherwise read all tiles together, and
+    there are not enough registers for that.
     """
     for tile in found:
         x = plgpu.load(tile, layout=WGMMA)
@@ -158,7 +159,7 @@ def high_part(x):
 
 
 def rounded_part(x):
-    """Return float32 x rounded to the bits that bfloat16 has; halves away from 0. XLA drops a cast there and back."""
+    """Return float32 x rounded to the bits of bfloat16, halves away from 0. It is not a cast there and back, which XLA drops."""
     return lax.bitcast_convert_type((lax.bitcast_convert_type(x, jnp.int32) + 0x8000) & -65536, jnp.float32)
 
 
@@ -181,14 +182,14 @@ def indicator(condition) -> jax.Array:
 
 
 def positions(reverse: bool):
-    """Return the position of every row and of every column of a [C, C] matrix in scanning order."""
+    """Return the positions in scanning order of every row and of every column of a [C, C] matrix, two arrays [C, C]."""
     i, j = iota((C, C), 0), iota((C, C), 1)
     return (C - 1 - i, C - 1 - j) if reverse else (i, j)
 
 
 def positions_again(reverse: bool):
-    """Return `positions`, formed anew at each use behind a barrier of the compiler, so that registers do not hold them through
-    loops."""
+    """Return the result of `positions`, formed anew at each use behind a barrier of the compiler, so that registers do not hold
+    it through loops."""
     row = lax.optimization_barrier(plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=BY_ROW))
     i, j = by_row(row, (C, C)), iota((C, C), 1)
     return (C - 1 - i, C - 1 - j) if reverse else (i, j)
@@ -202,8 +203,8 @@ def middle_matrix(reverse: bool) -> jax.Array:
 
 
 def edge_matrix(reverse: bool, adjoint) -> jax.Array:
-    """Return the matrix whose row i sums the gates from token i to the edge by which a scan leaves: all gates behind i, or in
-    reverse all through i.
+    """Return the matrix [C, C] whose product with gates sums, for each token i, the gates between i and the edge by which a
+    scan leaves the chunk: the gates behind i, or with `adjoint` those through i.
 
     adjoint: 0, or 1 for a reverse scan; may be traced.
     """
@@ -213,26 +214,29 @@ def edge_matrix(reverse: bool, adjoint) -> jax.Array:
 
 
 def halves(reverse: bool) -> jax.Array:
-    """Return a matrix [C, C] whose row 0 sums what lies before the chunk's middle, and row 1 the rest. `by_halves` reads only
-    these rows."""
+    """Return a matrix [C, C] whose product with gates has the sum of the gates before the chunk's middle in row 0, and of the
+    others in row 1."""
     row, j = iota((C, C), 0), iota((C, C), 1)
     first, second = (1, 0) if reverse else (0, 1)
     return indicator(((j < HALF) & (row == first)) | ((j >= HALF) & (row == second)))
 
 
 def by_halves(ref):
-    """Return the rows that `halves` wrote as the right side of a product of 8 columns."""
+    """Return the first 8 rows of a stored matrix of `halves`, transposed to [C, 8], as the right side of a product."""
     return transposed(ref.at[pl.ds(0, 8)])
 
 
 def column_of(x, index: int) -> jax.Array:
-    """Return x[:, index], by row."""
+    """Return column `index` of the matrix x, by row."""
     return jnp.sum(jnp.where(iota(x.shape, 1) == index, x, 0.0), axis=1)
 
 
 class EdgeCopies(NamedTuple):
-    """Hold which chunks are read from copies, and the copies, in global memory. A copy is None if the kernel does not read that
-    array."""
+    """Hold the copies from which a kernel reads the chunks that contain rows without a token, in global memory.
+
+    block: for each chunk, the block of C rows of a copy that holds it, or -1. A copy is None if the kernel does not read that
+    array.
+    """
 
     block: Ref  # [chunks]: 0, 1 or 2, the block of C rows of a copy that a chunk is read from; -1 for none
     k: Ref  # [B, 3 C, HK, K]
@@ -244,13 +248,13 @@ class EdgeCopies(NamedTuple):
 
 
 def split_edges(kind, operands):
-    """Return operands as a `kind`, a NamedTuple, and those behind its last field as EdgeCopies, or None without any."""
+    """Return (the first operands as a `kind`, a NamedTuple, and the rest as EdgeCopies, or None if there is no rest)."""
     count = len(kind._fields)
     return kind(*operands[:count]), EdgeCopies(*operands[count:]) if operands[count:] else None
 
 
 def load_rows(block: Ref | None, chunk, load: Callable):
-    """Run load(rows, from_copy) with the rows of a chunk, or where copies hold the chunk, with its rows there.
+    """Run load(rows, from_copy) with the rows of a chunk, or if a copy holds the chunk, with its rows in the copy.
 
     block: [chunks], the field of `EdgeCopies`, or None without copies.
     """
@@ -263,8 +267,10 @@ def load_rows(block: Ref | None, chunk, load: Callable):
 
 
 def load_tokens(edges: EdgeCopies | None, name: str, x, at, tile, loaded):
-    """Load the rows of x in a chunk, [C, columns]. name: the field of `edges` with the copy of x. at: batch row, chunk, head and
-    columns."""
+    """Start to load the rows of x in a chunk, [C, columns], into `tile`, and report to the ring or handoff `loaded`.
+
+    name: the field of `edges` with the copy of x. at: batch row, chunk, head and columns.
+    """
     b, chunk, head, columns = at
 
     def load(rows, from_copy: bool):

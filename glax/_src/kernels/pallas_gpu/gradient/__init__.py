@@ -1,1 +1,1 @@
-"""Gradients of every chunk from the states at its ends."""
+"""Compute the gradients of every chunk from the state before it and dL/dS behind it."""

@@ -151,7 +151,8 @@ class Tiles(NamedTuple):
 
     @classmethod
     def types(cls, K: int, has_erase: bool, lead: tuple[int, ...] = (), sums: int = 1) -> "Tiles":
-        """lead: axes before those of each tile. sums: the heads over which dq and dk are summed."""
+        """Return the types of the tiles. lead: axes before those of each tile. sums: the number of heads over which dq and dk
+        are summed, 1 or 2."""
         tiled = functools.partial(tiles.tiled, columns=tile_columns(K))
         summed = tiled(*lead, C, K) if sums > 1 else None
         return cls(
@@ -168,7 +169,10 @@ class Tiles(NamedTuple):
 
 
 class States(NamedTuple):
-    """Hold the shared memory of what has columns of V. S^T or dS'^T [V, K] and beside it U^T or dX^T [V, C] are one copy."""
+    """Hold the shared memory of a chunk's arrays with columns of V, in `delta_gradient`.
+
+    S^T [V, K] and U^T [V, C] lie side by side in one tile, which one copy loads; so do dS'^T and dX^T.
+    """
 
     d_output: Ref  # [C, V]
     states: Ref  # [V, K + C]
@@ -177,7 +181,7 @@ class States(NamedTuple):
 
     @classmethod
     def types(cls, K: int, V: int, has_erase: bool) -> "States":
-        """Return the types, with an axis of one tile in front."""
+        """Return the types of the tiles, each with a leading axis of length 1."""
         tiled = functools.partial(tiles.tiled, columns=tile_columns(K))
         return cls(tiled(1, C, V), tiled(1, V, K + C), tiled(1, V, K + C), tiled(1, C, V) if has_erase else None)
 
@@ -190,13 +194,15 @@ class States(NamedTuple):
         return ref.at[:, pl.ds(0, self.K)]
 
     def beside(self, ref):
-        """Return U^T or dX^T, [V, C]."""
+        """Return U^T or dX^T, [V, C], of the tile that holds it."""
         return ref.at[:, pl.ds(self.K, C)]
 
 
 class Columns(NamedTuple):
-    """Hold the shared memory of a step's columns of V, by stage. With several blocks of K nothing is transposed: the two last
-    axes of states and of what tokens write are exchanged."""
+    """Hold the shared memory of the columns of V of one step, by stage, in `delta_gradient_wide`.
+
+    With several blocks of K nothing is transposed: the last two axes of S, U, dS and dX are exchanged.
+    """
 
     d_output: Ref  # [STAGES, C, COLUMNS]
     S: Ref  # [STAGES, COLUMNS, K]: S^T
@@ -215,10 +221,11 @@ class Columns(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DeltaPipeline(Pipeline):
-    """Hold who waits for whom.
+    """Hold the barriers between the roles of `delta_gradient` and `delta_gradient_wide`.
 
-    tokens: q, k, gates and beta; they count as read once dq and dk have left their tiles. scores: A, which has been read once
-    both have met. met: both that compute, once they have read all tiles. states: of a chunk, or columns: of a step.
+    tokens: q, k, gates and beta; they count as read once dq and dk have left their tiles. scores: A, which counts as read once
+    both computing roles have met. met: both computing roles, once they have read all tiles. states: the states of a chunk, in
+    `delta_gradient`. columns: those of a step, in `delta_gradient_wide`.
     """
 
     tokens: Handoff
@@ -234,7 +241,8 @@ class DeltaPipeline(Pipeline):
 
     @classmethod
     def planned(cls, is_wide: bool, has_erase: bool = False) -> "DeltaPipeline":
-        """Return the pipeline of either kernel. A program of the wide one has a single item, so it loads no other tokens."""
+        """Build the pipeline of `delta_gradient_wide` if `is_wide`, else of `delta_gradient`. A program of the former has a
+        single item, so it loads no other tokens."""
         load, queries, keys = ("load",), ("queries",), ("keys",)
         loaded, first = ("k", "q", "gates", "beta", *("e",) * has_erase), ("first",) * has_erase
         return cls(
@@ -248,8 +256,10 @@ class DeltaPipeline(Pipeline):
 
 @dataclasses.dataclass(frozen=True)
 class ChunkProgram:
-    """Hold the references of a program that has one chunk, head and block of K at a time, an item. Its position is computed at
-    each use, so that no register holds it."""
+    """Hold the references of a program that computes items one after another: one chunk, head and block of K each.
+
+    The item's position is computed at each use, so that no register holds it.
+    """
 
     reverse: bool
     operands: Any
@@ -289,24 +299,24 @@ class ChunkProgram:
         return remainder(self.item(), self.blocks)
 
     def channels(self):
-        """Return the channels of K."""
+        """Return the slice of K that the item's block covers."""
         return pl.ds(self.block() * self.width, self.width)
 
     @property
     def columns_first(self) -> bool:
-        """Return whether states and what tokens write are stored with their columns of V first."""
+        """Return whether states, U and dX are stored with their columns of V before the other axis."""
         return True
 
     def by_rows(self, tile):
-        """Return a tile of tokens of a step with the tokens first."""
+        """Return a step's tile of U or dX as [C, COLUMNS]."""
         return transposed(tile) if self.columns_first else tile
 
     def by_columns(self, tile):
-        """Return a tile of a state or of tokens of a step with its columns of V first."""
+        """Return a step's tile of a state, U or dX with its columns of V first."""
         return tile if self.columns_first else transposed(tile)
 
     def stage(self, step):
-        """Return the stage of a step."""
+        """Return the stage of shared memory that holds the columns of a step."""
         return self.pipeline.columns.slot(step)
 
     def tokens(self, x):
@@ -327,14 +337,15 @@ class ChunkProgram:
 
 @dataclasses.dataclass(frozen=True)
 class Program(ChunkProgram):
-    """Hold the references of one program of either kernel."""
+    """Hold the references of one program of `delta_gradient` or `delta_gradient_wide`. number: the number of its item."""
 
     before_decay: bool
     number: Any  # of the item
 
     @classmethod
     def of(cls, reverse: bool, before_decay: bool, given: tuple[Operands, EdgeCopies | None], *refs) -> "Program":
-        """Return the program at its first item. refs: the fields from `results` to `pipeline`."""
+        """Return the program at its first item. given: the operands and copies of edges. refs: the fields from `results` to
+        `pipeline`."""
         (operands, edges), number = given, lax.axis_index(PROGRAM)
         return cls(reverse, operands, *refs, edges, width_of_block(operands.q.shape[3]), before_decay, number)
 
@@ -350,11 +361,11 @@ class Program(ChunkProgram):
         return slice(None) if self.blocks == 1 else super().channels()
 
     def by_row(self, number: int):
-        """Return a row of `Tiles.numbers` [C], by row of a matrix."""
+        """Return row `number` of `Tiles.numbers` [C], in registers by row of a matrix."""
         return plgpu.load(self.tiles.numbers.at[number], layout=BY_ROW)
 
     def by_column(self, number: int):
-        """Return a row of `Tiles.numbers`, repeated over the rows of [C, C]."""
+        """Return row `number` of `Tiles.numbers` [C], repeated over the rows of [C, C]."""
         return by_column(plgpu.load(self.tiles.numbers.at[number], layout=BY_COLUMN, optimized=False), PAIRS)
 
     def gates(self):
@@ -375,18 +386,19 @@ class Program(ChunkProgram):
         return self.operands.e is not None
 
     def reading(self):
-        """Return H [C], to base 2, by row."""
+        """Return H [C], to base 2, by row: the sums of gates through which e reads the state."""
         return self.by_row(OF_ERASURE) if self.has_erase else self.gates()
 
     def decayed(self, pairs, reading, factor: float = 1.0):
-        """Return factor * pairs * D, [C, C] in float32. reading: G of the first token of a pair, or H, by row."""
+        """Return factor * pairs * D, [C, C] in float32. reading: the sum of gates at each row's token, G or H [C], by row."""
         i, j = tiles.positions_again(self.reverse)
         between = by_row(reading, PAIRS) - self.by_column(OF_GATES)
         return pairs * (factor * jnp.exp2(jnp.where(i > j, between, -jnp.inf)))
 
 
 def width_of_block(K: int) -> int:
-    """Return the channels of a block of K channels: as many as fit together, all of one number."""
+    """Return the width of the blocks that K channels are divided into: as many channels as shared memory holds, equal for all
+    blocks."""
     return K // -(-K // WIDEST)
 
 
@@ -414,7 +426,8 @@ def delta_gradient(reverse: bool, before_decay: bool, most: int, *operands) -> R
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal calls are lowered once
 def delta_gradient_wide(reverse: bool, before_decay: bool, *operands) -> Results:
-    """Compute the fields of `Results` for every chunk and head. The arguments are those of `delta_gradient`."""
+    """Compute the fields of `Results` for every chunk and head of keys or values wider than 128. before_decay: whether e reads
+    the state before the token's decay. operands: the fields of `Operands`, and of `EdgeCopies` if there are any."""
     given = x, _ = split_edges(Operands, operands)
     K = width_of_block(x.q.shape[3])
     blocks = x.q.shape[3] // K
@@ -444,8 +457,11 @@ def heads_summed(x: Operands) -> int:
 
 
 def in_turns(work: Callable, total: int, programs: int, sums: int, p: Program):
-    """Do the work of a warpgroup for all items of its program, `sums` neighbours one after another. total: the number of such
-    runs of all programs."""
+    """Do one warpgroup's work for all items of its program. The items come in runs of `sums` neighbours, and programs take the
+    runs in turns.
+
+    total: the number of runs of all programs.
+    """
     plgpu.set_max_registers(REGISTERS[work is not load], action="increase" if work is not load else "decrease")
     first = p.number
 
@@ -456,8 +472,10 @@ def in_turns(work: Callable, total: int, programs: int, sums: int, p: Program):
 
 
 def only(shared):
-    """Return shared memory without its first axis, which has length 1. The index is behind a barrier of the compiler, which would
-    otherwise hold the addresses of all parts throughout the loop."""
+    """Return tiles of shared memory without their leading axis of length 1.
+
+    The index is behind a barrier of the compiler, which would otherwise hold the addresses of all parts throughout the loop.
+    """
     index = lax.optimization_barrier(jnp.int32(0))
     return jax.tree.map(lambda x: x.at[index], shared)
 
@@ -466,7 +484,7 @@ def only(shared):
 
 
 def load(p: Program):
-    """Load all tiles, each once the item before has no more use for it."""
+    """Load all tiles of `delta_gradient`, each as soon as the item before has no more use for it."""
     x, own, states = p.operands, p.own, p.pipeline.states
     (b, c, h), H = p.place(), p.H
     pl.when(p.turn > 0)(states.acquire)
@@ -481,7 +499,7 @@ def load(p: Program):
 
 
 def load_keys(p: Program):
-    """Load q, k, e if it is given, gates and beta, or H."""
+    """Load q, k, gates and beta, or if e is given q, k, e, gates and H."""
     x, t, tokens = p.operands, p.tiles, p.pipeline.tokens
     (b, c, h), H = p.place(), p.H
     for name, source, tile in (("k", x.k, t.k), ("q", x.q, t.q), ("e", x.e, t.e)):
@@ -493,14 +511,14 @@ def load_keys(p: Program):
 
 
 def load_wide(p: Program):
-    """Load all tiles, those of a step once the step that used their place is done."""
+    """Load all tiles of `delta_gradient_wide`, those of a step as soon as the step that used their stage is done."""
     plgpu.set_max_registers(REGISTERS[0], action="decrease")
     load_keys(p)
     pl.loop(0, p.steps)(functools.partial(load_step, p))
 
 
 def load_step(p: ChunkProgram, step):
-    """Load the tiles of a step, once the step that used their place is done."""
+    """Load the tiles of a step, as soon as the step that used their stage is done."""
     x, own, ring, stage = p.operands, p.own, p.pipeline.columns, p.stage(step)
     ring.acquire(stage, p.turn * p.steps + step)
     (b, c, h), columns = p.place(), pl.ds(step * COLUMNS, COLUMNS)
@@ -520,7 +538,7 @@ def load_step(p: ChunkProgram, step):
 
 
 def compute_queries(p: Program):
-    """Compute A and dq, <S, dS'>, and dg."""
+    """Compute A and dq, <S, dS'>, and dg, as the role *queries* of `delta_gradient`."""
     own = p.own
     V, K = own.states.shape[0], own.K
     p.pipeline.states.wait()
@@ -534,7 +552,7 @@ def compute_queries(p: Program):
 
 
 def compute_keys(p: Program):
-    """Compute B, de and dk."""
+    """Compute B, de and dk, as the role *keys* of `delta_gradient`."""
     own = p.own
     shape = (C, own.K)
     # [V, C], and terms of [C, V]
@@ -551,7 +569,7 @@ def compute_keys(p: Program):
 
 
 def compute_queries_wide(p: Program):
-    """Compute A and dq, and <S, dS'>."""
+    """Compute A, dq and <S, dS'>, and then dg, as the role *queries* of `delta_gradient_wide`."""
     plgpu.set_max_registers(REGISTERS[1], action="increase")
     nothing = zeros(PAIRS), zeros((C, p.tiles.q.shape[1])), zeros((COLUMNS,), BY_ROW)
     pairs, of_state, edge = lax.fori_loop(0, p.steps, functools.partial(add_queries, p), nothing)
@@ -575,7 +593,7 @@ def add_queries(p: Program, step, totals):
 
 
 def compute_keys_wide(p: Program):
-    """Compute B, de and dk."""
+    """Compute B, de and dk, as the role *keys* of `delta_gradient_wide`."""
     plgpu.set_max_registers(REGISTERS[1], action="increase")
     shape = (C, p.tiles.q.shape[1])
     nothing = zeros(PAIRS), zeros(shape), zeros(shape)
@@ -599,7 +617,7 @@ def add_keys(p: ChunkProgram, step, totals):
 
 
 def store_scores(p: Program, pairs):
-    """Store A / scale in two terms without the pairs of tokens with themselves, and these apart. pairs: dO U^T, [C, C]."""
+    """Store A / scale without its diagonal, in two terms, and the diagonal in `Tiles.numbers`. pairs: dO U^T, [C, C]."""
     i, j = tiles.positions_again(p.reverse)
     p.tiles.numbers[OF_OWN] = jnp.where(i == j, pairs, 0.0).sum(1)
     store_split(p.tiles.output_pairs, p.decayed(pairs, p.gates()))
@@ -626,7 +644,7 @@ def store_queries(p: Program, dq):
 
 
 def gradient_of_gates(p: Program):
-    """Return dg [C], by row, from the numbers of all tokens."""
+    """Return dg [C], by row, from the sums in `Tiles.numbers`."""
     i, j = tiles.positions_again(p.reverse)
     through = jnp.exp2(p.last())
     each = jnp.where(j >= i, p.by_column(OF_QUERIES) + p.by_column(OF_KEYS), p.by_column(OF_WRITES))
@@ -636,24 +654,26 @@ def gradient_of_gates(p: Program):
 
 
 def erased_scores(p: Program, pairs):
-    """Return B [C, C], and store it in two terms, for which registers have no room. Where e reads before the decay, the pairs of
-    neighbours are left out there. pairs: dX U^T."""
+    """Return B [C, C], and store it in two terms, for which registers have no room.
+
+    Where e reads before the decay, the pairs of neighbouring tokens are left out of what is stored. pairs: dX U^T, [C, C].
+    """
     B = p.decayed(pairs, p.reading(), factor=-1.0)
     store_split(p.tiles.erase_pairs, B - neighbours(p, B) if p.before_decay else B)
     return B
 
 
 def neighbours(p: Program, B):
-    """Return the pairs in B of a token with the one before it, [C, C]."""
+    """Return B with all entries 0 but those of a token and the token before it, [C, C]."""
     i, j = tiles.positions_again(p.reverse)
     return jnp.where(i - j == 1, B, 0.0)
 
 
 def erased_gradient(p: Program, of_state, B):
-    """Return beta de [C, K], and its products with k summed over K, [C], and leave beta B in `erase_pairs`. of_state: dX S^T, [C,
-    K]. B: [C, C].
+    """Return beta de [C, K], and (beta de) . k by token [C]; leave beta B in `erase_pairs`. of_state: dX S^T, [C, K]. B: [C,
+    C].
 
-    With e write de to global memory, and return None and its products with e.
+    With e, write de to global memory, and return None and e . de.
     """
     t, shape = p.tiles, of_state.shape
     if p.before_decay:
@@ -671,8 +691,11 @@ def erased_gradient(p: Program, of_state, B):
 
 
 def erased_before_decay(p: Program, of_state, B):
-    """Return the part of neighbours in B^T e [C, K], and None, where e reads the state before the token's decay. Write de to
-    global memory, and leave the other pairs in `erase_pairs`. of_state, B: those of `erased_gradient`."""
+    """Return B'^T e [C, K] with B' the part of B for neighbouring tokens, and None; for an e that reads the state before the
+    token's decay.
+
+    Write de to global memory, and leave the other pairs of B in `erase_pairs`. of_state: dX S^T, [C, K]. B: [C, C].
+    """
     t, shape = p.tiles, of_state.shape
     de = tiles.added(of_state * by_row(-jnp.exp2(p.reading()), shape), *((term, t.k) for term in t.erase_pairs))
     t.numbers[OF_READS] = (de * read(t.e)).sum(1)
@@ -693,9 +716,9 @@ def write_de(p: Program, de):
 
 
 def store_keys(p: Program, dk, erased, behind):
-    """Add the other terms of dk, and write it to global memory.
+    """Form dk [C, K], and write it to global memory.
 
-    dk: the result of `erased_gradient`, as is erased. behind: U dS'^T, [C, K].
+    dk, erased: the two results of `erased_gradient`. behind: U dS'^T, [C, K].
     """
     t, shape = p.tiles, behind.shape
     behind = behind * by_row(jnp.exp2(p.last() - p.gates()), shape)
@@ -712,8 +735,8 @@ def store_keys(p: Program, dk, erased, behind):
 
 
 def store_gradient(p: Program, gradient, tile, summed, result):
-    """Write a gradient [C, K] to `tile`, and from there to `result`. Where two heads are summed, write the first one's to
-    `summed`, and then the sum.
+    """Write a gradient [C, K] to `tile`, and from there to `result`. If two heads are summed, write the first head's gradient
+    to `summed`, and then the sum of both.
 
     Both are copied to the same place of `result`: a branch around the first copy would spill addresses of barriers.
     """
@@ -732,7 +755,7 @@ def store_gradient(p: Program, gradient, tile, summed, result):
 
 
 def parts(S, dS, rows: int, columns: int) -> list[tuple]:
-    """Return the pairs of tiles of two states, [64, 64], or [64, 32] where 64 does not divide their rows or columns."""
+    """Return the pairs of corresponding tiles of S and dS: [64, 64], or [64, 32] where 64 does not divide `rows` or `columns`."""
     if rows % 64:
         places = [(pl.ds(row, 32), pl.ds(column, 64)) for row in range(0, rows, 32) for column in range(0, columns, 64)]
         return [tuple(transposed(x.at[at]) for x in (S, dS)) for at in places]

@@ -151,8 +151,8 @@ class Tiles(NamedTuple):
 
     @classmethod
     def types(cls, gates, has_erase: bool) -> tuple:
-        """Return the types of all but `over_gates`, and where that shares the place of `wide`, their union in its stead. gates:
-        their dtype."""
+        """Return the types of all tiles but `over_gates`. If that shares memory with `wide`, the latter is a union of both.
+        gates: the dtype of the gates."""
         is_wide = gates != BF16
         shares = is_wide and has_erase
         wide: Any = tiled(1, C, BLOCK, columns=32, dtype=gates) if is_wide else None
@@ -167,73 +167,80 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, given: "Tiles") -> "Tiles":
-        """Return the tiles by name from those that `types` describes."""
+        """Return the tiles by name. given: the references for the types that `types` returns."""
         if given.e is None or given.wide is None:
             return given
         return given._replace(wide=given.wide[0], over_gates=given.wide[1])
 
     def matrix(self, number: int):
-        """Return a matrix, behind a barrier of the compiler, which would otherwise hold the addresses of all throughout loops."""
+        """Return the `number`-th matrix [C, BLOCK]. It is behind a barrier of the compiler, which would otherwise hold the
+        addresses of all matrices throughout loops."""
         return self.matrices.at[lax.optimization_barrier(jnp.int32(number))]
 
     def row(self, number: int):
-        """Return a row of numbers, in the same way."""
+        """Return the `number`-th row of numbers, behind a barrier of the compiler."""
         return self.numbers.at[lax.optimization_barrier(jnp.int32(number))]
 
     def pair(self, number: int):
-        """Return a matrix in two terms."""
+        """Return the two matrices from the `number`-th on: the two bfloat16 terms of one matrix."""
         return self.matrix(number), self.matrix(number + 1)
 
     @property
     def q(self):
-        """q; at last dq."""
+        """Return the tile of q, which holds dq at last."""
         return self.matrix(0)
 
     @property
     def k(self):
-        """k; at last dk."""
+        """Return the tile of k, which holds dk at last."""
         return self.matrix(1)
 
     def pairs(self, side: int):
-        """dP or dA, [C, C]; at last what queries add to dk, in the place of dP, and terms of dg that are summed from behind a
-        token on, in the place of dA."""
+        """Return the tiles of dP (side QUERIES) or dA (side KEYS), [C, C] in two terms.
+
+        At last the former hold the terms that *queries* adds to dk, and the latter the terms of dg that are summed over tokens
+        behind a token.
+        """
         return self.pair(2 + 2 * side)
 
     def left(self, side: int):
-        """x e^M in two terms, [C, K] each, x = scale q for queries and e for keys; at last terms of dg summed from a token on."""
+        """Return the tiles of x e^M, [C, K] in two terms, with x = scale q (side QUERIES) or e (side KEYS).
+
+        At last they hold the terms of dg that are summed from a token on.
+        """
         return self.pair(6 + 2 * side)
 
     @property
     def right(self):
-        """k e^-M in two terms, [C, K] each; at last terms of dg that are summed before a token."""
+        """Return the tiles of k e^-M, [C, K] in two terms. At last they hold the terms of dg that are summed before a token."""
         return self.pair(10)
 
     @property
     def behind(self):
-        """Decayed rows of dS' U."""
+        """Return the tiles of e^{G_last - G_j} (dS' U_j), in two terms."""
         if self.over_gates is None:
             return self.pair(12)
         return tuple(self.over_gates.at[lax.optimization_barrier(jnp.int32(term))] for term in range(TERMS))
 
     @property
     def gates(self):
-        """The terms of the gates."""
+        """Return the tiles of the terms of the gates."""
         first = 14 if self.over_gates is None else 12
         return [self.matrix(first + term) for term in range(1 if self.wide is None else 2)]
 
     @property
     def erasing(self):
-        """e; at last de."""
+        """Return the tile of e, which holds de at last."""
         return self.e.at[lax.optimization_barrier(jnp.int32(0))]
 
     @property
     def lost_of_step(self):
-        """What dX^T loses in bfloat16, of a step."""
+        """Return the tile of what dX^T loses in bfloat16, for the columns of a step."""
         return self.lost.at[lax.optimization_barrier(jnp.int32(0))]
 
     @property
     def given_gates(self):
-        """The gates as they are loaded; at last dg."""
+        """Return the tile of the gates as they are loaded, which holds dg at last."""
         return self.gates[0] if self.wide is None else self.wide.at[lax.optimization_barrier(jnp.int32(0))]
 
 
@@ -255,30 +262,33 @@ class Program(ChunkProgram):
         return lax.div(B * chunks * heads - lax.axis_index(PROGRAM) + (self.programs - 1), jnp.int32(self.programs))
 
     def at(self, turn) -> "Program":
-        """Return the program at an item."""
+        """Return the program at its item number `turn`."""
         return dataclasses.replace(self, turn=turn)
 
     def item(self):
         return lax.optimization_barrier(lax.axis_index(PROGRAM) + self.turn * self.programs)
 
     def number(self, row: int):
-        """Return numbers of tokens, a row of `Tiles.numbers`, repeated over [C, BLOCK]."""
+        """Return row `row` of `Tiles.numbers`, one number for each token, repeated over the columns of [C, BLOCK]."""
         return by_row(plgpu.load(self.tiles.row(row), layout=BY_ROW), SHAPE)
 
     def stage(self, step):
-        """Return the stage of a step. Where an item of several steps may begin in any, it is behind a barrier of the compiler, so
-        that the warpgroup that loads holds no addresses that follow from it."""
+        """Return the stage of shared memory that holds the columns of a step.
+
+        If items of several steps may begin in any stage, the result is behind a barrier of the compiler, so that the loading
+        warpgroup holds no addresses that follow from it.
+        """
         found = lax.rem(self.turn * self.steps + step, jnp.int32(STAGES))
         varies = self.steps > STAGES and self.steps % STAGES != 0
         return lax.optimization_barrier(found) if varies else found
 
     def hidden(self, x):
-        """Return the number x in a form whose value the compiler does not know. Matrices that sum rows are formed from it where
-        several products read them: `hidden` in `scan/key.py` has the reason."""
+        """Return the number x behind a barrier, so that the compiler does not know its value. Matrices that sum rows are formed
+        from it where several products read them, for the reason that `Program.hidden` of `scan/key.py` states."""
         return jnp.where(self.scale() < jnp.inf, x, x + 1)  # x + x is known where x is 0
 
     def levels(self):
-        """Return how many levels the pairs have. Of at most FAST_LEVELS the last has the fast form."""
+        """Return the number of levels of the chunk. If it is at most FAST_LEVELS, the last level has the fast form."""
         return self.operands.levels[self.place()]
 
     def lines(self):
@@ -289,19 +299,25 @@ class Program(ChunkProgram):
         return i, j
 
     def scanned(self, place):
-        """Return the position in scanning order of a position in memory, or the other way round."""
+        """Return the position in scanning order of the position `place` in memory. The same function takes one back to the
+        other."""
         return C - 1 - place if self.reverse else place
 
     def in_order(self):
-        """Return matrices i and j [C, C] that are ordered as the tokens of rows and of columns are scanned: i > j where the row's
-        token comes later. In a reverse scan each is the position in memory of the other, so that nothing is subtracted."""
+        """Return matrices i and j [C, C] such that i > j where the row's token is scanned after the column's.
+
+        In a reverse scan i is the column's position in memory and j the row's, so that nothing is subtracted.
+        """
         i, j = self.lines()
         i, j = by_row(i, (C, C)), by_column(j, (C, C))
         return (j, i) if self.reverse else (i, j)
 
     def matrix(self, condition):
-        """Return the matrix [C, C] that sums the rows j for which condition(i, j) holds, an operand of products. The condition
-        may only compare i with j: `in_order` says why."""
+        """Return the matrix [C, C] with 1 where condition(i, j) holds and else 0: times rows of tokens, it sums rows j for each
+        i.
+
+        The condition may only compare i with j, because in a reverse scan `in_order` exchanges their positions.
+        """
         return jnp.where(condition(*self.in_order()), self.hidden(jnp.float32(1.0)), 0.0).astype(BF16)
 
     def summed(self, matrix):
@@ -315,11 +331,11 @@ class Program(ChunkProgram):
 
 @dataclasses.dataclass(frozen=True)
 class DeltaKeyPipeline(Pipeline):
-    """Hold who waits for whom.
+    """Hold the barriers between the roles of the kernel.
 
-    columns: a step's columns of V. channels: an item's channels of K. gates: their terms. right: the decayed rows of k of a
-    level. exchange: what one role hands to the other at the end of an item. lost: what dX loses in a step's
-    columns; None with beta.
+    columns: a step's columns of V. channels: an item's channels of K. gates: the terms of the gates. right: the rows k e^-M of
+    a level. exchange: at the end of an item, the tiles that *queries* and *keys* leave for each other. lost: what dX loses in
+    bfloat16 in a step's columns; None with beta.
     """
 
     columns: Ring
@@ -331,7 +347,7 @@ class DeltaKeyPipeline(Pipeline):
 
     @classmethod
     def planned(cls, has_erase: bool = False) -> "DeltaKeyPipeline":
-        """Return the pipeline."""
+        """Build the pipeline; its barriers are allocated at launch."""
         load, queries, keys = ("load",), ("queries",), ("keys",)
         return cls(
             columns=Ring(STAGES, load, queries + keys, ("d_output", "S", "U", "dS", "dX")),
@@ -369,7 +385,7 @@ def delta_key_gradient(reverse: bool, before_decay: bool, most: int, *operands) 
 
 
 def for_all_items(p: Program, work, count: int):
-    """Do one warpgroup's work for every item of the program. count: the registers of its threads."""
+    """Run work(program) for every item of the program, in one warpgroup. count: the registers of its threads."""
     plgpu.set_max_registers(count, action="decrease" if work is load else "increase")
     pl.loop(0, p.turns())(lambda turn: work(p.at(turn)))
 
@@ -403,7 +419,7 @@ def load(p: Program):
 
 
 def load_lost(p: Program, step):
-    """Load what dX loses in the columns of a step, once the step before is done."""
+    """Load what dX loses in bfloat16 in the columns of a step, once the step before is done."""
     x, ring, (b, c, h) = p.operands, p.pipeline.lost, p.place()
     assert ring is not None
     ring.acquire(0, p.turn * p.steps + step)
@@ -415,7 +431,7 @@ def load_lost(p: Program, step):
 
 
 def of_queries(p: Program):
-    """Compute dq, what queries add to dk, and dg."""
+    """Compute dq, the terms dP^T q of dk, and dg, as the role *queries*."""
     t = p.tiles
     nothing = zeros(PAIRS), zeros(SHAPE), zeros((COLUMNS, BLOCK))
     dP, of_state, edge = lax.fori_loop(0, p.steps, functools.partial(add_queries, p), nothing)
@@ -456,7 +472,7 @@ def add_queries(p: Program, step, totals):
 
 
 def of_keys(p: Program):
-    """Compute de and dk."""
+    """Compute de and dk, as the role *keys*."""
     t = p.tiles
     nothing = zeros(PAIRS), zeros(SHAPE), zeros(SHAPE)
     add = add_keys_of_two_terms if p.has_erase else add_keys
@@ -501,8 +517,10 @@ def add_keys_of_two_terms(p: Program, step, totals):
 
 
 def finish_keys_apart(p: Program, de, dk):
-    """Write de and dk from their sums over pairs, where e is an operand. dk has what stands in `Tiles.behind` added before the
-    exchange, after which dg may overwrite that."""
+    """Write de and dk, [C, BLOCK], where e is an operand. de, dk: their sums over pairs.
+
+    `Tiles.behind` is added to dk before the exchange, after which dg may overwrite that tile.
+    """
     t = p.tiles
     plgpu.commit_smem()  # all warps have read the tiles
     of_erasure, of_keys = read(t.erasing) * de, read(t.k) * dk
@@ -546,7 +564,7 @@ def store_edge(p: Program, products):
     store_split(t.left(QUERIES), products)
 
     def summed(terms):
-        """Return the sums of terms [C, BLOCK] over their rows, [BLOCK]."""
+        """Return the sums over the rows of terms [C, BLOCK], by channel [BLOCK]."""
         column = tiles.by_halves(t.pairs(QUERIES)[0])
         return tiles.column_of(tiles.product((BLOCK, 8), *((transposed(x), column) for x in terms)), 0)
 
@@ -555,18 +573,20 @@ def store_edge(p: Program, products):
 
 
 def whole(pair):
-    """Return a matrix in two terms in float32."""
+    """Return the float32 sum of the two terms of a matrix."""
     high, rest = pair
     return read(high) + read(rest)
 
 
 def level_matrix(p: Program, size, sign, own: bool = True):
-    """Return the matrix [C, C] that sums gates between every token and its reference, for blocks of `size` tokens. In every
-    second block these are the gates from its beginning through the token; in every first, those behind the token, times sign.
-    With own and sign -1, as in the fast form, it is `reference_matrix` of `chunks/pairs.py`.
+    """Return the matrix [C, C] whose product with gates sums those between every token and its reference, for blocks of `size`
+    tokens.
 
-    own: whether a token's own gate counts to those through it; else to those behind it, and the first of two blocks' tokens has
-    none.
+    In every second block these are the gates from its beginning through the token; in every first, those behind the token,
+    times `sign`. With own and sign -1, as in the fast form, it is `reference_matrix` of `chunks/pairs.py`.
+
+    own: whether a token's own gate counts to those through it. Otherwise it counts to those behind it, and the first token of
+    two blocks has none.
     """
     i, j = p.lines()
     i = p.scanned(i)
@@ -594,10 +614,10 @@ def tokens_of(p: Program, side: int):
 
 
 def sums_over_pairs(p: Program, side: int, left):
-    """Return the two sums over pairs, [C, BLOCK] each: `left` with dx added, and dk^.
+    """Return the two sums over pairs, [C, BLOCK] each: `left` + dx, and dk^.
 
-    side: QUERIES, or KEYS, with the x of `tokens_of`. dx is dq / scale, or de. But for the fast form a token has one factor:
-    e^M in a second block, and e^-M in a first. The other may be inf, and is not formed.
+    side: QUERIES for dx = dq / scale and x = scale q; KEYS for dx = de and x = e. Except in the fast form, a token has one
+    factor: e^M in a second block, and e^-M in a first. The other may be inf, and is not formed.
     """
     t, levels = p.tiles, p.levels()
     is_before = p.before_decay and side == KEYS
@@ -609,7 +629,7 @@ def sums_over_pairs(p: Program, side: int, left):
         sign = jnp.where(is_fast, -1.0, 1.0)
 
         def down(up):
-            """Return e^{-M} or, but for the last level, the decay of tokens in the first of two blocks."""
+            """Return 1 / up = e^{-M} [C, BLOCK] in the fast form, else `up`."""
             fast = plgpu.layout_cast(jnp.broadcast_to(is_fast, SHAPE), tiles.WGMMA)
             return jnp.where(fast, 1.0 / up, up)
 
@@ -625,11 +645,12 @@ def sums_over_pairs(p: Program, side: int, left):
         up = None if M is None else jnp.exp2(M)
 
         def of_reads(size):
-            """Return the e^M of x. With two M the factors of both are formed at each use, so that no registers hold them."""
+            """Return the e^M of x. With `before_decay` M differs between x and k, and the factors are formed at each use, so
+            that no registers hold them."""
             return jnp.exp2(p.summed(level_matrix(p, size, sign, own=False)) * LOG2E) if up is None else up
 
         def of_keys(size):
-            """Return what `down` returns for the M of k."""
+            """Return the factor of k, which is `down` of the e^M of k."""
             return jnp.exp2(p.summed(level_matrix(p, size, sign)) * (sign * LOG2E)) if up is None else down(up)
 
         store_split(t.left(side), tokens_of(p, side) * of_reads(size))
@@ -637,7 +658,8 @@ def sums_over_pairs(p: Program, side: int, left):
             p.pipeline.right.wait()
 
         def product(turned, terms):
-            """Return the pairs of the level @ the terms of tokens, without the product of what both lose in bfloat16."""
+            """Return the level's pairs @ terms, without the product of the second terms of both. turned: whether the pairs are
+            transposed."""
             i, j = p.lines()
             # The highest bit in which the positions of two tokens differ is the size of the blocks between which they lie.
             apart = by_row(i ^ jnp.where(is_fast, 0, size), PAIRS) ^ by_column(j, PAIRS)
@@ -659,7 +681,7 @@ def sums_over_pairs(p: Program, side: int, left):
 
 
 def store_gates(p: Program):
-    """Write dg, [C, BLOCK], from what both warpgroups have stored."""
+    """Write dg, [C, BLOCK], from the terms that both roles have stored."""
     t = p.tiles
     from_it, before = p.matrix(lambda i, j: j >= i), p.matrix(lambda i, j: j < i)
     rows = [(from_it, x) for x in (*t.left(QUERIES), *t.left(KEYS))] + [(before, x) for x in t.right]
@@ -675,15 +697,15 @@ def store_gates(p: Program):
 
 
 def through(i, j):
-    """Return whether gate j decays what enters the chunk up to token i."""
+    """Return j <= i: whether gate j decays a state that enters the chunk and is read at token i."""
     return j <= i
 
 
 def before_it(i, j):
-    """Return whether gate j decays what enters the chunk up to token i, without i's own gate."""
+    """Return j < i: whether gate j decays a state that enters the chunk and is read before the decay of token i."""
     return j < i
 
 
 def after_it(i, j):
-    """Return whether gate j decays token i up to the chunk's end."""
+    """Return j > i: whether gate j decays what token i writes, up to the chunk's end."""
     return j > i

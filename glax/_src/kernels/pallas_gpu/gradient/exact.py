@@ -92,7 +92,10 @@ class Tiles(NamedTuple):
 
 
 class CopiedTiles(NamedTuple):
-    """Hold what goes to registers and comes from them by copies, which fill with zeros what is not in memory, or drop it."""
+    """Hold the tiles through which states and results pass where memory has fewer than D columns.
+
+    Copies fill the missing columns with zeros on loading, and drop them on storing.
+    """
 
     rows: Ref  # [64, D]: a half of S or dS by channels of K
     columns: Ref  # [D, 64]: a half of dS by columns of V
@@ -109,14 +112,14 @@ class CopiedTiles(NamedTuple):
 
 @dataclass(frozen=True)
 class ExactPipeline(Pipeline):
-    """Hold who waits for whom: the one warpgroup for its own copies."""
+    """Hold the barriers by which the one warpgroup waits for its own copies."""
 
     tokens: Handoff
     copied: Handoff | None
 
     @classmethod
     def planned(cls, n: Items) -> "ExactPipeline":
-        """Return the pipeline of a plan."""
+        """Build the pipeline for the sizes n; its barriers are allocated at launch."""
         copies = "q", "k", "g", "v", "do", *("g_rest",) * (n.terms - 1)
         one = ("compute",)
         copied = Handoff(one, one, ("copied",), returned=False) if n.narrower else None
@@ -143,7 +146,7 @@ def gradient_exact(n: Items, operands, results, out_of_range):
 
 
 def compute_items(p: Program):
-    """Compute those of the program's items that are out of range. The items are distributed as if all were out of range."""
+    """Compute those of the program's items that are out of range. Programs divide all items among them, in range or not."""
     n, x = p.plan, p.operands
     first, step, heads = lax.axis_index(PROGRAM), 2 * n.programs, n.H // n.summed
     parts = n.team * n.B * n.chunks * heads
@@ -167,10 +170,11 @@ def compute_items(p: Program):
 
 @dataclass(frozen=True)
 class Block:
-    """Hold the chunk c of sequence b, the block h of the state, and the half `part` of the block that is computed.
+    """Hold the position of what one call of `compute_block` computes: chunk c of sequence b, block h of the state, and half
+    `part` of the block.
 
-    The results are the `column`-th term of a sum over blocks of V, and belong to block `head` of K. Rows are those of the
-    tiles in memory.
+    head: the block of K to which dq, dk and dg belong. column: the block of V, whose terms are added to those of the blocks
+    before. mine: the channels, or columns, of the half. Rows are those of the tiles in shared memory.
     """
 
     p: Program
@@ -194,15 +198,15 @@ class Block:
         return 64, self.p.plan.D
 
     def row(self, i):
-        """Return the row of the chunk's i-th token in scan order."""
+        """Return the row in the tiles of the chunk's i-th token in scan order."""
         return C - 1 - i if self.p.plan.reverse else i
 
     def of_half(self, tile: Ref, row):
-        """Return a token's numbers of the half."""
+        """Return a token's numbers in the half's channels or columns, of the tile at `row`."""
         return read(tile.at[row, self.mine], OF_ROW)
 
     def of_all(self, tile: Ref, row):
-        """Return a token's numbers of all columns."""
+        """Return a token's numbers in all columns of the tile at `row`."""
         return read(tile.at[row], OF_COLUMN)
 
     def gate(self, row, load: Callable):
@@ -215,7 +219,8 @@ class Block:
         return g if s.g_rest is None else g + load(s.g_rest, row)
 
     def passed(self, i, x):
-        """Return x, which passes to the i-th token in scan order from the one before or back, or 0 if the token is a reset."""
+        """Return x, or 0 if the i-th token in scan order is a reset. x: what passes between this token and the one before, in
+        either direction."""
         marks = self.p.tiles.marks
         return x if marks is None else x * ((marks[self.row(i)] & 255) != i + 1).astype(jnp.float32)
 
@@ -225,17 +230,17 @@ class Block:
         return jnp.sum(plgpu.layout_cast(by_column(do * v, self.shape), ROWS), axis=1)
 
     def state(self, x: Ref):
-        """Return the half of S or dS by channels of K."""
+        """Return the half of S or dS, as loaded from x, with all columns of V and the half's channels of K."""
         place = x.at[self.b, self.c, self.h, self.mine, self.p.plan.block[1]]
         return plgpu.load(self.copied("rows", place), layout=ROWS, optimized=False).astype(jnp.float32)
 
     def columns_of_state(self, x: Ref):
-        """Return the half of S or dS by columns of V."""
+        """Return the half of S or dS, as loaded from x, with all channels of K and the half's columns of V."""
         place = x.at[self.b, self.c, self.h, self.p.plan.block[0], self.mine]
         return plgpu.load(self.copied("columns", place), layout=STATE, optimized=False).astype(jnp.float32)
 
     def copied(self, name: str, source: Ref) -> Ref:
-        """Return `source`, copied to the tile of this name where fewer columns are in memory."""
+        """Return the tile called `name`, to which `source` is copied, if memory has fewer than D columns; else `source`."""
         if not self.p.plan.narrower:
             return source
         tile, copied = self.p.tiles.copied._asdict()[name], self.p.pipeline.copied
@@ -245,12 +250,12 @@ class Block:
         return tile
 
     def result(self, name: str) -> Ref:
-        """Return the rows of the chunk of a result, [C, 64]."""
+        """Return the chunk's rows of the result called `name`, [C, 64]."""
         head = self.h if name == "dv" else self.head
         return self.p.results._asdict()[name].at[self.b, pl.ds(self.c * C, C), head, self.mine]
 
     def load_results(self):
-        """Load the sums of the blocks of V before, which `store` adds to, where results leave by copies."""
+        """Load the sums over the blocks of V before this one, to which `store` adds, if results leave by copies."""
         if self.p.plan.narrower and self.p.plan.summed > 1:
 
             @pl.when(self.column > 0)
@@ -259,7 +264,7 @@ class Block:
                     self.copied(name, self.result(name))
 
     def send(self, *names: str):
-        """Copy results to memory, where they leave by copies."""
+        """Copy the results called `names` from their tiles to memory, if they leave by copies."""
         if self.p.plan.narrower:
             plgpu.commit_smem()
             for name in names:
@@ -267,7 +272,7 @@ class Block:
             plgpu.wait_smem_to_gmem(0)
 
     def store(self, row, of_values: bool = False, **results):
-        """Store a token's results, dv of values and the others added to those of the blocks of V before."""
+        """Store a token's results: dv if `of_values`, else dq, dk or dg added to those of the blocks of V before."""
         n = self.p.plan
         if n.narrower:
             return self.store_in_tiles(row, of_values, **results)
@@ -286,7 +291,7 @@ class Block:
                 result[place] = x.astype(BF16)
 
     def store_in_tiles(self, row, of_values: bool, **results):
-        """Store what `store` stores in the tiles that `send` copies."""
+        """Store a token's results as `store` does, in the tiles that `send` copies to memory."""
         for name, x in results.items():
             tile = self.p.tiles.copied._asdict()[name]
             if self.p.plan.summed > 1 and not of_values:
@@ -296,8 +301,10 @@ class Block:
 
 
 def compute_block(at: Block):
-    """Store one block's dv, and its dq, dk and dg added to those of the blocks before. Return q dq / scale, [64]: summed over
-    tokens, by channel, or with resets summed over channels, by token."""
+    """Store one block's dv, and its dq, dk and dg added to those of the blocks of V before.
+
+    Return q dq / scale, [64]: summed over tokens, by channel; or with resets summed over channels, by token.
+    """
     load_tokens(at)
     at.load_results()
     S, used = compute_queries(at)
@@ -314,7 +321,7 @@ def compute_block(at: Block):
 
 
 def load_tokens(at: Block):
-    """Load the chunk's tokens, and zero those that belong to another sequence or may hold NaN."""
+    """Load the chunk's tokens, and zero the rows of other sequences, which may hold NaN."""
     n, x, s = at.p.plan, at.p.operands.of_chunks, at.p.tiles
     plgpu.commit_smem()  # all are done with the tiles
     heads = n.heads_of(at.h)
@@ -332,7 +339,7 @@ def load_tokens(at: Block):
 
 
 def clear_foreign(at: Block, found):
-    """Zero the rows of tiles that do not belong to the chunk's sequence."""
+    """Zero the rows of the tiles `found` that do not belong to the chunk's sequence."""
     n, places = at.p.plan, at.p.operands.of_chunks.places
     first, end, layout = places[at.c, 1], places[at.c, 2], plgpu.Layout.WG_STRIDED((C, n.D), vec_size=8)
 
@@ -364,7 +371,7 @@ def compute_queries(at: Block):
 
 
 def compute_keys(at: Block, S, dS):
-    """Store dk and dg. S, dS: the states behind the chunk."""
+    """Store dk and dg. S, dS: the state behind the chunk, and dL/dS there."""
     s, shape = at.p.tiles, at.shape
 
     def advance(i, carry):
@@ -400,7 +407,8 @@ def compute_values(at: Block):
 
 
 def used_by_token(at: Block):
-    """Return q dq / scale of every token, summed over the channels of the half: what `drawn` holds, and the token's own term."""
+    """Return q dq / scale of every token, summed over the channels of the half: `Tiles.drawn`, plus (do . v) (q . k) of the
+    token itself."""
     s = at.p.tiles
 
     def tile(ref: Ref):
@@ -412,5 +420,5 @@ def used_by_token(at: Block):
 
 
 def exp(x):
-    """Return e^x."""
+    """Return e^x in float32, by the base-2 exponential."""
     return jnp.exp2(x * LOG2E)

@@ -147,11 +147,11 @@ class Tiles(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadPipeline(Pipeline):
-    """Hold who waits for whom.
+    """Hold the barriers between the roles of the kernel.
 
-    met: the warpgroups that share a chunk. tokens: those of a slot. states: S and dS; they are read when all products of the
-    chunk with them and with v are done, so that also the next v may be loaded. S: in runs, where a run's first chunk alone loads
-    it. results: they are in shared memory, and have left it.
+    met: the warpgroups that share a chunk. tokens: the tiles of tokens of a slot. states: S and dS. They count as read when all
+    products of the chunk with them and with v are done, so that also the next v may be loaded. S: in runs, where only a run's
+    first chunk loads it. results: full once they are in shared memory, and free once they have left it.
     """
 
     met: Meeting
@@ -164,7 +164,7 @@ class HeadPipeline(Pipeline):
 
     @classmethod
     def planned(cls, n: Items) -> "HeadPipeline":
-        """Return the pipeline of a plan."""
+        """Build the pipeline for the sizes n; its barriers are allocated at launch."""
         load, compute, teams = ("load",), ("compute",), n.teams
         return cls(
             met=Meeting(compute, teams=teams),
@@ -179,14 +179,14 @@ def gradient_head(
     q, k, v, G, d_output, scale, before, behind, *,
     reverse: bool, programs: int, blocks: Blocks = WHOLE, edges=(), rows: int = 0,
 ):  # fmt: skip
-    """Return each block's terms: dq, dk, dv, [B, T or rows, H, D] in bfloat16; dg, [B, chunks, C, H] in memory order, and d_scale
-    by token, [B, chunks, H, C], in float32.
+    """Return each block's terms: dq, dk, dv, [B, T or rows, H, D] in bfloat16; dg, [B, chunks, C, H] in memory order, and
+    d_scale by token, [B, chunks, H, C], in float32.
 
     G: [B, chunks, heads, C] float32, sums of log2 gates from where the scan enters the chunk through each token, each gate at
-    least -128 log2(e). before: [B, runs, H, D, D], the states that enter the first chunk of every run; the runs of a sequence
-    have equally many chunks. edges: `Edges.block`, and the copies of q, k, v and d_output, if some chunks are read from copies.
-    rows: of the results, where the operands have fewer, because the last chunk is read from a copy.
-    The other arguments are as in `gradient_key`.
+    least -128 log2(e). q, k, v, d_output, scale, behind, programs and blocks: as in `gradient_key`. before: [B, runs, H, D, D],
+    the states that enter the first chunk of every run; the runs of a sequence have equally many chunks. edges: `Edges.block`,
+    and the copies of q, k, v and d_output, if some chunks are read from copies. rows: the number of rows of the results, where
+    the operands have fewer because the last chunk is read from a copy.
     """
     (B, T), (_, chunks, H, *_) = d_output.shape[:2], behind.shape
     heads, run = tuple(x.shape[2] for x in (q, k, v)), chunks // before.shape[1]
@@ -217,8 +217,10 @@ def load(p: Program):
     n, x, s, pipeline = p.plan, p.operands, p.tiles, p.pipeline
 
     def load_tokens(names, program, i, t: int):
-        """Load tokens of the arrays `names`, of q, k, v and do: those of chunk i of team t. Where they lie is formed at each use,
-        because the warpgroup has few registers."""
+        """Load the tokens of chunk i of team t, of the arrays `names`, which are q, k, v or do.
+
+        Their position is computed at each use, because the warpgroup has few registers.
+        """
         (b, _, c, h, _), at = n.chunk_of(program, i, t), n.slot(i, t)
         heads = n.heads_of(h)
         arrays = dict(q=(x.q, x.q_edges, s.q), k=(x.k, x.k_edges, s.k))
@@ -271,7 +273,7 @@ def compute(p: Program):
 
 
 def compute_chunk(p: Program, first, i):
-    """Compute one chunk."""
+    """Compute one chunk: the i-th of the team whose first item is `first`."""
     n, c = p.plan, Chunk(**Chunk.place(p, first, i))
     p.pipeline.tokens.wait(c.at)
     c.share(c.store_key_scores, c.store_value_scores)
@@ -312,7 +314,7 @@ class Chunk(items.Chunk):
 
     @property
     def apart(self) -> bool:
-        """Return whether another warpgroup has the other role."""
+        """Return whether two warpgroups share the chunk, one as *queries* and one as *keys*."""
         return self.p.plan.team == 2
 
     @property
@@ -368,16 +370,19 @@ class Chunk(items.Chunk):
         self.meet()
 
     def note(self, role: int, row: int, x):
-        """Store numbers by token, x [64], which `store` sums over tokens."""
+        """Store x [64], a number for each token, in row `row` of the role's sums. `store` sums them over tokens."""
         self.p.tiles.sums.at[self.t, role, row][...] = x
 
     def noted(self, row: int):
-        """Return the sum over the roles of the numbers that `note` stored, [64]."""
+        """Return the sum over both roles of what `note` stored in row `row`, [64]."""
         roles = (QUERIES, KEYS) if row == BEHIND or self.apart else (QUERIES,)
         return sum(plgpu.load(self.p.tiles.sums.at[self.t, role, row], layout=BY_ROW) for role in roles)
 
     def around(self):
-        """Return e^{G_last} sum_v S dS, [64], for the warpgroup's own half of K. Registers suffice for code without a loop."""
+        """Return e^{G_last} sum_v S dS, [64], for the channels of K that this warpgroup has.
+
+        It is code without a loop, for which registers suffice here.
+        """
         s = self.p.tiles
         parts = [(self.t, self.mine, half(part)) for part in range(self.p.plan.team)]
         return sum((read(s.S.at[x]) * read(s.dS.at[x])).sum(1) for x in parts) * jnp.exp2(self.through())
@@ -405,7 +410,7 @@ class Chunk(items.Chunk):
         return dict(dq=(self.scale * dq).astype(BF16), dv=dv), d_scale
 
     def keys(self):
-        """Return dk, and by token the terms of k dk from behind the chunk."""
+        """Return dk, and by token k . (e^{G_last - G} v dS^T), [64]."""
         s = self.p.tiles
         _, dA_T = self.scores
 
@@ -429,8 +434,10 @@ class Chunk(items.Chunk):
         return dict(dk=dk), before
 
     def store(self, found: dict, rows: dict):
-        """Store results in the tiles of the tokens, once all products with these are done. rows: numbers to be summed over
-        tokens, or None for those that `note` stored."""
+        """Store the results `found` in the tiles of the tokens, once all products with these are done.
+
+        rows: numbers by token to be summed over tokens, or None for those that `note` stored.
+        """
         of_result = dict(dq=self.q, dk=self.k, dv=self.do)
         self.meet()
         for name, x in found.items():

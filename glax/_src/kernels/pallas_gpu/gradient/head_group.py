@@ -162,8 +162,8 @@ class Results(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Hold the shared memory. `other` tiles belong to the other chunk of a run, from which the state between the two chunks is
-    formed."""
+    """Hold the shared memory. `other`, `other_values` and `other_gates` belong to the other chunk of a run of two, from which
+    the state between the two chunks is formed."""
 
     q: Ref  # [1, C, K]
     k: Ref  # [1, C, K]
@@ -207,8 +207,11 @@ class Tiles(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupsPipeline(Pipeline):
-    """Hold who waits for whom. tokens: q and k of an item, and in runs q or k of the other chunk; they count as read once dq and
-    dk have left shared memory. units: what a unit has of its own, and in runs of the other chunk. met: both that compute."""
+    """Hold the barriers between the roles of the kernel.
+
+    tokens: q and k of an item, and in runs q or k of the other chunk. They count as read once dq and dk have left shared
+    memory. units: v, do, gates and states of a unit, and in runs those of the other chunk. met: both computing roles.
+    """
 
     tokens: Handoff
     units: Ring
@@ -218,7 +221,7 @@ class GroupsPipeline(Pipeline):
 
     @classmethod
     def planned(cls, n: HeadGroups) -> "GroupsPipeline":
-        """Return the pipeline of a plan."""
+        """Build the pipeline for the sizes n; its barriers are allocated at launch."""
         load, compute, in_runs = ("load",), ("queries", "keys"), n.run > 1
         others = ("other_gates", "other_values") * in_runs
         return cls(
@@ -229,10 +232,10 @@ class GroupsPipeline(Pipeline):
 
 
 def members(items: int, group: int, pieces: int, programs: int) -> int:
-    """Return the number of heads of an item: the divisor of `group` with which the programs end first. Of equal divisors,
-    return the largest.
+    """Return the number of heads of an item: the divisor of `group` with which the last program ends first, and of equal
+    divisors the largest.
 
-    items: the number of chunks and groups in all.
+    items: the number of pairs of a chunk and a group. pieces: the units of a head.
     """
 
     def time(n: int) -> int:
@@ -298,7 +301,7 @@ def gradient_groups(
 
 
 def gate_gradient(sums: jax.Array, scale: jax.Array, reverse: bool) -> jax.Array:
-    """Return dg [B, chunks, C, H] by the formula above, from four numbers per token, [B, chunks, H, 4, C]; all float32."""
+    """Return dg [B, chunks, C, H] from the four sums per token of the module's formula, [B, chunks, H, 4, C]; all float32."""
     onward = np.tri(C, dtype=np.float32)
     onward = onward if reverse else onward.T
     # [B, chunks, H, C]
@@ -312,7 +315,7 @@ def gate_gradient(sums: jax.Array, scale: jax.Array, reverse: bool) -> jax.Array
 
 
 def rows_of(chunk):
-    """Return the rows of a chunk."""
+    """Return the slice of the C rows of a chunk."""
     return pl.ds(chunk * C, C)
 
 
@@ -338,7 +341,7 @@ def load(p: Program):
 
 
 def load_unit(p: Program, place, unit, slot):
-    """Load v, do, gates and states of a unit, and what the other chunk of its run has of them. place: of
+    """Load v, do, gates and states of a unit, and those of the other chunk that its run needs. place: the result of
     `HeadGroups.place`."""
     n, x, t = p.plan, p.operands, p.tiles
     b, part, chunk = place
@@ -432,7 +435,7 @@ def slot_of(p: Program, i, unit):
 
 
 def store(p: Program, i, *stored):
-    """Store an item's dq or dk to global memory. stored: pairs of a tile and a result [B, T, parts, its columns]."""
+    """Write an item's dq or dk to global memory. stored: pairs of a tile, and a result [B, T, parts, columns]."""
     b, part, chunk = place_of(p, i)
     plgpu.commit_smem()
     for tile, result in stored:
@@ -442,14 +445,16 @@ def store(p: Program, i, *stored):
 
 
 def note(p: Program, i, unit, row: int, x):
-    """Write x [C] to a row of `Results.sums`."""
+    """Write x [C] to row `row` of `Results.sums`, for a unit of the program's i-th item."""
     b, part, chunk = place_of(p, i)
     tiles.store(p.results.sums.at[b, chunk, part * p.plan.units + unit, row], x)
 
 
 def edge(p: Program, slot):
-    """Return e^{G_last} sum_v S dS, [64], summed over rows 64 apart. It is a loop, because code without a loop needs too many
-    registers."""
+    """Return e^{G_last} sum_v S dS over the columns of a unit, [64]: channels 64 apart are added.
+
+    It is a loop, because code without a loop needs too many registers.
+    """
 
     def rows(i, total):
         return total + (
@@ -469,21 +474,22 @@ def decayed_product(total, decay, values, state):
 
 
 def compute_queries(p: Program):
-    """Form the scores of an item once. For every unit, form A and dA, and add its terms to dq and to the sum of dA."""
+    """For every item form P = q k^T once, and for every unit A and dA. Add the unit's terms to dq and to the sum of dA over
+    heads."""
     n, t, units = p.plan, p.tiles, p.pipeline.units
     t.order[...] = plgpu.load(p.operands.order, layout=BY_COLUMN, optimized=False)
     plgpu.commit_smem()
     mask = ScanOrder(n.reverse, t.order)
 
     def decays(slot):
-        """Return D [C, C]."""
+        """Return D [C, C] of the gates in a slot."""
         G = plgpu.load(t.gates.at[slot], layout=BY_ROW)
         to = plgpu.load(t.gates.at[slot], layout=BY_COLUMN, optimized=False)
         return jnp.exp2(jnp.where(mask.later(), by_row(G, PAIRS) - by_column(to, PAIRS), -jnp.inf))
 
     def store_pairs(x, at):
-        """Store x [C, C] in two terms. Scores stay in shared memory while units are computed, because there are too few
-        registers for them."""
+        """Store x [C, C] in two bfloat16 terms. Scores stay in shared memory while units are computed, because there are too
+        few registers for them."""
         t.pairs_rest.at[at][...] = store_rounded(t.pairs.at[at], x)
 
     def item(i):
@@ -528,7 +534,7 @@ def compute_queries(p: Program):
 
 
 def compute_keys(p: Program):
-    """For every unit, form the state that is not stored and dv, and add its terms to dk."""
+    """For every unit, form the state that is not stored, and dv. Add the unit's terms to dk."""
     n, t, units = p.plan, p.tiles, p.pipeline.units
 
     def form_state(i, slot):

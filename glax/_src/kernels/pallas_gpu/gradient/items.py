@@ -40,7 +40,7 @@ class Items:
     """Hold the sizes and options that a kernel of the gradient is compiled for.
 
     H counts the blocks of all heads. A team is the warpgroups that share a chunk, and an item is a run of chunks of one head.
-    heads: those of q, of k and of v.
+    heads: the numbers of heads of q, of k and of v.
     """
 
     B: int
@@ -71,7 +71,7 @@ class Items:
 
     @property
     def block(self) -> tuple[slice | pl.Slice, slice | pl.Slice]:
-        """Return the rows and columns of a block of the state, [D, D], in memory."""
+        """Return the rows and columns of a block [D, D] of the state: two slices, which may pass the end of what is in memory."""
         keys, values = self.in_memory
         return span(0, self.D, keys), span(0, self.D, values)
 
@@ -87,12 +87,12 @@ class Items:
 
     @property
     def halves(self) -> int:
-        """Return the number of parts of 64 channels."""
+        """Return the number of parts of 64 channels in a block."""
         return self.D // 64
 
     @property
     def team(self) -> int:
-        """Return how many warpgroups share a chunk."""
+        """Return the number of warpgroups that share a chunk."""
         return self.halves
 
     @property
@@ -116,7 +116,7 @@ class Items:
         return self.chunks // self.run
 
     def count(self, first):
-        """Return the number of chunks of the items `first`, first + step, ..."""
+        """Return the number of chunks in the items first, first + step, ...: all items of a team."""
         total = self.B * self.runs * self.H
         return lax.div(jnp.maximum(total - first, 0) + (self.step - 1), self.step) * self.run
 
@@ -129,7 +129,7 @@ class Items:
         return b, run, run * self.run + (self.run - 1 - j if self.reverse else j), h, j
 
     def chunk_of(self, program, i, team: int):
-        """Return `chunk` for a team of a program."""
+        """Return the result of `chunk` for the i-th chunk of a team of a program."""
         return self.chunk(program * self.teams + team, i)
 
     def slot(self, i, team: int):
@@ -137,7 +137,7 @@ class Items:
         return team * SLOTS + lax.rem(i, SLOTS)
 
     def heads_of(self, h) -> dict:
-        """Return for each array of tokens the head that head h reads, by name."""
+        """Return, for each of q, k and v by name, the index of the head that head h reads."""
         query, key, value = self.heads
         of_keys = dict(q=query, k=key, g=self.H // self.blocks.columns)
         of_values = dict(v=value, do=self.H // self.blocks.rows)
@@ -145,11 +145,12 @@ class Items:
         return found | {name: self.blocks.of_values(h, self.H, heads) for name, heads in of_values.items()}
 
     def rows_of(self, places: Ref, c) -> slice | pl.Slice:
-        """Return the rows of the operands that chunk c reads. places: [chunks, 3], if packed."""
+        """Return the rows of the operands that chunk c reads. places: the table [chunks, 3] of packed sequences."""
         return pl.ds(places[c, 0] * ROWS if self.packed else c * C, C)
 
     def scale(self, scale: Ref, b, c):
-        """Return the scale of chunk c of sequence b. Packed arrays have one scale a chunk."""
+        """Return the scale of chunk c of sequence b. scale: one number for each sequence, or for each chunk if sequences are
+        packed."""
         return scale[c if self.packed else b]
 
 
@@ -171,10 +172,12 @@ class Program(NamedTuple):
 
 @dataclass(frozen=True)
 class ScanOrder:
-    """Form masks and matrices [i, j] over the tokens of a chunk as they lie in memory, [64, 64]; `reverse` scans them backwards.
+    """Form masks and matrices [i, j] over the tokens of a chunk as they lie in memory, [64, 64]; `reverse` scans them
+    backwards.
 
-    order: the array `tokens` in memory, or `marks` if `resets`. It is read anew for every mask, because the compiler would hold
-    masks that depend on positions alone in registers throughout a loop. Masks of pairs exclude those that a reset divides.
+    order: a reference to the result of `tokens`, or of `marks` if `resets`. It is read anew for every mask, because the
+    compiler would hold masks that depend on positions alone in registers throughout a loop. Masks of pairs exclude those that a
+    reset divides.
     """
 
     reverse: bool
@@ -193,31 +196,32 @@ class ScanOrder:
         return C - i if self.reverse else i + 1, along(j >> 8 if self.resets else j)
 
     def earlier(self):
-        """Return where token i is no later than token j."""
+        """Return the mask of pairs in which token i is no later than token j."""
         i, j = self.positions()
         return self.in_reach(i, i <= j)
 
     def before(self):
-        """Return where token i is before token j."""
+        """Return the mask of pairs in which token i is before token j."""
         i, j = self.positions()
         return self.in_reach(i, i < j)
 
     def later(self):
-        """Return where token i is no earlier than token j."""
+        """Return the mask of pairs in which token i is no earlier than token j."""
         i, j = self.positions()
         return i >= j
 
     def in_reach(self, i, mask):
-        """Return the mask [i, j] without pairs in which position i is before the newest reset of token j."""
+        """Return `mask` [i, j] and (position i is at or after the newest reset of token j). i: positions in scan order, [64,
+        64]."""
         if not self.resets:
             return mask
         return mask & (i >= along(plgpu.load(self.order, layout=BY_COLUMN, optimized=False) & 255))
 
     def sums(self):
-        """Return two matrices by which the gradient of the gates is summed: over token i and the tokens j behind it, and over
-        the tokens j before it.
+        """Return two matrices [64, 64] of 0 and 1 that sum rows for the gradient of the gates: for each token i, over the
+        tokens j >= i, and over the tokens j < i.
 
-        With resets the first sum ends where a reset begins, and it is empty at a reset. The second needs no such end, because
+        With resets the first sum ends before the next reset, and it is empty at a reset. The second needs no such end, because
         it is over tokens behind the last reset.
         """
         i, j = self.positions()
@@ -240,8 +244,8 @@ class ScanOrder:
         return ((self.order[self.last] & 255) == 0).astype(jnp.float32)
 
     def middle_matrix(self):
-        """Return the matrix whose row i sums the gates from the chunk's middle through token i, with sign -1 before the
-        middle."""
+        """Return the matrix [64, 64] whose product with gates sums them from the chunk's middle through token i, with sign -1
+        before the middle."""
         j = plgpu.broadcasted_iota(jnp.int32, TILE, 1, layout=WGMMA)
         second = j < C // 2 if self.reverse else j >= C // 2
         least = jnp.where(second, 0.0, -1.0)
@@ -258,8 +262,11 @@ def tokens(reverse: bool):
 
 
 def marks(newest, reverse: bool):
-    """Return the positions of tokens, from 1, and of their newest resets, from 1 or 0 without one, in one number: 256 times the
-    first plus the second, [B, chunks, 64]. newest: the result of `newest_resets`."""
+    """Return 256 p + r by row in memory, [B, chunks, 64] in int32: p is a token's position in scan order, from 1, and r the
+    position of its newest reset, from 1, or 0 without one.
+
+    newest: the result of `newest_resets`.
+    """
     return newest + 1 + 256 * tokens(reverse)
 
 
@@ -276,22 +283,23 @@ def hidden_zero():
 
 
 def half(p, width: int = 128):
-    """Return the p-th half of 128 columns, or all of 64. width: the columns in memory, where they are fewer."""
+    """Return the slice of the p-th half of 128 columns, or of all 64. width: the number of columns in memory, where they are
+    fewer."""
     return span(p * 64, 64, width)
 
 
 def along(x):
-    """Return x [64] of the columns, repeated over the rows of a tile."""
+    """Return x [64], one number for each column, repeated over the rows of a tile."""
     return jnp.broadcast_to(x[None, :], TILE)
 
 
 def columns(ref):
-    """Return ref [64], a vector by column in shared memory, repeated over the rows of a tile."""
+    """Load ref [64] from shared memory, one number for each column, and return it repeated over the rows of a tile."""
     return along(plgpu.load(ref, layout=BY_COLUMN))
 
 
 def accumulator(shape=TILE):
-    """Return the type of the sum that products are added to, in float32."""
+    """Return the type of a float32 accumulator in registers, to which products are added."""
     return plgpu.ACC(shape, jnp.float32)
 
 
@@ -318,7 +326,7 @@ def store_rounded(tile, x):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Say which chunk a computing warpgroup has in work, and which part of it is the warpgroup's own."""
+    """Hold the position of the chunk that a computing warpgroup processes, and the part of it that is the warpgroup's own."""
 
     p: Program
     first: Any  # the first item of its team
@@ -337,7 +345,7 @@ class Chunk:
 
     @staticmethod
     def place(p: Program, first, i) -> dict:
-        """Return the fields of a team's i-th chunk."""
+        """Return the fields of `Chunk` for a team's i-th chunk. first: the team's first item."""
         n, wg = p.plan, lax.axis_index(WARPGROUP)
         t, w = lax.optimization_barrier((lax.div(wg, n.team), lax.rem(wg, n.team)))
         b, _, c, h, j = n.chunk(first, i)
@@ -388,8 +396,8 @@ class Chunk:
         self.p.pipeline.results.filled(self.t)
 
     def share(self, first: Callable, second: Callable):
-        """Run both functions in the warpgroup of a chunk. Where two warpgroups share it, run `first` in one and `second` in the
-        other."""
+        """Run `first` in one and `second` in the other of the two warpgroups that share the chunk, or both functions in the
+        only one."""
         if self.p.plan.team == 1:
             first()
             second()
@@ -415,10 +423,10 @@ def compute_chunks(n: Items, first, compute: Callable):
 
 
 def load_chunks(p: Program, load_early: Callable, load_late: Callable, store: Callable):
-    """Run the loading warpgroup: each function (program, i, team) for the i-th chunk of every team.
+    """Run the loading warpgroup: call each function with (program, i, team) for the i-th chunk of every team.
 
-    load_early loads the tiles that are free, and load_late those that the chunk before uses until it is computed, and the
-    states. store stores the results, as one group.
+    load_early loads the tiles that are free. load_late loads the states, and the tiles that the chunk before uses until it is
+    computed. store stores the results, in one group of copies.
     """
     n, results = p.plan, p.pipeline.results
     program = lax.axis_index(PROGRAM)

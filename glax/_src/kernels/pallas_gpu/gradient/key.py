@@ -156,11 +156,12 @@ class Tiles(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyPipeline(Pipeline):
-    """Hold who waits for whom.
+    """Hold the barriers between the roles of the kernel.
 
-    met: the warpgroups that share a chunk. tokens: the tokens of a slot that M, x and y are formed of. values: v and do.
-    gates_read: M is formed, so that S may overwrite the gates' second term. states: S and dS; they are read when all products of
-    the chunk are done, so that also the next g, v and do may be loaded. results: they are in shared memory, and have left it.
+    met: the warpgroups that share a chunk. tokens: the tiles of a slot from which M, x and y are formed. values: v and do.
+    gates_read: reached once M is formed, so that S may overwrite the gates' second term. states: S and dS. They count as read
+    when all products of the chunk are done, so that also the next g, v and do may be loaded. results: full once they are in
+    shared memory, and free once they have left it.
     """
 
     met: Meeting
@@ -177,7 +178,7 @@ class KeyPipeline(Pipeline):
 
     @classmethod
     def planned(cls, n: Items) -> "KeyPipeline":
-        """Return the pipeline of a plan."""
+        """Build the pipeline for the sizes n; its barriers are allocated at launch."""
         load, compute, teams = ("load",), ("compute",), n.teams
         tokens = *("q", "k", "g") * n.team, *("g_rest",) * (n.terms - 1), *("marks",) * n.resets
         return cls(
@@ -240,8 +241,10 @@ def load(p: Program):
     n, x, s, pipeline = p.plan, p.operands, p.tiles, p.pipeline
 
     def load_tokens(names, program, i, t: int, late: bool = False):
-        """Load the chunk's tokens of some arrays, by halves of the channels. Where they lie is formed at each use, because the
-        warpgroup has few registers."""
+        """Load the tokens of chunk i of team t, of the arrays `names`, by halves of the channels.
+
+        Their position is computed at each use, because the warpgroup has few registers.
+        """
         (b, _, c, h, _), at = n.chunk_of(program, i, t), n.slot(i, t)
         heads, rows = n.heads_of(h), n.rows_of(x.places, c)
         arrays = dict(q=(x.q, s.q), k=(x.k, s.k), v=(x.v, s.v), g=(x.g, s.g), do=(x.do, s.do))
@@ -285,7 +288,7 @@ def load(p: Program):
 
 
 def second_term(p: Program, t):
-    """Return the tile of the gates' second term, [C, D]. It lies in the tile of S until sums of gates are formed."""
+    """Return the tile of the gates' second term, [C, D]: the tile of S, which is loaded only once M is formed."""
     return p.tiles.S.at[t, pl.ds(0, C)]
 
 
@@ -293,7 +296,8 @@ def second_term(p: Program, t):
 
 
 class Rests(NamedTuple):
-    """Hold the tiles of what x = q e^M, y = k e^-M and dA lose in bfloat16, [C, 64] each or in halves."""
+    """Hold the tiles of what x = q e^M, y = k e^-M and dA lose in bfloat16. x, y: those of this warpgroup's channels, [C, 64].
+    xs, ys: those of all channels, in halves."""
 
     x: Ref  # this warpgroup's half
     y: Ref  # this warpgroup's half
@@ -304,7 +308,7 @@ class Rests(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk(items.Chunk):
-    """Hold one chunk in work: of each tile also the half that belongs to this warpgroup (_w)."""
+    """Hold the chunk that a computing warpgroup processes. Properties ending in _w are tiles of this warpgroup's 64 channels."""
 
     scan: ScanOrder
     vector: Ref  # [C]: this warpgroup's row of `vectors`
@@ -318,7 +322,7 @@ class Chunk(items.Chunk):
         return cls(**place, scan=ScanOrder(n.reverse, order, n.resets), vector=vector)
 
     def again(self) -> "Chunk":
-        """Return the same chunk, formed again so that the compiler holds nothing of it in registers meanwhile."""
+        """Return the same chunk, formed again so that the compiler does not hold its fields in registers until here."""
         return Chunk.of(self.p, *lax.optimization_barrier((self.first, self.i)))
 
     @property
@@ -346,11 +350,12 @@ class Chunk(items.Chunk):
         return self.do.at[self.w]
 
     def state(self, ref: Ref, p):
-        """Return the warpgroup's channels of S' or dS', and the p-th half of the columns, [64, 64]."""
+        """Return the block [64, 64] of S' or dS' with this warpgroup's channels and the p-th half of the columns."""
         return ref.at[self.t, self.mine, half(p)]
 
     def rests(self, first: Any = 0) -> Rests:
-        """Return the tiles of the next chunk's do, v and g, which hold what x, y and dA lose until they are loaded."""
+        """Return the tiles of the next chunk's do, v and g, which hold what x, y and dA lose in bfloat16 until that chunk is
+        loaded."""
         s = self.p.tiles
         xs, ys = s.do.at[self.other], s.v.at[self.other]
         return Rests(x=xs.at[self.w], y=ys.at[self.w], xs=xs, ys=ys, dA_T=s.g.at[self.other, first])
@@ -375,8 +380,7 @@ def compute(p: Program):
 
 
 def compute_chunk(p: Program, first, i):
-    """Compute the gradient of one chunk, with M in log2. `exact` overwrites the gradient where gates are
-    out of range."""
+    """Compute the gradient of one chunk, with M in log2. `gradient_exact` later overwrites it where gates are out of range."""
     n, pipeline, c = p.plan, p.pipeline, Chunk.of(p, first, i)
     pipeline.tokens.wait(c.at)
     matrix, gates = c.scan.middle_matrix(), [c.g_w]
@@ -414,8 +418,7 @@ def compute_chunk(p: Program, first, i):
 
 
 def clear_foreign(c: Chunk, found):
-    """Zero the rows of the tiles `found` that do not belong to the chunk's sequence. They belong to another sequence, or may hold
-    NaN."""
+    """Zero the rows of the tiles `found` that do not belong to the chunk's sequence. Such rows may hold NaN."""
     places = c.p.operands.places
     first, end = places[c.c, 1], places[c.c, 2]
     pl.when((first > 0) | (end < C))(lambda: clear(found, first, end))
@@ -427,7 +430,7 @@ def store_scores(c: Chunk):
     parts = range(c.p.plan.team)
 
     def of_keys():
-        """Form y x^T as three of the four products of two terms."""
+        """Return y x^T, [C, C], without the product of the second terms of y and x."""
         rests = c.rests()
         pairs = [(c.k.at[part], c.q.at[part]) for part in parts]
         pairs += [(rests.ys.at[part], c.q.at[part]) for part in parts]
@@ -443,10 +446,10 @@ def store_scores(c: Chunk):
 
 
 def multiply(c: Chunk, M, dy_pairs, dy_state, dx):
-    """Run all products with scores and states, and return what `store_results` takes, and x dx by token.
+    """Run all products with scores and states. Return the arguments of `store_results`, and x dx by token.
 
-    M: [C, 64]. The accumulators are those of dA^T x, v dS'^T and do S'^T + dA y. Products are started in the order in which
-    they are used, because starting one waits for most of those before.
+    M: [C, 64]. dy_pairs, dy_state, dx: the accumulators of dA^T x, v dS'^T and do S'^T + dA y, [C, 64] each. Products are
+    started in the order in which they are used, because starting one waits for most of those before.
     """
     n, p = c.p.plan, c.p
     start(c, dy_pairs, dy_state, dx)
@@ -486,8 +489,10 @@ def multiply(c: Chunk, M, dy_pairs, dy_state, dx):
 
 
 def start(c: Chunk, dy_pairs, dy_state, dx):
-    """Start the products in this order: dA^T x; v dS'^T; do S'^T + dA y. With resets, do S'^T has no rows behind them, and dA y
-    is added later."""
+    """Start the products in this order: dA^T x in dy_pairs, v dS'^T in dy_state, do S'^T + dA y in dx.
+
+    With resets dA y is added later, because rows of do S'^T behind a reset are cleared before.
+    """
     s, parts, rests, (_, dA_T) = c.p.tiles, range(c.p.plan.team), c.rests(), c.scores()
     for dA, x in ((dA_T, c.q_w), (rests.dA_T, c.q_w), (dA_T, rests.x)):
         plgpu.wgmma(dy_pairs, dA, x)
@@ -501,7 +506,7 @@ def start(c: Chunk, dy_pairs, dy_state, dx):
 
 
 def pairs_of_queries(c: Chunk, first: Any = 0):
-    """Return the operands of the products that sum to dA y."""
+    """Return the pairs of operands whose products sum to dA y, in two bfloat16 terms each."""
     rests, (_, dA_T) = c.rests(first), c.scores(first)
     return [(transposed(dA), y) for dA, y in ((dA_T, c.k_w), (dA_T, rests.y), (rests.dA_T, c.k_w))]
 
@@ -517,7 +522,7 @@ def start_values(c: Chunk, dv):
 
 
 def around(c: Chunk):
-    """Return sum_v S' dS', [64], for the warpgroup's own half of K.
+    """Return sum_v S' dS', [64], for this warpgroup's channels of K.
 
     It is a loop. In code without a loop the compiler reads everything together, and spills what has no registers beside the
     running products.

@@ -72,8 +72,11 @@ Ref = Any
 
 @dataclasses.dataclass(frozen=True)
 class WideItems(Items):
-    """Hold what the kernel is compiled for. An item is one chunk of one block of K, 128 channels, of one head. Its steps take 64
-    columns of V each. `summed` is the number of blocks of V."""
+    """Hold the sizes that the kernel is compiled for.
+
+    An item is one chunk of one block of K, 128 channels, of one head. Each of its steps takes 64 columns of V. `summed` is the
+    number of blocks of V.
+    """
 
     @property
     def key_blocks(self) -> int:
@@ -87,7 +90,7 @@ class WideItems(Items):
 
     @property
     def slots(self) -> int:
-        """Return the number of items whose q and k lie in shared memory."""
+        """Return the number of slots in shared memory, each for q and k of one item."""
         return 1 if self.terms == 2 else 2
 
     def num_items(self, program):
@@ -147,11 +150,11 @@ class Tiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WidePipeline(Pipeline):
-    """Hold who waits for whom.
+    """Hold the barriers between the roles of the kernel.
 
-    keys: q and k of an item; they count as read once dq and dk have left their tiles. gates: of an item, with its resets.
-    columns: a step's columns of V; they count as read once dv has left its tile. scored: dA needs the step's do no more, which
-    dv overwrites. met: both that compute.
+    keys: q and k of an item; they count as read once dq and dk have left their tiles. gates: the gates of an item, with its
+    resets. columns: a step's columns of V; they count as read once dv has left its tile. scored: full once dA is formed from a
+    step's do, which dv then overwrites. met: both computing roles.
     """
 
     keys: Ring
@@ -167,7 +170,7 @@ class WidePipeline(Pipeline):
 
     @classmethod
     def planned(cls, n: WideItems) -> "WidePipeline":
-        """Return the pipeline of a plan."""
+        """Build the pipeline for the sizes n; its barriers are allocated at launch."""
         load, scores, values = ("load",), ("scores",), ("values",)
         return cls(
             keys=Ring(n.slots, load, scores + values, ("q", "k") * 2),
@@ -205,7 +208,7 @@ class Program(items.Program):
         return lax.rem(i * self.plan.steps + step, jnp.int32(STAGES))
 
     def parity(self, i):
-        """Return the place of the resets of the i-th item. The item before still reads its own when they are loaded."""
+        """Return the slot, 0 or 1, of the resets of the i-th item. The item before still reads its own when they are loaded."""
         return remainder(i, 2)
 
     def columns(self, step):
@@ -221,10 +224,10 @@ def gradient_wide(
     q, k, v, g, d_output, scale, before, behind, out_of_range, *,
     reverse: bool, programs: int, blocks: Blocks, newest=None,
 ):  # fmt: skip
-    """Return dq and dk of every block of K, [B, T, rows, 128]; dv of every block of the state, [B, T, rows * columns, 128]; dg of
-    every block of K; all in bfloat16. Return d_scale too, [B, chunks, rows] in float32.
+    """Return dq and dk of every block of K, [B, T, rows, 128]; dv of every block of the state, [B, T, rows * columns, 128]; dg
+    of every block of K, [B, T, rows, 128]; all in bfloat16. Return d_scale too, [B, chunks, rows] in float32.
 
-    The arguments are as in `gradient_key`, with blocks of 128 x 128.
+    The arguments are those of `gradient_key`, for blocks of 128 x 128.
     """
     (B, T), H = d_output.shape[:2], behind.shape[2]
     n = WideItems(
@@ -278,7 +281,7 @@ def load(p: Program):
 
 
 def load_keys(p: Program, i):
-    """Load q and k of the i-th item, once dq and dk of the item that d_scale their tiles have left shared memory."""
+    """Load q and k of the i-th item, once dq and dk of the item that used their tiles have left shared memory."""
     n, slot = p.plan, lax.rem(jnp.int32(i), jnp.int32(p.plan.slots))
     p.pipeline.keys.acquire(slot, i)
     block = p.block(i)
@@ -329,7 +332,7 @@ def compute(p: Program, wg):
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """Hold the i-th item of a program in warpgroup w.
+    """Hold the i-th item of a program, and the tiles that warpgroup w uses.
 
     slot: the slot of its q and k. scale: the scale of its sequence. q, k: its tiles, [2, C, 64]. A, dA: the tiles of the
     transposed scores, [C, C]. parts: the halves of the channels.
@@ -349,8 +352,8 @@ class Item:
 
     @classmethod
     def of(cls, p: Program, w, i) -> "Item":
-        """Return the item. Every stage forms it again, because the compiler would hold the addresses of all tiles throughout,
-        and spill them."""
+        """Return the i-th item for warpgroup w. Every stage forms it again, because the compiler would hold the addresses of
+        all tiles throughout, and spill them."""
         w, i, zero = lax.optimization_barrier((w, i, jnp.int32(0)))
         slot = lax.rem(i, jnp.int32(p.plan.slots))
         scan = ScanOrder(p.plan.reverse, p.tiles.order.at[p.parity(i) if p.plan.resets else w], p.plan.resets)
@@ -375,7 +378,7 @@ def release_keys(p: Program, slot):
 
 
 def scale_operands(it: Item):
-    """Replace q and k by x = q e^M and y = k e^-M in two terms each, and store own scores and A^T."""
+    """Replace q and k by x = q e^M and y = k e^-M in two terms each. Store each token's score with itself, and A^T."""
     p, w, t, slot = it.p, it.w, it.p.tiles, it.slot
     p.pipeline.gates.wait()
     M = gate_sums(it)
@@ -437,7 +440,7 @@ def step_tiles(it: Item, step):
 
 
 def advance_scores(p: Program, w, i, step, carry):
-    """Add the terms of 64 columns of V to the sums, and to dA^T = v do^T."""
+    """Advance `carry`, the sums over V and dA^T = v do^T, by the terms of a step's 64 columns of V."""
     it, (dx, dy_state, edge, dA) = Item.of(p, w, i), carry
     stage, v, do, S, dS = step_tiles(it, step)
     found = tiles.added_all((dx, dy_state, dA), [(do, transposed(S))], [(v, transposed(dS))], [(v, transposed(do))])
@@ -449,7 +452,7 @@ def advance_scores(p: Program, w, i, step, carry):
 
 
 def advance_values(p: Program, w, i, step, carry):
-    """Add the terms of 64 columns of V to the sums, and store these columns of dv."""
+    """Advance `carry`, the sums over V, by the terms of a step's 64 columns of V, and store these columns of dv."""
     it, (dx, dy_state, edge) = Item.of(p, w, i), carry
     stage, v, do, S, dS = step_tiles(it, step)
     dx, dy_state = tiles.added_all((dx, dy_state), [(do, transposed(S))], [(v, transposed(dS))])

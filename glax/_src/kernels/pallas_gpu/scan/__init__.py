@@ -1,1 +1,1 @@
-"""Forward scans: the state through a sequence, and the outputs or what the gradient reads."""
+"""Scan sequences forward or backward: form the states, and outputs or what the gradient reads."""

@@ -179,7 +179,7 @@ class Results(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Hold the shared memory. The first six are by stage. The others pass from one warpgroup to another.
+    """Hold the shared memory. The first six tiles are by stage. The others pass from one warpgroup to another.
 
     In a wide plan `state`, `tokens` and `lost` are not transposed, and each stripe has a state. In a tight plan v and inverse
     have one stage, and dV overwrites `lost`. With `together` each stripe has a tile of `state`; U overwrites its tile of v, and
@@ -225,10 +225,10 @@ class Tiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DeltaPipeline(Pipeline):
-    """Hold who waits for whom.
+    """Hold the barriers between the roles of the kernel.
 
-    chunks: all that is loaded of a chunk. state: S or dS' before the step. written: U or dX, what tokens write. scores: P. Only a
-    tight plan has the next two: v, and R. erasing: e, where it is given.
+    chunks: the tiles that are loaded for a chunk. state: S before a chunk, or dS' behind it. written: U or dX. scores: P.
+    values: v, and inverse: R, each in one tile of a tight plan. erasing: e, if it is given.
     """
 
     chunks: Ring
@@ -241,7 +241,7 @@ class DeltaPipeline(Pipeline):
 
     @classmethod
     def planned(cls, w: DeltaScan) -> "DeltaPipeline":
-        """Return the pipeline of a plan."""
+        """Build the pipeline for a plan; its barriers are allocated at launch."""
         copies = "k", *("d_output",) * w.is_adjoint, *("v",) * (w.stripes * w.reads_values * (not w.tight)), "factors"
         copies += *("inverse",) * (not w.tight), *("q",) * w.reads_queries
         copies += ("w",) * (w.stripes * w.reads_values * w.has_write)
@@ -269,8 +269,11 @@ class Program:
     pipeline: DeltaPipeline
 
     def place(self):
-        """Return the first stripe divided by the stripes of a program, the head and the segment. They are computed at each use,
-        so that no register holds them."""
+        """Return (the index of the program's stripes, the head, the segment). They are computed at each use, so that no
+        register holds them.
+
+        A program has `DeltaScan.stripes` neighbouring stripes. The index of its first stripe is the first number times that.
+        """
         w = self.plan
         return program_indices(
             lax.optimization_barrier(lax.axis_index(PROGRAM)), w.columns // (STRIPE * w.stripes), w.H
@@ -281,16 +284,16 @@ class Program:
         return self.place()[1]
 
     def number(self, me=0):
-        """Return the number of the stripe that warpgroup `me` carries."""
+        """Return the index of the stripe of the state that warpgroup `me` carries."""
         return self.place()[0] * self.plan.stripes + me
 
     def stripe(self, me=0):
-        """Return the columns of that stripe."""
+        """Return the columns of the state that warpgroup `me` carries, a slice."""
         return pl.ds(self.number(me) * STRIPE, STRIPE)
 
     def column(self, me, shape):
-        """Return the column of the state that each row of [STRIPE, ...] stands for, or in a wide plan each column of [...,
-        STRIPE]. Those from V on are of M."""
+        """Return, for each row of [STRIPE, ...], or in a wide plan each column of [..., STRIPE], the column of the state.
+        Columns from V on are those of the matrix M."""
         return iota(shape, int(self.plan.wide)) + self.number(me) * STRIPE
 
     def field(self, column: int):
@@ -307,18 +310,18 @@ class Program:
         return first + (count - 1 - step if self.plan.descending else step)
 
     def at(self, step, x):
-        """Return batch row, chunk and head of what is read of x [B, T, heads, width]."""
+        """Return the index of batch row, chunk and head at which the chunk of a step lies in x [B, T, heads, width]."""
         return self.field(0), self.chunk(step), quotient(self.head, self.plan.H // x.shape[2])
 
     def own(self, tile, me):
-        """Return the stripe's part of a tile where two are carried together, and else the tile."""
+        """Return the part of a tile for the stripe of warpgroup `me` if two are carried together, else the tile."""
         if not self.plan.together:
             return tile
         # An accumulator's scope takes no reference with a static index from outside.
         return tile.at[lax.optimization_barrier(jnp.int32(me))]
 
     def written(self, slot, me):
-        """Return the tile of U or dX. Of `together` it is the stripe's tile of v, in which O replaces U."""
+        """Return the tile of U or dX. With `together` it is the stripe's tile of v, in which O replaces U."""
         return self.own(self.tiles.v.at[slot], me) if self.plan.together else self.tiles.tokens
 
     def rows(self, step, x, me=0):
@@ -326,7 +329,8 @@ class Program:
         return x.at[self.field(0), pl.ds(self.chunk(step) * C, C), self.head, self.stripe(me)]
 
     def stored(self, step, first: int, width: int, me=0):
-        """Return `width` columns of the stored states of a chunk, from `first` on; rows in a wide plan."""
+        """Return the part of the stored states for the chunk of a step: `width` channels from `first` on, in the stripe of
+        warpgroup `me`."""
         chunk = self.results.states.at[self.field(0), self.chunk(step), self.head]
         return chunk.at[self.plan.upright(self.stripe(me), pl.ds(first, width))]
 
@@ -348,7 +352,7 @@ class Program:
 
     @contextlib.contextmanager
     def erasing(self, step, slot):
-        """Wait for e, or with beta for k, which erases as well. Give its tile, and release e at the end."""
+        """Provide the tile of e, or with beta the tile of k: wait until e is loaded, and release it at the end."""
         ring = self.pipeline.erasing
         if ring is None:
             yield self.tiles.k.at[slot]
@@ -440,7 +444,7 @@ def load_chunks(p: Program):
 
 
 def loader(p: Program):
-    """Return load(step), which starts to load the chunk of a step once its stage is free."""
+    """Return a function load(step), which starts to load the chunk of a step once its stage is free."""
     w, x, t, pipe = p.plan, p.operands, p.tiles, p.pipeline
     tokens: list[tuple[str, Ref, Ref, tuple, slice | pl.Slice]] = [("k", x.k, t.k, (), slice(None))]
     if w.is_adjoint:
@@ -500,8 +504,8 @@ def carry_state(p: Program, me=0):
 
 
 def starting_state(p: Program, me):
-    """Return what the warpgroup's stripe of the state begins from: given states, zeros, or in columns of M those of I. It is
-    [STRIPE, K], or [K, STRIPE] in a wide plan."""
+    """Return the warpgroup's stripe of the state before the first chunk, [STRIPE, K], or [K, STRIPE] in a wide plan: the given
+    states or zeros, and the identity in the columns of M."""
     w, x = p.plan, p.operands
     if w.start:
         place = p.place()[2], p.head, *w.upright(p.stripe(me), slice(None))
@@ -513,7 +517,7 @@ def starting_state(p: Program, me):
 
 
 def onward(p: Program, me, step, S):
-    """Return the state behind a chunk, and store the state before it and what its tokens write."""
+    """Return S' [STRIPE, K] behind a chunk from S before it. Store S, and U, for *output*."""
     t, slot = p.tiles, p.slot(step)
     p.pipeline.chunks.wait(slot)
     before, through = S.astype(BF16), decayed(p, slot, S)
@@ -553,7 +557,7 @@ def values_to_write(p: Program, slot, me):
 
 
 def back(p: Program, me, step, dS):
-    """Return dS before a chunk from dS' behind it, and store dS' and dX."""
+    """Return dS [STRIPE, K] before a chunk from dS' behind it. Store dS' and dX for *output*."""
     t, slot = p.tiles, p.slot(step)
     p.pipeline.chunks.wait(slot)
     behind, through = dS.astype(BF16), decayed(p, slot, dS)
@@ -623,7 +627,7 @@ def store_tokens(p: Program, me, step, x):
 
 
 def onward_wide(p: Program, me, step, S):
-    """Return the state [K, STRIPE] behind a chunk, and store the state before it and what its tokens write."""
+    """Return S' [K, STRIPE] behind a chunk from S before it. Store S, and U, for *output*."""
     t, slot = p.tiles, p.slot(step)
     # Formed where it is used: an accumulator's scope takes no reference with a static index from outside.
     values = functools.partial(p.values, slot, me)
@@ -663,9 +667,9 @@ def onward_wide(p: Program, me, step, S):
 
 
 def back_wide(p: Program, me, step, dS):
-    """Return dS [K, STRIPE] before a chunk from dS' behind it, and store dS' and dX.
+    """Return dS [K, STRIPE] before a chunk from dS' behind it. Store dS' and dX for *output*.
 
-    me: the stripe. The tiles of dO and of the scores are overwritten.
+    me: the index of the stripe. The tiles of dO and of the scores are overwritten.
     """
     t, slot, inverse = p.tiles, p.slot(step), p.pipeline.inverse
     d_output, tokens = t.d_output.at[slot], t.scores
@@ -751,7 +755,7 @@ def form_scores(p: Program):
 
 
 def write_results(p: Program):
-    """Write the results of all chunks."""
+    """Write the results of all chunks, as the role *output*: outputs, states and U, or dV, dS' and dX."""
     w, t = p.plan, p.tiles
     chunks, written = p.pipeline.chunks, p.pipeline.written
     gives_dX = w.is_adjoint and w.has_erase

@@ -100,8 +100,10 @@ Ref = Any
 
 @dataclasses.dataclass(frozen=True)
 class DeltaKeyScan(DeltaScan):
-    """Hold the sizes and options that a scan is compiled for. kind: as in `DeltaScan`. The scores are read, so no warpgroup forms
-    them."""
+    """Hold the sizes and options that a scan under the delta rule with per-key gates is compiled for.
+
+    The fields are those of `DeltaScan`. The scores are operands, so no warpgroup forms them.
+    """
 
     @property
     def roles(self) -> dict[str, int]:
@@ -132,7 +134,7 @@ class DeltaKeyScan(DeltaScan):
 
     @property
     def by_stage(self) -> list[str]:
-        """Return the names of the operands, beside v and dO, that are loaded for every stage."""
+        """Return the names of the operands that have a tile in every stage, other than v and dO."""
         names = ["erasing", "leaving", "inverse", "decay"] + ["beta"] * (not self.has_erase)
         return names + ["queries", "scores"] * self.is_adjoint
 
@@ -155,7 +157,7 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Hold the results, in global memory: the fields of `delta.Results`, and dw."""
+    """Hold the results, in global memory: the fields of `delta.Results`, and dw as `write`."""
 
     output: Ref  # [B, T, H, V]: O or dV
     beta: Ref  # [B, chunks, H, V / STRIPE, C]: sums of dX v over a stripe, for the adjoint without an erase vector
@@ -175,8 +177,8 @@ class Results(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Hold the shared memory. Those up to `scores` are by stage, and `queries` and `scores` by output stage if they are read for
-    outputs. The others pass from one warpgroup to another."""
+    """Hold the shared memory. The tiles up to `scores` are by stage; if outputs are formed, `queries` and `scores` have stages
+    of their own. The others pass from one warpgroup to another."""
 
     v: Ref  # [stages, stripes, C, STRIPE]
     d_output: Ref  # [stages, C, STRIPE]
@@ -220,8 +222,11 @@ class Tiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DeltaKeyPipeline(Pipeline):
-    """Hold who waits for whom. chunks: what *carry* reads of a chunk. outputs: Q and P, for outputs alone. state: S or dS' before
-    the step. written: U or dX, what tokens write."""
+    """Hold the barriers between the roles of the kernel.
+
+    chunks: the tiles of a chunk that *carry* reads. outputs: Q and P, if outputs are formed. state: S before a chunk, or dS'
+    behind it. written: U or dX.
+    """
 
     chunks: Ring
     outputs: Ring
@@ -230,7 +235,7 @@ class DeltaKeyPipeline(Pipeline):
 
     @classmethod
     def planned(cls, w: DeltaKeyScan) -> "DeltaKeyPipeline":
-        """Return the pipeline of a plan."""
+        """Build the pipeline for a plan; its barriers are allocated at launch."""
         of_values = ("v", *("w",) * w.has_write) * (w.stripes * w.reads_values)
         copies = *w.by_stage, *of_values, *("d_output",) * w.is_adjoint
         # *output* multiplies dX by v, and by beta or w
@@ -242,7 +247,7 @@ class DeltaKeyPipeline(Pipeline):
 
 @dataclasses.dataclass(frozen=True)
 class Program(delta.Program):
-    """Hold the plan and the references of one program: those of this file."""
+    """Hold the plan and the references of one program, with the classes of this file."""
 
     plan: Any
     operands: Any
@@ -251,7 +256,7 @@ class Program(delta.Program):
     pipeline: Any
 
     def along(self, tile, shape):
-        """Return numbers [n] in shared memory, repeated over the rows of [STRIPE, n]."""
+        """Load n numbers from shared memory, and return them repeated over the rows of [STRIPE, n]."""
         return by_column(plgpu.load(tile, layout=BY_COLUMN, optimized=False), shape)
 
 
@@ -310,14 +315,14 @@ def load_chunks(p: Program):
 
 
 def carry_state(p: Program, me=0):
-    """Carry S or dS, transposed, [STRIPE, K], through all chunks. me: the warpgroup."""
+    """Carry S or dS through all chunks, transposed, [STRIPE, K]. me: the index of the warpgroup."""
     p.take_registers("carry")
     advance = functools.partial(back if p.plan.is_adjoint else onward, p, me)
     p.results.last[p.place()[2], p.head, p.stripe(me), :] = lax.fori_loop(0, p.count(), advance, starting_state(p, me))
 
 
 def onward(p: Program, me, step, S):
-    """Return the state behind a chunk, and store the state before it and what its tokens write."""
+    """Return S' [STRIPE, K] behind a chunk from S before it. Store S, and U, for *output*."""
     t, slot = p.tiles, p.slot(step)
     p.pipeline.chunks.wait(slot)
     before, through = S.astype(BF16), decayed(p, slot, S)
@@ -347,7 +352,7 @@ def onward(p: Program, me, step, S):
 
 
 def back(p: Program, me, step, dS):
-    """Return dS before a chunk from dS' behind it, and store dS' and dX."""
+    """Return dS [STRIPE, K] before a chunk from dS' behind it. Store dS' and dX for *output*."""
     t, slot = p.tiles, p.slot(step)
     p.pipeline.chunks.wait(slot)
     (behind, *rest), through = terms_of_state(p, dS), decayed(p, slot, dS)
@@ -377,8 +382,10 @@ def back(p: Program, me, step, dS):
 
 
 def terms_of_state(p: Program, dS) -> tuple:
-    """Return dS' [STRIPE, K] in bfloat16 and, if the plan says so, what that loses. d beta sums dX v over V, and its terms may
-    nearly cancel."""
+    """Return dS' [STRIPE, K] in one or two bfloat16 terms, two if `DeltaKeyScan.splits_state`.
+
+    d beta sums dX v over V, and its terms may nearly cancel.
+    """
     if not p.plan.splits_state:
         return (dS.astype(BF16),)
     high = rounded_part(dS)
@@ -391,7 +398,7 @@ def decayed(p: Program, slot, S):
 
 
 def write_results(p: Program):
-    """Write the results of all chunks. Outputs leave through the tile of their P."""
+    """Write the results of all chunks, as the role *output*. Outputs leave through the tile of their P."""
     w, t = p.plan, p.tiles
     p.take_registers("output")
 

@@ -65,7 +65,8 @@ def place_of_item(groups: int, item):
 
 
 def shape_of_flags(items: int) -> tuple[int, int]:
-    """Return the shape of the flags of so many chunks and heads, at `place_of_item`."""
+    """Return the shape of the flags of `items` pairs of a chunk and a head, (groups, items of a group), indexed by
+    `place_of_item`."""
     return EXACT_GROUPS, -(-items // (EXACT_GROUPS * FLAGS)) * FLAGS
 
 
@@ -76,7 +77,7 @@ def state_layout(rows: int):
 
 
 class Operands(NamedTuple):
-    """Hold what the kernel reads and writes in global memory."""
+    """Hold the references of the operands, in global memory."""
 
     table: Ref  # [E, 4], or [E, 7] of a plan that clears rows
     flags: Ref  # `shape_of_flags`: `by_group` of `key_scan`
@@ -89,7 +90,8 @@ class Operands(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Hold the shared memory: the next tokens as they are in memory, and the tokens in work in float32."""
+    """Hold the shared memory. q, k, v and gates: the next tokens as loaded. query, key, decay, value: the tokens that are
+    scanned, in float32."""
 
     q: Ref  # [SLOTS, TOKENS, K]
     k: Ref  # [SLOTS, TOKENS, K]
@@ -122,20 +124,22 @@ class Tiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ExactPipeline(Pipeline):
-    """Hold who waits for whom: the warpgroup for its own copies."""
+    """Hold the barriers by which the one warpgroup waits for its own copies. tokens: a ring of slots of TOKENS tokens."""
 
     tokens: Ring
 
     @classmethod
     def planned(cls, w: Scan) -> "ExactPipeline":
-        """Return the pipeline of a plan."""
+        """Build the pipeline for a plan; its barriers are allocated at launch."""
         return cls(Ring(SLOTS, ("compute",), ("compute",), (*("gates",) * w.terms, "q", "k", "v"), released_by=()))
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Hold one chunk and head, in one program's columns of the state. o: the outputs, [B, rows of chunks, H, V]. segment: its row
-    of the table."""
+    """Hold the position of one chunk and head, and one program's columns of the state.
+
+    o: the outputs, [B, rows of chunks, H, V]. segment: the row of the table of the chunk's segment.
+    """
 
     plan: Scan
     operands: Operands
@@ -155,7 +159,7 @@ class Chunk:
 
     @property
     def base(self):
-        """Return the chunk's first row of the operands."""
+        """Return the row of q, k, v and gates at which the chunk begins."""
         table, e = self.operands.table, self.segment
         if not self.plan.packed:
             return self.chunk * C
@@ -180,22 +184,23 @@ class Chunk:
         return lax.broadcast_in_dim(x, self.state_shape, [3])
 
     def first_row(self, part):
-        """Return where the scan's `part`-th tokens begin in the chunk."""
+        """Return the row within the chunk at which the `part`-th TOKENS tokens in scan order begin."""
         return self.plan.chunk_at(part, PARTS) * TOKENS
 
     def of_keys(self, x, part):
-        """Return the rows [TOKENS, K] of x [B, T, heads, K]."""
+        """Return the rows [TOKENS, K] of x [B, T, heads, K] for the `part`-th tokens in scan order."""
         head = self.plan.blocks.of_keys(self.head, self.plan.H, x.shape[2])
         channels = span(0, self.plan.K, x.shape[3])
         return x.at[self.batch, pl.ds(self.base + self.first_row(part), TOKENS), head, channels]
 
     def of_values(self, x, part):
-        """Return the rows [TOKENS, COLUMNS] of x [B, T, heads, V]."""
+        """Return the rows [TOKENS, COLUMNS] of x [B, T, heads, V] for the `part`-th tokens in scan order."""
         head = self.plan.blocks.of_values(self.head, self.plan.H, x.shape[2])
         return x.at[self.batch, pl.ds(self.base + self.first_row(part), TOKENS), head, self.columns]
 
     def own(self, x, part, layout):
-        """Return x [TOKENS, ...] with 0 where a row does not belong to the sequence. Such a row may hold NaN."""
+        """Return x [TOKENS, ...] with 0 in the rows that do not belong to the chunk's sequence, which may hold NaN. part: the
+        index of the tokens in scan order."""
         if not self.plan.clears:
             return x
         table, e, row = self.operands.table, self.segment, self.base + self.first_row(part)
@@ -204,7 +209,7 @@ class Chunk:
 
 
 def load(c: Chunk, part):
-    """Load the rows of TOKENS tokens, the `part`-th in scan order, into their slot of shared memory."""
+    """Load the rows of the `part`-th TOKENS tokens in scan order into their slot of shared memory."""
     slot, at = remainder(part, SLOTS), c.operands
 
     @pl.when(part < PARTS)
@@ -218,7 +223,7 @@ def load(c: Chunk, part):
 
 
 def form_factors(c: Chunk, part, slot):
-    """Store e^g, k and q of TOKENS tokens in float32, and 0 for rows of another sequence. part: which TOKENS of the chunk."""
+    """Store e^g, k and q of the `part`-th TOKENS tokens in float32, with 0 in rows of another sequence."""
     t, flat = c.tiles, plgpu.Layout.WG_STRIDED((TOKENS, c.plan.K), vec_size=4)
 
     def by_group(x):
@@ -235,8 +240,8 @@ def form_factors(c: Chunk, part, slot):
 
 
 def scan_tokens(c: Chunk, part, S):
-    """Return the state [*GROUPS, rows, COLUMNS] behind the `part`-th tokens, whose factors are stored; store their outputs'
-    shares."""
+    """Return the state [*GROUPS, rows, COLUMNS] behind the `part`-th TOKENS tokens, whose factors are stored. Store every
+    thread's share of their outputs."""
     w, t, layout = c.plan, c.tiles, state_layout(c.rows)
     of_key, of_value = layout.reduce(3), layout.reduce(0).reduce(0).reduce(0)
 
@@ -265,7 +270,8 @@ def passes(c: Chunk, i):
 
 
 def add_outputs(c: Chunk, part):
-    """Add the tokens' outputs, scale times the sums of their shares, to the outputs that `key_scan` has written."""
+    """Add the outputs of the `part`-th TOKENS tokens, scale times the sums of their threads' shares, to the outputs that
+    `key_scan` has written."""
     row = c.chunk * C + c.first_row(part)
 
     @pl.when(row < c.o.shape[1])
@@ -300,7 +306,7 @@ def scan_chunk(c: Chunk):
 
 
 def scan_group(w: Scan, at: Operands, o: Ref, t: Tiles, pipeline: "ExactPipeline"):
-    """Scan the chunks out of range of one group of chunks and heads, in the program's columns."""
+    """Scan those chunks of the program's group that are out of range, in the program's columns. o: the outputs."""
     (B, T, H, V), groups = o.shape, at.flags.shape[0]
     blocks = V // COLUMNS
     chunks = -(-T // C)
@@ -351,9 +357,10 @@ def segment_of(table, batch, chunk):
 
 
 def exact_outputs(w: Scan, table, flags, q, k, v, g, scale, o, newest=None):
-    """Return o [B, T, H, V] in bfloat16, to which the terms of their own tokens are added in chunks out of range.
+    """Return the outputs [B, T, H, V] in bfloat16. In chunks out of range the terms of the chunk's own tokens are added to o.
 
-    flags: `Results.by_group` of `key_scan`. o: its outputs, with T rows of chunks. The other operands are as in `key_scan`.
+    flags: `Results.by_group` of `key_scan`. o: the outputs of `key_scan`, with T rows of chunks. The other operands are as in
+    `key_scan`.
     """
     return launch(
         "exact_outputs",

@@ -82,7 +82,7 @@ class Operands(NamedTuple):
 
     @classmethod
     def of(cls, w: Scan, *given) -> "Operands":
-        """Return the operands of a plan. given: those that it has, one after the other."""
+        """Return the operands by name. given: the operands that the plan w has, in the order of the fields."""
         count = cls._fields.index("edges")
         edges = given[count : count + 4] if w.edges else (None,) * 4
         return cls(*given[:count], *edges, *given[count + 4 * w.edges :])
@@ -130,20 +130,21 @@ class Tiles(NamedTuple):
 
 
 def roles_of(w: Scan) -> dict[str, int]:
-    """Return the roles of warpgroups."""
+    """Return the number of warpgroups of each role."""
     return dict(output=1, carry=1, load=1) if w.outputs else dict(carry=w.consumers, load=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadPipeline(Pipeline):
-    """Hold who waits for whom. tokens: all that is loaded of a chunk. state: the state before a chunk."""
+    """Hold the barriers between the roles of the kernel. tokens: the tiles that are loaded for a chunk. state: the state before
+    a chunk."""
 
     tokens: Ring
     state: Handoff
 
     @classmethod
     def planned(cls, w: Scan, heads: int = 1) -> "HeadPipeline":
-        """Return the pipeline of a plan with one or two heads to a program."""
+        """Build the pipeline for a plan with one or two heads to a program; its barriers are allocated at launch."""
         copies = *("gates",) * heads, "k", *("q",) * w.outputs, *("v",) * heads
         return cls(Ring(w.stages, ("load",), ("output", "carry"), copies), Handoff(("carry",), ("output",)))
 
@@ -152,9 +153,9 @@ class HeadPipeline(Pipeline):
 class Program:
     """Hold one program of `head_scan`, and its position.
 
-    block, h, e: of `program_indices`. batch: the row of the operands. first, count: the first chunk of the scan and the number of
-    chunks. factor: the scale of the sequence. adjoint: 0 or 1; traced in a `two_way` scan. two_terms: the log2 decay of a chunk
-    above which values have two terms.
+    block, h, e: the block of columns, head and segment. batch: the row of the operands. first, count: the first chunk of the
+    scan and the number of chunks. factor: the scale of the sequence. adjoint: 0, or 1 in a scan of dL/dS; traced in a `two_way`
+    scan. two_terms: the log2 decay of a chunk above which values have two terms.
     """
 
     plan: Scan
@@ -224,8 +225,8 @@ def head_scan(w: Scan, table, q, k, v, G, scale, start, *rest) -> ScanResults:
     A `two_way` scan begins at the first chunk of its segment behind which the decay is not 0 in float32. The log decays
     that it returns may exclude the chunks before. They are then so low that they stand for -inf.
 
-    G: [B, chunks, H, C] in float32, the sums of log2 gates from where the scan enters each chunk. The other operands are those
-    of `key_scan`. rest: the last operands of `Operands`, as many as the plan has.
+    G: [B, chunks, H, C] in float32, the sums of log2 gates from where the scan enters each chunk. table, q, k, v, scale, start:
+    as in `key_scan`. rest: the fields of `Operands` from `edges` on that the plan has.
     """
 
     def body(*refs):
@@ -263,8 +264,8 @@ def tokens(p: "Program | PairProgram", x, head, step, *columns):
 
 
 def load(p: "Program | PairProgram", x, edges, head, step, tile, slot, *columns):
-    """Load the rows of one head of x at a step. A chunk that contains rows without a token is read from `edges`, the copies
-    of x."""
+    """Load the rows of one head of x at a step into `tile`. If the chunk contains rows without a token, load them from `edges`,
+    the copy of x."""
     ring = p.pipeline.tokens
     if edges is None:
         ring.copy(tokens(p, x, head, step, *columns), tile, slot)
@@ -300,7 +301,7 @@ def load_chunks(p: Program):
 
 
 def carry_own_columns(p: Program):
-    """Carry 64 columns of the state: one warpgroup of a scan without outputs."""
+    """Carry 64 columns of the state, as one of the *carry* warpgroups of a scan without outputs."""
     w, me = p.plan, p.warpgroup
     columns = span((p.block * w.consumers + me) * 64, 64, w.in_memory[1])
 
@@ -328,8 +329,8 @@ def carry_shared_state(p: Program):
 def carry_state(p: Program, columns, of_tile, scaled, enter):
     """Carry the state [K, columns] through all chunks, and store the last: S_out = e^L S + sum_j k_j (e^{L - G_j} v_j)^T.
 
-    S is float32 and the products' operands are bfloat16. enter(S, step) receives the state before each chunk. of_tile: the same
-    columns within a tile of b. scaled: the tile for the values that are added.
+    S is float32 and the products' operands are bfloat16. columns: the columns of the state. of_tile: the same columns within
+    the tile of v. scaled: the tile for e^{L - G} v. enter: a function (S, step), which receives the state before each chunk.
     """
     w = p.plan
 
@@ -398,9 +399,9 @@ def add_behind(p: Program, S, step, columns):
 
 
 def values_of(p: Program, slot, columns, G, last):
-    """Return the values of a chunk, decayed to the edge by which the scan leaves the chunk, [C, columns] in float32.
+    """Return the values of a chunk, [C, columns] in float32, decayed to the edge by which the scan leaves the chunk.
 
-    They are e^{last - G} v, or scale e^G d_output in a scan of dL/dS. G: [C], and last: its value at the edge, to base 2.
+    They are e^{last - G} v, or scale e^G d_output in a scan of dL/dS. G: [C], and last: its value at that edge, both to base 2.
     """
     w = p.plan
     x = read(p.tiles.v.at[slot, :, columns])
@@ -431,7 +432,7 @@ def store_state(p: Program, S, step, tile, columns):
 
 
 def store_by_blocks(p: Program, tile, target, columns):
-    """Store 64 columns of the state as parts of the blocks that they lie in."""
+    """Store 64 columns of the state for the gradient, as parts of the blocks of K and V that they lie in."""
     w, by = p.plan, p.plan.stored_by
     rows, per_block = w.in_memory[0] // by.rows, w.V // by.columns // 64
     column = lax.div(columns.start, jnp.int32(64))
@@ -475,7 +476,7 @@ def write_chunk(p: Program, i, j, step):
 
 
 class PairTiles(NamedTuple):
-    """Hold the shared memory of `pair_scan`. There is a tile for each head of the pair, but one of q and one of k for both."""
+    """Hold the shared memory of `pair_scan`. Both heads share the tiles of q and k; each has its own of everything else."""
 
     q: Ref  # [stages, C, K]
     k: Ref  # [stages, C, K]
@@ -504,7 +505,7 @@ class PairProgram:
     pipeline: HeadPipeline
 
     def place(self):
-        """Return the pair of heads and the segment."""
+        """Return (the index of the pair of heads, the segment)."""
         _, pair, segment = program_indices(lax.optimization_barrier(lax.axis_index(PROGRAM)), 1, self.plan.H // 2)
         return pair, segment
 
@@ -521,7 +522,7 @@ class PairProgram:
 
     @property
     def batch(self):
-        """Return the row of the operands."""
+        """Return the batch row of the segment in the operands."""
         return self.segment_field(0)
 
     def head(self, i):
@@ -613,8 +614,8 @@ def carry_states(p: PairProgram):
                     plgpu.copy_smem_to_gmem(t.state[i], p.results.states.at[p.batch, run, p.head(i), p.plan.channels])
 
     def add_tokens(S, slot, i):
-        """Return S plus the terms of the chunk's tokens, from values in two terms where most of the state passes, as in
-        `head_scan`."""
+        """Return S plus sum_j k_j (e^{L - G_j} v_j)^T of the i-th head. Values have two terms if most of the state passes the
+        chunk."""
         last, scaled = t.gates[i][slot, w.last_token], t.scaled[i]
 
         def values():

@@ -170,15 +170,19 @@ class Tiles(NamedTuple):
 
 
 def roles_of(w: Scan) -> dict[str, int]:
-    """Return the roles of warpgroups."""
+    """Return the number of warpgroups of each role."""
     return dict(output=1, carry=1, scale=w.scalers) if w.outputs else dict(carry=w.consumers, scale=w.scalers)
 
 
 @dataclasses.dataclass(frozen=True)
 class KeyPipeline(Pipeline):
-    """Hold who waits for whom. tokens: q, k, v and resets of a chunk. gates: its gates. scaled: q^, k^, the sums and the own
-    scores. lost: what q^ lost, in tiles of its own. met: all of *scale* are there. prepared: `halves` and `weak`. state: S'.
-    token: k and v of one token, where fewer columns are in memory: *carry* waits for its own copies."""
+    """Hold the barriers between the roles of the kernel.
+
+    tokens: q, k, v and resets of a chunk. gates: its gates. scaled: q^, k^, the sums and the tokens' own scores. lost: what q^
+    lost in rounding, if it has tiles of its own. met: all warpgroups of *scale* have arrived. prepared: `Tiles.halves` and
+    `Tiles.weak` are stored. state: S'. token: k and v of one token, if memory has fewer columns; *carry* waits for its own
+    copies.
+    """
 
     tokens: Ring
     gates: Ring
@@ -196,7 +200,7 @@ class KeyPipeline(Pipeline):
 
     @classmethod
     def planned(cls, w: Scan) -> "KeyPipeline":
-        """Return the pipeline of a plan."""
+        """Build the pipeline for a plan; its barriers are allocated at launch."""
         consumers, scale = ("output", "carry"), ("scale",)
         copies = *("q",) * w.outputs, "k", "v", *("newest",) * w.resets
         # Where what q^ lost lies in the tile of the gates, *output* reads that tile last, and loads the next.
@@ -215,7 +219,7 @@ class KeyPipeline(Pipeline):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Hold the plan and the references of one program. adjoint: 0 or 1; traced in a `two_way` scan."""
+    """Hold the plan and the references of one program. adjoint: 0, or 1 in a scan of dL/dS; traced in a `two_way` scan."""
 
     plan: Scan
     operands: Operands
@@ -235,7 +239,7 @@ class Program:
         return dataclasses.replace(p, adjoint=p.segment_field(4)) if plan.two_way else p
 
     def place(self):
-        """Return block, head and segment.
+        """Return (block of columns, head, segment).
 
         These and the fields of the table are computed at each use, because the compiler would spill values that all warpgroups
         hold throughout.
@@ -253,10 +257,10 @@ class Program:
         return self.segment_field(2)
 
     def hidden(self, x):
-        """Return x, whose value the compiler cannot know.
+        """Return the number x behind a barrier, so that the compiler does not know its value.
 
-        ptxas 13.0 writes a matrix that it knows to be constant only between the two products that read it. At the first
-        chunk of a scan the first product then reads registers that nothing has written.
+        ptxas 13.0 writes a matrix that it knows to be constant only between the two products that read it. At the first chunk
+        of a scan the first product then reads registers that nothing has written.
         """
         return jnp.where(self.count() >= 0, x, 0.5)
 
@@ -271,7 +275,7 @@ class Program:
         return self.segment_field(4) * ROWS + self.plan.chunk_at(step, self.count(), self.adjoint) * C
 
     def own_rows(self):
-        """Return the segment's first row of q, k, v and gates, and the row behind its last."""
+        """Return (the segment's first row of q, k, v and gates, the row behind its last)."""
         if self.plan.packed:
             return self.segment_field(5), self.segment_field(6)
         first = self.segment_field(1)
@@ -285,11 +289,11 @@ class Program:
         return x.at[(self.segment_field(0), pl.ds(self.row(step), C), head, *columns)]
 
     def of_keys(self, x):
-        """Return the head of x [B, T, heads, K] that the program reads."""
+        """Return the index of the head of x [B, T, heads, K] that the program reads."""
         return self.plan.blocks.of_keys(self.place()[1], self.plan.H, x.shape[2])
 
     def of_values(self, x):
-        """Return the head of x [B, T, heads, V] that the program reads."""
+        """Return the index of the head of x [B, T, heads, V] that the program reads."""
         return self.plan.blocks.of_values(self.place()[1], self.plan.H, x.shape[2])
 
     def load_gates(self, step, slot):
@@ -300,7 +304,7 @@ class Program:
             self.pipeline.gates.copy(self.tokens(gates, step, self.of_keys(gates), self.plan.channels), tile, slot)
 
     def load(self, step, slot):
-        """Load k [C, K], the program's columns of v, [C, columns], and the resets [C] of a step."""
+        """Load k [C, K], the program's columns of v, [C, columns], and the resets [C] of the chunk at a step."""
         ring, k, v = self.pipeline.tokens, self.operands.k, self.operands.v
         ring.copy(self.tokens(k, step, self.of_keys(k), self.plan.channels), self.tiles.k.at[slot], slot)
         columns = span(self.place()[0] * self.plan.columns, self.plan.columns, v.shape[3])
@@ -319,7 +323,7 @@ class Program:
             pl.when(slot < self.count())(functools.partial(load, slot, slot))
 
     def load_next(self, step):
-        """Load into the tiles of the step before, once every warpgroup has read them."""
+        """Load the next chunk into the tiles that the step before used, once every warpgroup has read them."""
         stages, slot = self.plan.stages, self.pipeline.tokens.slot(step - 1)
 
         @pl.when((step > 0) & (step - 1 + stages < self.count()))
@@ -378,23 +382,23 @@ def key_scan(
 
 
 def carry_own_columns(p: Program):
-    """Carry 64 columns of the state: one warpgroup of a scan without outputs."""
+    """Carry 64 columns of the state, as one of the *carry* warpgroups of a scan without outputs."""
     columns = span((p.place()[0] * p.plan.consumers + p.warpgroup) * 64, 64, p.plan.in_memory[1])
     pl.when(p.warpgroup == 0)(lambda: p.load_first(p.load))
     carry_state(p, columns, advance_own_columns)
 
 
 def carry_shared_state(p: Program):
-    """Carry the whole state of the program, and store S' for *output*."""
+    """Carry all columns of the program's state, and store S' for *output* at each chunk."""
     columns = span(p.place()[0] * p.plan.columns, p.plan.columns, p.plan.in_memory[1])
     p.load_first(p.load)
     carry_state(p, columns, advance_shared_state)
 
 
 def advance_own_columns(p: Program, columns, S, step, slot, decay_behind):
-    """Return decay_behind(S) + sum_j k^_j v_j^T, [K, columns] in float32. S is stored if the plan stores states.
+    """Return decay_behind(S) + sum_j k^_j v_j^T, [K, columns] in float32. Store S if the plan stores states.
 
-    S: the S' of the chunk. decay_behind(x) applies the decay that is left behind S'.
+    S: S' of the chunk. decay_behind: a function that decays S' to the edge by which the scan leaves the chunk.
     """
     w, me = p.plan, p.warpgroup
     pl.when(me == 0)(lambda: p.load_next(step))
@@ -407,7 +411,11 @@ def advance_own_columns(p: Program, columns, S, step, slot, decay_behind):
 
 
 def advance_shared_state(p: Program, columns, S, step, slot, decay_behind):
-    """Return what `advance_own_columns` returns. *output* reads S' before the next state is stored."""
+    """Return decay_behind(S) + sum_j k^_j v_j^T, [K, columns] in float32, and store S for *output*, which reads it before the
+    next is stored.
+
+    S: S' of the chunk. decay_behind: a function that decays S' to the edge by which the scan leaves the chunk.
+    """
     pl.when(step > 0)(functools.partial(wait_for_outputs, p, step - 1))
     store_state(p, S, step, p.tiles.state, columns)
     p.pipeline.state.stored()
@@ -436,8 +444,10 @@ def wait_for_outputs(p: Program, step):
 
 
 def begin_anew(p: Program, slot, S):
-    """Return the state behind a chunk that contains a reset, from its tokens behind the newest. The outputs of the chunk read
-    all of k^, so its other tokens are cleared once these are formed."""
+    """Return the state behind a chunk that contains a reset, formed only from the tokens behind the newest reset.
+
+    The other rows of k^ are cleared, once the chunk's outputs, which read all of k^, are formed.
+    """
     p.pipeline.state.acquire()
     slot = lax.optimization_barrier(slot)
     before = p.tiles.newest[slot, p.plan.last_token]
@@ -516,9 +526,9 @@ def state_behind(p: Program, step):
 
 
 def store_behind(p: Program, columns, S, tail, step):
-    """Store e^tail S if the caller has a state behind the chunk. Return S [K, columns] and the log decay [K] that is left.
+    """Store e^tail S if the caller has a state behind the chunk, and return (e^tail S, 0); else return (S, tail).
 
-    These are (e^tail S, 0) where a state was stored, and else (S, tail).
+    S: [K, columns]. tail: [K], a log decay that is not applied yet.
     """
     _, is_one = state_behind(p, step)
 
@@ -547,7 +557,8 @@ def add_behind(p: Program, columns, S, step):
 
 
 def note_range(p: Program, step, flag):
-    """Write whether the chunk is out of range, in one program and warpgroup of those that share its channels."""
+    """Write to global memory whether the chunk is out of range. One program and warpgroup of those that share its channels does
+    so."""
     w, (block, head) = p.plan, p.place()[:2]
 
     @pl.when((block == 0) & (p.warpgroup == (1 if w.outputs else 0)))
@@ -595,8 +606,11 @@ def has_tokens(p: Program):
 
 
 def lost_in_rounding(p: Program, tail, columns, token):
-    """Return what the last token of a chunk lost when it was scaled and rounded, [K, columns]. Where gates are strong, this
-    token is most of the state."""
+    """Return (k_j - e^tail bf16(e^{-tail} k_j)) v_j^T, [K, columns]: what the last token j of a chunk lost when it was scaled
+    and rounded.
+
+    Where gates are strong, this token is most of the state. tail: [K], the log decay that is not applied yet.
+    """
     w, find = p.plan, copied_token if p.plan.narrower else token_in_memory
     k, v = (
         plgpu.load(x, layout=layout, optimized=False)
@@ -617,7 +631,7 @@ def token_in_memory(p: Program, columns, token):
 
 
 def copied_token(p: Program, columns, token):
-    """Return what `token_in_memory` returns, in shared memory and with zeros behind what is in memory."""
+    """Return k and some columns of v of one token, copied to shared memory, with zeros behind the columns in memory."""
     w, ring = p.plan, p.pipeline.token
     assert ring is not None  # as in every plan with narrower arrays
     mine = 0 if w.outputs else p.warpgroup
@@ -631,10 +645,11 @@ def copied_token(p: Program, columns, token):
 
 @dataclasses.dataclass(frozen=True)
 class OutputWarpgroup:
-    """Hold what the output warpgroup of one program reads throughout.
+    """Hold what the role *output* of one program reads throughout.
 
     i, j: [C, C] in int32, the positions in scan order of rows and columns. scale: the sequence's scale, float32. total: the
-    number of chunks. known: batch row and first chunk, or None where registers have no room for them. block, head: of `place`.
+    number of chunks. known: batch row and first chunk, or None where registers have no room for them. block, head: the block of
+    columns and the head.
     """
 
     p: Program
@@ -712,7 +727,7 @@ def write_chunk(o: OutputWarpgroup, weak: bool | None, step):
     terms = (q, p.tiles.lost.at[lost_slot]) if weak else (q,)
 
     def formed(scores, output):
-        """Mask and split the scores while q^T S' is computed."""
+        """Mask the scores, and split them in two terms, while q^ S' is computed."""
         for x in terms:
             plgpu.wgmma(scores, x, transposed(k))
         if w.resets:
@@ -782,14 +797,14 @@ def divide_scores(p: Program, step, P):
 
 
 def divide_from_state(p: Program, step):
-    """Zero the rows of q^ that have a reset at or before them, once the scores are formed."""
+    """Zero the rows of q^ that have a reset at or before them, once the scores are formed: no state reaches them."""
     plgpu.wgmma_wait(0)
     slot = p.pipeline.tokens.slot(lax.optimization_barrier(step))
     clear_behind_resets(p, step, p.tiles.q.at[slot])
 
 
 def divide_lost_from_state(p: Program, step):
-    """Do the same to the second term of q^, in the tile of the gates."""
+    """Zero the rows of the second term of q^, in the tile of the gates, that have a reset at or before them."""
     clear_behind_resets(p, step, p.tiles.gates.at[lax.rem(lax.optimization_barrier(step), jnp.int32(2)) * p.plan.terms])
 
 
@@ -804,7 +819,7 @@ def clear_behind_resets(p: Program, step, tile):
 
 
 def add_lost(p: Program, step, weak, total, right):
-    """Return total, float32, plus the product of what q^ lost in rounding, [C, K], with right(slot), where gates are weak.
+    """Return total + (what q^ lost in rounding) right(slot), float32, if gates are weak; else total.
 
     The slots are computed again, because the compiler would spill the slots of both products.
     """

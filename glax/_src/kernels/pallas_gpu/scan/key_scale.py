@@ -27,8 +27,7 @@ SAMPLES, WEAK = 8, -0.25  # gates of a program that are sampled, and the average
 
 
 def in_range(largest, ends):
-    """Return for every row whether the form about the chunk's middle is exact: |M|, |L| and |R| of `common.limits` are in
-    range.
+    """Return a mask [C]: whether |M| of each row, and |L| and |R|, permit the form about the chunk's middle (`common.limits`).
 
     largest: [C], the largest |M| by token. ends: L and R, [C] each, by channel. M excludes the first token's gate, and L
     includes it. Sums of gates of -inf are NaN, for which no comparison holds.
@@ -53,9 +52,9 @@ def weak_on_average(g, batch, first, end, count, head):
 
 @dataclasses.dataclass(frozen=True)
 class Scaler:
-    """Hold what one scaling warpgroup reads throughout.
+    """Hold what one warpgroup of the role *scale* reads throughout.
 
-    share: the index of its 64 channels, and channels: their slice of K. total: the number of chunks. matrix: [C, C] in bfloat16,
+    share: the index of its 64 channels. channels: their slice of K. total: the number of chunks. matrix: [C, C] in bfloat16,
     whose product with gates [C, 64] is M. weak: whether q^ has two terms.
     """
 
@@ -109,9 +108,9 @@ def prepare(p: Program, total):
 
 
 def scale_chunk(s: Scaler, step, log):
-    """Scale the operands of one chunk. log [64]: the log decays of the segment up to it, in a `two_way` scan.
+    """Scale the operands of one chunk, and return `log`, to which a `two_way` scan adds the chunk's log decays.
 
-    Returns `log` with the chunk's decays added in such a scan, and as it is in others.
+    log: [64], the log decays of the segment up to the chunk.
     """
     p, w = s.p, s.p.plan
     slot, gate_slot = p.pipeline.tokens.slot(step), lax.rem(step, jnp.int32(2))
@@ -175,9 +174,9 @@ def loaded_gates(s: Scaler, gate_slot) -> list:
 
 
 def sum_gates(s: Scaler, gates):
-    """Return M [C, 64], the largest |M| by token [C], and L and R [64] of every channel, in float32 and natural logarithms.
+    """Return (M [C, 64], the largest |M| by token [C], L and R [64] by channel), in float32 and natural logarithms.
 
-    The second is None if tokens are scaled to the edge. M is then the sum from a token to that edge.
+    If tokens are scaled to the edge, M is the sum from a token to that edge, and the second result is None.
     """
     w = s.p.plan
 
@@ -196,10 +195,10 @@ def sum_gates(s: Scaler, gates):
 
 
 def clear_cut(s: Scaler, slot):
-    """Zero the tokens of k^ that a reset divides from the edge by which the scan leaves the chunk.
+    """Zero the rows of k^ that a reset divides from the edge by which the scan leaves the chunk.
 
-    With time these are the tokens before the chunk's newest reset. Against time they are those with a reset at or before them.
-    `behind_newest` and `before_all` return a number for each token: it is below 0 where the token is cleared.
+    With time these are the rows before the chunk's newest reset. Against time they are those with a reset at or before them.
+    `behind_newest` and `before_all` return a number for each row: it is below 0 where the row is cleared.
     """
     p, w = s.p, s.p.plan
     share, slot = lax.optimization_barrier((p.warpgroup - w.consumers, slot))
@@ -254,7 +253,7 @@ def clear_foreign(s: Scaler, step, slot, gates):
 
 
 def roomy(w: Scan) -> bool:
-    """Return whether registers have room for q^ and k^ together."""
+    """Return whether registers have room for q^ and k^ together, so that both are formed before either is stored."""
     return w.registers[0] > ROOMY
 
 
@@ -266,8 +265,8 @@ def release_gates(s: Scaler, step, gate_slot):
 
 
 def reads_gates_last(s: Scaler):
-    """Return whether scalers read the gates' tile last, and load the next. Else the output warpgroup does, because the tile
-    holds what q^ lost in rounding."""
+    """Return whether scalers read the gates' tile last, and load the next gates into it. Otherwise *output* does, because the
+    tile holds what q^ lost in rounding."""
     return True if s.p.plan.lost_stages else jnp.logical_not(s.weak)
 
 
@@ -282,11 +281,8 @@ def load_next_gates(s: Scaler, step, gate_slot):
 
 
 def any_out_of_range(s: Scaler, slot):
-    """Return whether any token or channel of the chunk is out of range in any scaler's share, so that all scalers scale it
-    alike.
-
-    The scaler has arrived at `met` before.
-    """
+    """Return whether the chunk is out of range in any scaler's channels, so that all scalers scale it alike. Waits until all
+    scalers have arrived at `met`."""
     p = s.p
     p.pipeline.met.wait()
     sums = plgpu.load(p.tiles.sums.at[slot, 0], layout=tiles.in_every_warp(p.plan.K))
@@ -308,7 +304,7 @@ def store_decays(s: Scaler, slot, decays):
 
 
 def decays_to_edge(s: Scaler, step, ends):
-    """Return the log decays [64] that apply before the state is stored, and after."""
+    """Return the log decays [64] that are applied to the state before it is stored, and after. ends: L and R."""
     p = s.p
     if not p.plan.states:
         return (ends[0] + ends[1],)
@@ -356,7 +352,7 @@ def scale_to_edges(s: Scaler, step, slot, gates):
 
 
 def form_early(s: Scaler, slot, M):
-    """Return own scores q_i . k_i over the scaler's channels [C], or k^ [C, 64] where registers have room, else None.
+    """Return the own scores q_i . k_i over the scaler's channels [C]; or k^ [C, 64] if registers have room for it; else None.
 
     The result is formed while other scalers arrive. Without the barrier the compiler would move the computation behind that
     point.
@@ -386,7 +382,7 @@ def scale_keys(s: Scaler, slot, M, y=None):
 
 
 def scale_queries(s: Scaler, step, slot, M, gates, own, y):
-    """Replace q by q^ = q e^M, and store every token's score with itself, q^ . k^. Where gates are weak, also store what q^ lost
+    """Replace q by q^ = q e^M, and store every token's score with itself, q^ . k^. If gates are weak, also store what q^ lost
     in rounding.
 
     own: the scores [C] if `form_early` has formed them, else None; then y is k^ [C, 64].

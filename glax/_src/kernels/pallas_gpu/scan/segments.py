@@ -49,13 +49,13 @@ TOGETHER = 8  # the most segments whose states are loaded together; lowering tak
 
 @dataclasses.dataclass(frozen=True)
 class LookbackPipeline(Pipeline):
-    """Hold who waits for whom: the warpgroup for its own copies."""
+    """Hold the barriers by which the one warpgroup waits for its own copies. gates: a ring of the gates of chunks."""
 
     gates: Ring
 
     @classmethod
     def planned(cls, w: Scan) -> "LookbackPipeline":
-        """Return the pipeline of a plan."""
+        """Build the pipeline for a plan; its barriers are allocated at launch."""
         return cls(Ring(AHEAD, ("compute",), ("compute",), ("gates",) * w.terms, released_by=()))
 
 
@@ -81,7 +81,7 @@ def lookback_tables(w: Scan, table, g) -> list[jax.Array]:
         batch, first, whole, n, adjoint = (table_g[way, e, i] for i in range(5))
 
         def load(i):
-            """Load the i-th chunk from the end."""
+            """Load the gates of the i-th chunk from the segment's end."""
             rows = pl.ds((first + w.chunk_at(whole - 1 - i, whole, adjoint)) * C, C)
             slot = pipeline.gates.slot(i)
             for term in range(w.terms):
@@ -99,15 +99,15 @@ def lookback_tables(w: Scan, table, g) -> list[jax.Array]:
             return pl.ds(half * 64, 64)
 
         def clear_foreign(i, gates):
-            """Zero the rows without a token of the i-th chunk from the end. They may hold NaN."""
+            """Zero the rows of the i-th chunk from the segment's end that hold no token. They may hold NaN."""
             row = (first + w.chunk_at(whole - 1 - i, whole, adjoint)) * C
             low, high = (table_g[way, e, column] - row for column in (5, 6))
             parts = [g.at[:, channels(half)] for g in gates for half in halves]
             pl.when((low > 0) | (high < C))(functools.partial(tiles.clear, parts, low, high))
 
         def look(i, carry):
-            """Add the gates of the i-th chunk from the end. before: whether a state passes the chunks so far, so that this
-            chunk was loaded."""
+            """Add the gates of the i-th chunk from the segment's end to the sums of `carry`, if a state still passes the chunks
+            behind it."""
             through, before, alive, found = carry
             slot = pipeline.gates.slot(i)
             here = before & (i < whole)
