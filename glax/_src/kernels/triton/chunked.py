@@ -54,8 +54,8 @@ STATE_BLOCK = 64  # rows and columns of the state in a program of the kernels th
 def segment_states(a, b, g, scale, start, table, out, edge, total, D: tl.constexpr):
     """Compute each segment's final state from zero, out [segments, H, K, V], and its log decay, total [segments, H, K or 1].
 
-    The operands are those of `carry_state`. LAST: also compute these for a sequence's last segment (with ADJOINT its first).
-    Otherwise they are 0 there.
+    a, b: k and v, or with ADJOINT scale * q and do. g, scale, start, table: as in `carry_state`. LAST: whether both results are
+    also computed for the segment that ends the scan of a sequence; otherwise they are 0 there.
     """
     carry_state(
         tl.program_id(0), a, b, g, scale, start, table, out, edge, total, D, D.HA, D.HB, D.ADJOINT, False, D.LAST,
@@ -65,7 +65,7 @@ def segment_states(a, b, g, scale, start, table, out, edge, total, D: tl.constex
 
 @triton.jit
 def chunk_states(q, k, v, do, g, scale, start, d_start, table, out, edge, d_out, d_edge, D: tl.constexpr):
-    """Compute S where each chunk begins (out) and dL/dS where each chunk ends (d_out), both [chunks, H, K, V].
+    """Compute S before each chunk (out) and dL/dS behind it (d_out), both [chunks, H, K, V].
 
     Each direction has half of the programs, because one direction alone leaves the GPU half idle.
     """
@@ -157,7 +157,7 @@ def carry_state(
 
 @triton.jit
 def load_chunk_sum(g, c, origin, chunk, h, n, k, filled, D: tl.constexpr):
-    """Load the sum of the gates of chunk c of a segment, a scalar or [BK]; 0 where the segment has no chunk c."""
+    """Load the sum of the log gates of chunk c of a segment, a scalar or [BK]; 0 if the segment has no chunk c."""
     count = tl.where(c >= 0, filled - c * D.C, 0)
     if D.FORM == "key":
         return load_key_sums(g, chunk + c, h, k, count, D)
@@ -167,12 +167,12 @@ def load_chunk_sum(g, c, origin, chunk, h, n, k, filled, D: tl.constexpr):
 
 @triton.jit
 def scan_segments(local, total, start, begins, out, edge, through, before, D: tl.constexpr):
-    """Scan the segments' local states and log decays for the state where each segment begins (with ADJOINT, where it ends).
+    """Compute the state where each segment begins (with ADJOINT, where it ends) from the segments' local states and log decays.
 
-    local [segments, H, K, V] and total [segments, H, K or 1]: of `segment_states`. start [N, H, K, V]: the initial states.
-    begins [N + 1]: the first segment of each sequence. out [segments, H, K, V]: those states. edge [N, H, K, V], through
-    [N, H, K or 1]: the state after the last segment and the log decay of the whole sequence, valid if `segment_states` had
-    LAST. before [segments, H, K or 1]: the log decay of the segments that the scan visits before each.
+    local [segments, H, K, V], total [segments, H, K or 1]: the results of `segment_states`. start [N, H, K, V]: the initial
+    states. begins [N + 1]: the first segment of each sequence. out [segments, H, K, V]: the result. edge [N, H, K, V], through
+    [N, H, K or 1]: the state after the last segment, and the log decay of the whole sequence; both are valid if
+    `segment_states` had LAST. before [segments, H, K or 1]: the log decay of the segments that are scanned before each.
     """
     block, h, n = place_of(tl.program_id(0), D.NK * D.NV, D)
     k, v = block // D.NV * D.BK + tl.arange(0, D.BK), block % D.NV * D.BV + tl.arange(0, D.BV)
@@ -203,7 +203,7 @@ def scan_segments(local, total, start, begins, out, edge, through, before, D: tl
 
 @triton.jit
 def store_log(x, log, index, h, k, D: tl.constexpr):
-    """Store x[index, h, k], or x[index, h, 0] for gates that all channels share."""
+    """Store the log decays x[index, h, k], or x[index, h, 0] for gates that all channels share."""
     if D.FORM == "key":
         tl.store(x + (index.to(tl.int64) * D.H + h) * D.K + k, log, mask=k < D.K)
     else:
@@ -253,7 +253,11 @@ def outputs(q, k, v, g, scores, scale, start, table, o, final, D: tl.constexpr):
 
 @triton.jit
 def key_scan(q_scaled, k_scaled, v, last, scores, o, factor, cv, S, h, chunk, origin, length, filled, D: tl.constexpr):
-    """Scan a segment with per-key gates. Scaled operands go from memory to the tensor cores unchanged."""
+    """Compute the outputs o of a segment with per-key gates, and return the state behind it. Scaled operands go from memory to
+    the tensor cores unchanged.
+
+    S: the state before the segment. cv: the program's columns of V. factor: the scale.
+    """
     ck, tokens = tl.arange(0, D.BK), tl.arange(0, D.C)
     # Always loaded one chunk ahead, so that its latency is hidden.
     total = load_key_sums(last, chunk, h, ck, filled, D)
@@ -277,7 +281,11 @@ def key_scan(q_scaled, k_scaled, v, last, scores, o, factor, cv, S, h, chunk, or
 
 @triton.jit
 def head_scan(q, k, v, g, o, factor, cv, S, h, n, origin, length, filled, D: tl.constexpr):
-    """Scan a segment with per-head, constant or no gates. q and k go to the tensor cores unchanged."""
+    """Compute the outputs o of a segment with per-head, constant or no gates, and return the state behind it. q and k go to the
+    tensor cores unchanged.
+
+    S: the state before the segment. cv: the program's columns of V. factor: the scale.
+    """
     ck, tokens = tl.arange(0, D.BK), tl.arange(0, D.C)
     i, j = tokens[:, None], tokens[None, :]
     hq, hk, hv = h // (D.H // D.HQ), h // (D.H // D.HK), h // (D.H // D.HV)
@@ -366,14 +374,14 @@ def segment_size(r: Recurrence, size: int, chunk: int) -> int:
 
 
 def start_of_sequences(r: Recurrence):
-    """Return the initial states and the kernels' START: 2 for a state of each sequence, 0 for zero."""
+    """Return (the initial states, START), where START is 2 for a state of each sequence and 0 for zeros."""
     return (r.scale, 0) if r.initial_state is None else (r.initial_state, 2)
 
 
 class Scan:
-    """Launch the state kernels over one division into segments, in one direction.
+    """Launch the kernels that compute states, for one division of sequences into segments and one direction.
 
-    d_output: the gradient of the outputs for the scan of dL/dS in reverse; None for the scan of S.
+    d_output: None for the scan of S; for the scan of dL/dS, in reverse, the gradient of the outputs.
     """
 
     def __init__(self, r: Recurrence, config, block: int, segments: Segments, operands: Operands, d_output=None):
@@ -382,7 +390,10 @@ class Scan:
         self.launched = blocks_of(r, config, block)
 
     def starts(self, start, kind: int):
-        """Return the state where every segment begins, [segments, H, K, V], and the START that other kernels read it with."""
+        """Return (the state where every segment begins, [segments, H, K, V], the START with which kernels read it).
+
+        start, kind: the states of sequences, and the START with which kernels read them.
+        """
         if self.segments.count <= self.r.num_sequences and self.r.boundaries is None:
             return start, kind
         return self.scan(self.states(last=False), start, kind)[0], 1
@@ -390,8 +401,8 @@ class Scan:
     def states(self, last: bool):
         """Return each segment's final state from zero, [segments, H, K, V], and its log decay, [segments, H, K or 1].
 
-        last: also compute these for the segment that ends the scan of a sequence. Otherwise they are 0 there, which is
-        enough for `starts`.
+        last: whether these are also computed for the segment that ends the scan of a sequence. Otherwise they are 0 there,
+        which is enough for `starts`.
         """
         r, (_, H, K, V), M = self.r, self.r.state_shape, self.segments.count
         local, _, log = launch(
@@ -422,7 +433,8 @@ class Scan:
 
 
 def blocks_of(r: Recurrence, config, block: int) -> dict:
-    """Return the options that all state kernels share."""
+    """Return the constants and launch options that all kernels of states share. block: the rows and columns of a state in a
+    program, or 0."""
     _, _, K, V = r.state_shape
     blocks = dict(BK=min(block, width(K)), BV=min(block, width(V)))
     warps = 8 if blocks["BK"] * blocks["BV"] > STATE_BLOCK * STATE_BLOCK else 4
@@ -430,7 +442,7 @@ def blocks_of(r: Recurrence, config, block: int) -> dict:
 
 
 def programs_of(r: Recurrence, blocks: dict) -> int:
-    """Return the number of programs that one segment needs."""
+    """Return the number of programs that one segment needs. blocks: the result of `blocks_of`."""
     _, H, K, V = r.state_shape
     return -(-K // blocks["BK"]) * -(-V // blocks["BV"]) * H
 
@@ -456,10 +468,10 @@ def chunked(r: Recurrence, config: TritonChunkedConfig) -> Outputs:
 
 @compile_in_parallel
 def local_states(r: Recurrence, config: TritonChunkedConfig):
-    """Compute the first phase: the segments' local states, and from them the final state and the log decay.
+    """Compute the first phase of the forward: return (what `finish` reads, the final states [N, H, K, V], their log decays).
 
-    The states where segments begin are computed from a zero initial state, while the final state is exchanged. `finish`
-    adds the decayed initial state to them.
+    The last two are the message to other devices. While it is exchanged, the states where segments begin are computed from a
+    zero initial state. `finish` adds the decayed initial state to them.
     """
     segments, chunks = segments_and_chunks(r, config)
     operands = chunk_operands(r, chunks, config.chunk)
@@ -472,7 +484,8 @@ def local_states(r: Recurrence, config: TritonChunkedConfig):
 
 @compile_in_parallel
 def finish(saved, r: Recurrence, config: TritonChunkedConfig) -> Outputs:
-    """Compute the second phase: outputs and final states from r.initial_state and what `local_states` saved."""
+    """Compute the second phase of the forward: outputs and final states from r.initial_state. saved: the first result of
+    `local_states`."""
     operands, entering, before = saved
     segments, chunks = segments_and_chunks(r, config)
     start = entering + jnp.exp(before)[..., None] * r.start_state[segments.table[:, SEQUENCE]]
@@ -488,7 +501,8 @@ def launch_outputs(
     start,
     kind: int,
 ):
-    """Compute o [B, T, H, V] and the final states [N, H, K, V]. kind: the START that `start` is read with."""
+    """Compute o [B, T, H, V] and the final states [N, H, K, V]. start, kind: initial states, and the START with which kernels
+    read them."""
     B, T = r.q.shape[:2]
     _, H, K, V = r.state_shape
     columns = min(config.columns, width(V))
@@ -523,7 +537,8 @@ def launch_states(
     start,
     kind: int,
 ):
-    """Compute the state where each chunk begins [chunks, H, K, V], and the final states [N, H, K, V]."""
+    """Compute the state before each chunk [chunks, H, K, V], and the final states [N, H, K, V]. start, kind: initial states,
+    and the START with which kernels read them."""
     blocks = blocks_of(r, config, config.block)
     stored = jnp.bfloat16 if r.q.dtype == jnp.bfloat16 else jnp.float32
     return launch(
@@ -552,9 +567,11 @@ def chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig) -> Rec
 
 @compile_in_parallel
 def local_states_vjp(r: Recurrence, d_output, d_final, config: GradientConfig):
-    """Compute the first phase of the gradient: the segments' parts of dL/dS, and from them d_initial and the log decay.
+    """Compute the first phase of the gradient: return (what `finish_vjp` reads, dL/dS before sequences [N, H, K, V], its log
+    decays).
 
-    While d_initial is exchanged, the second phase scans for the states where segments begin.
+    The last two are the message to other devices. While it is exchanged, the second phase scans for the states where segments
+    begin.
     """
     segments, chunks = segments_and_chunks(r, config)
     operands = chunk_operands(r, chunks, config.chunk)
@@ -566,7 +583,7 @@ def local_states_vjp(r: Recurrence, d_output, d_final, config: GradientConfig):
 
 @compile_in_parallel
 def finish_vjp(saved, r: Recurrence, d_output, d_final, config: GradientConfig) -> Recurrence:
-    """Compute the second phase of the gradient from d_final and what `local_states_vjp` saved."""
+    """Compute the second phase of the gradient from the d_final that arrived. saved: the first result of `local_states_vjp`."""
     operands, states = saved
     segments, chunks = segments_and_chunks(r, config)
     start = Scan(r, config, config.block, segments, operands).starts(*start_of_sequences(r))
@@ -584,9 +601,9 @@ def launch_gradient(
     start,
     d_start,
 ) -> Recurrence:
-    """Compute the gradient from the states where scans of segments begin.
+    """Compute the gradient of every input.
 
-    start, d_start: (states, START) of the scan of S and of the scan of dL/dS.
+    start, d_start: (states, START) where the scan of S, and the scan of dL/dS, begin each segment.
     """
     _, H, K, V = r.state_shape
     form = r.decay.form

@@ -56,5 +56,5 @@ def compile_ahead(specialisation: Hashable, call: Callable, operands):
 
 
 def lower(call: Callable, shapes: list[jax.ShapeDtypeStruct]):
-    """Lower call for CUDA, which compiles its kernel."""
+    """Lower call for arguments of these shapes and dtypes on CUDA, which compiles its kernel."""
     jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",))

@@ -23,7 +23,7 @@ MOST_STATES = 2**33  # bytes of stored states, in bfloat16, that the heuristic l
 
 
 def precision(x: Array) -> str:
-    """Return PRECISION of products of x: float32 is multiplied in three TF32 products, and other dtypes in one."""
+    """Return the constant PRECISION of products of x: "tf32x3", three TF32 products, if x is float32, else "tf32", one."""
     return "tf32x3" if x.dtype == "float32" else "tf32"
 
 
@@ -39,7 +39,7 @@ def is_direct(r: Recurrence) -> bool:
 
 
 def check_block(config, *names: str):
-    """Check the fields that are rows, keys, warps or stages of a block."""
+    """Raise ValueError unless the fields `names` of config, and its warps and stages, are sizes that a kernel can run."""
     for name in names:
         if name.endswith("warps"):
             check_field(name, getattr(config, name), 1, 32, power_of_two=True)
@@ -50,7 +50,8 @@ def check_block(config, *names: str):
 
 
 def check_fields(config: "TritonChunkedConfig | GradientConfig", *tiles: str):
-    """Check the fields of a chunked kernel's config. tiles: the names of the fields that are sizes of a tile."""
+    """Raise ValueError unless every field of a chunked kernel's config is valid. tiles: the names of the fields that are sizes
+    of a tile."""
     for name in tiles:
         check_field(name, getattr(config, name), 16, WIDEST, power_of_two=True)  # Triton's tiles are powers of two
     check_field("segment", config.segment, 0, 2**31 - 1)
@@ -181,11 +182,11 @@ class TritonChunkedConfig(Config):
     def erasing(cls, r: Recurrence) -> Self:
         """Return the config of the delta rule.
 
-        In float32 `erasing_float32` returns it, unless one kernel runs the whole recurrence (`is_direct` in the same file). A
-        program holds all K rows of its columns of the state, so it has fewer columns where K is large. On GPUs that multiply 64
-        columns at a time (`has_large_tiles`) it has three stages, which their shared memory holds; two where `erase` or per-key
-        gates are one operand more; and 32 columns where programs of 64 would leave half of the multiprocessors idle. On other
-        GPUs it has the fewer columns and stages of their shared memory.
+        In float32 it is `erasing_float32`, unless one kernel runs the whole recurrence (`is_direct`). A program holds all K
+        rows of its columns of the state, so it has fewer columns where K is large. On GPUs that multiply 64 columns at a time
+        (`has_large_tiles`) it has three stages, which their shared memory holds; two with `erase` or per-key gates, which are
+        one operand more; and 32 columns where programs of 64 would leave half of the multiprocessors idle. On other GPUs it has
+        the fewer columns and stages that their shared memory holds.
         """
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
         if r.q.dtype == "float32" and not is_direct(r):
@@ -232,8 +233,8 @@ class TritonChunkedConfig(Config):
         return list(dict.fromkeys(found))
 
     def other_forms(self, r: Recurrence) -> list[Self]:
-        """Return what tuning measures where this config, which stores states, is the heuristic's: itself, some with other stages,
-        warps, blocks or columns, some with chunks of 128 tokens where `storing` may have them, and `scan`."""
+        """Return the configs that tuning measures if this one, which stores states, is the heuristic's: itself, some with other
+        stages, warps, blocks or columns, some with chunks of 128 tokens where `storing` may have them, and `scan`."""
         large, change = has_large_tiles(), functools.partial(dataclasses.replace, self)
         found = [self, change(stages=5 - self.stages), change(warps=12 - self.warps), change(block=128)]
         found += [change(columns=columns, warps=4) for columns in (32, 64) if columns < width(r.v.shape[3])]
@@ -350,11 +351,11 @@ class GradientConfig(Config):
 
     @classmethod
     def along(cls, plain: Self, r: Recurrence, block: int) -> Self:
-        """Return the config where `is_direct`: for erase_along with per-key gates and narrow heads.
+        """Return the config of a call for which `is_direct`: erase_along, per-key gates and narrow heads.
 
-        plain: the config of r without an erasure. block: the columns of a state in a program of the state kernels. Chunks have
-        the tokens of plain's in bfloat16 on sm_90 and sm_100, and half of these otherwise, where larger ones would spill
-        registers. In bfloat16 on sm_90 a second stage loads the next rows of the states ahead, and two programs share a
+        plain: the config of r without an erasure. block: the columns of a state in a program of the state kernels. In bfloat16
+        on sm_90 and sm_100, chunks have as many tokens as in `plain`. Otherwise they have half as many, where larger ones would
+        spill registers. In bfloat16 on sm_90 a second stage loads the next rows of the states ahead, and two programs share a
         multiprocessor all the same; on sm_100 it would spill registers.
         """
         is_large = r.q.dtype == "bfloat16" and has_large_tiles()

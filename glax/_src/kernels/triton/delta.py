@@ -1,4 +1,4 @@
-"""Choose the kernels of a recurrence with an erasure, and run the delta rule with `along` as two rows a token where need be.
+"""Choose the kernels of a recurrence with an erasure. Rewrite `along` as two rows a token for the kernels that have no `along`.
 
 With per-key gates and heads up to 64 wide the kernels of `delta_along` run `along`. In the others a token of
 S = S_bar + k (w * v)^T - b (S_bar^T e)^T, with b the array `along`, is two rows of the delta rule:
@@ -19,7 +19,8 @@ from glax._src.kernels.triton.delta_chunked import delta_chunked, delta_chunked_
 
 
 def interleaved(first: Array | None, second: Array | None, reverse: bool) -> Array:
-    """Return [B, 2 * T, ...], the rows of two arrays [B, T, ...] in turn, `first` first in scan order; None for zeros."""
+    """Return [B, 2 * T, ...]: for each token its row of one array [B, T, ...] and its row of the other, that of `first` first
+    in scan order. None stands for zeros."""
     given = first if first is not None else second
     assert given is not None
     rows = [jnp.zeros_like(given) if x is None else x for x in (first, second)]
@@ -28,7 +29,7 @@ def interleaved(first: Array | None, second: Array | None, reverse: bool) -> Arr
 
 
 def two_rows(r: Recurrence) -> Recurrence:
-    """Return r with two rows a token and without `along`."""
+    """Return r with `along` replaced by two rows of the delta rule for each token: T becomes 2 T."""
     erasure, decay, H = r.erasing, r.decay, r.num_heads
     along, write = erasure.along, erasure.write
     assert along is not None

@@ -146,9 +146,11 @@ def store_chunk(
     q, k, erase, along, g, scale, table, q_read, e_read, k_written, b_written, scores, inverse, passed, scores_along, decays,
     h, e, EXACT: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Store all results of a chunk, and return the largest |sum| of its gates.
+    """Store all results of a chunk, and return the largest |sum| of its gates. The arguments are those of `along_pairs`, for
+    head h and chunk e.
 
-    Three loops over the channels, of two matrices of pairs each or of the operands, need half the registers of one.
+    EXACT: whether the form is right for gates of any size. Three loops over the channels, of two matrices of pairs each or of
+    the operands, need half the registers of one.
     """
     origin, count, n = tl.load(table + e * 6), tl.load(table + e * 6 + 2), tl.load(table + e * 6 + 3)
     factor = tl.load(scale + n).to(tl.float32)
@@ -196,7 +198,7 @@ def store_chunk(
 
 @triton.jit
 def store_square(x, value, place, D: tl.constexpr):
-    """Store x[place], for x [places, C, C]."""
+    """Store value [C, C] as x[place], for x [places, C, C]."""
     tokens = tl.arange(0, D.C)
     tl.store(x + place * D.C * D.C + (tokens[:, None] * D.C + tokens[None, :]), value.to(x.dtype.element_ty))
 
@@ -205,10 +207,11 @@ def store_square(x, value, place, D: tl.constexpr):
 def pair_products(
     x, HEADS: tl.constexpr, k, along, g, h, origin, count, BEFORE: tl.constexpr, EXACT: tl.constexpr, D: tl.constexpr
 ):
-    """Return the products of the rows of x with those of b and of k, decayed, [C, C] each, and the largest |sum| of gates.
+    """Return sum_c x_ic b_jc e^{G_i - G_j} and sum_c x_ic k_jc e^{G_i - G_j}, [C, C] each, and the largest |sum| of gates.
 
-    x: what HEADS heads read. BEFORE: whether it is read before a token's decay. Above the triangles there may be any value. With
-    EXACT the first two are right for gates of any size, and the third is 0; a token with itself is a product of its own then.
+    x: q or erase, with HEADS heads. BEFORE: whether it is read before a token's decay. Entries above the diagonal may have any
+    value. With EXACT the first two results are right for gates of any size, and the third is 0; the product of a token with
+    itself is then formed separately.
     """
     tokens = tl.arange(0, D.C)
     i, j = tokens[:, None], tokens[None, :]
@@ -258,8 +261,9 @@ def along_outputs(
 ):  # fmt: skip
     """Compute BV columns of a segment's outputs, o [rows, H, V], and of a sequence's final state, final [N, H, K, V].
 
-    START: whether sequences begin from `start` or from zero. The others are results of `along_pairs`. x: X [rows, H or HV, V].
-    The state [BV, BK] and the outputs [BV, C] are held transposed, so nothing that is computed passes through shared memory.
+    START: whether sequences begin from `start` or from zero. q_read to b_written, scores and decays: the results of
+    `along_pairs`. x: X [rows, H or HV, V]. The state [BV, BK] and the outputs [BV, C] are held transposed, so nothing that is
+    computed passes through shared memory.
     """
     block, h, e = place_of(tl.program_id(0), D.NV, D)
     entry = table + e * 6
@@ -292,7 +296,8 @@ def along_outputs(
 
 @triton.jit
 def state_terms(S, D: tl.constexpr):
-    """Return S in the two terms that `read_state` multiplies: of bfloat16, with 16 bits together, or S twice."""
+    """Return the two operands by which `read_state` multiplies S: its two bfloat16 terms, which have 16 bits together, or for
+    other dtypes S twice."""
     if tl.bfloat16 == D.DTYPE:
         return split(S, D.DTYPE)
     else:
@@ -301,9 +306,10 @@ def state_terms(S, D: tl.constexpr):
 
 @triton.jit
 def read_state(high, low, tile, D: tl.constexpr):
-    """Return (tile S)^T, [BV, C], for a tile [C, BK].
+    """Return (tile S)^T, [BV, C], for a tile [C, BK]. high, low: the results of `state_terms`.
 
-    Where gates keep the state, its rounding at every chunk would add up: with one term the outputs miss the bar of bfloat16.
+    Where gates let the state persist, its rounding at every chunk would add up: with one term the outputs miss the tolerance of
+    bfloat16.
     """
     if tl.bfloat16 == D.DTYPE:
         return tl.dot(high, tl.trans(tile), tl.dot(low, tl.trans(tile)))
@@ -313,9 +319,10 @@ def read_state(high, low, tile, D: tl.constexpr):
 
 @triton.jit
 def next_state(S, erased, tv, tk, tb, decays, chunk, h, ck, enter, D: tl.constexpr):
-    """Return the transposed state that the tokens of the next chunk read, [BV, BK]. erased: -(E' S)^T, [BV, C].
+    """Return the transposed state that the tokens of the next chunk read, [BV, BK].
 
-    enter: the decay [BK] of the state on its way into the next chunk, applied apart from the decay out of this one.
+    erased: -(E' S)^T, [BV, C]. tv, tk, tb: tiles of X, K' and B. enter: the decay [BK] of the state on its way into the next
+    chunk, applied separately from the decay out of this one.
     """
     between, leave = load_key_decay(decays, chunk, h, ck, 1, 1, D), load_key_decay(decays, chunk, h, ck, 1, 2, D)
     S = added_values(S * between[None, :] + dot(erased, tb, D), tv, tk, D)
@@ -396,12 +403,13 @@ def along_products(
     x, v, write, do, e_read, k_written, b_written, scores, inverse, passed, scores_along, states, d_states, table, written,
     products, undecayed, dv, d_write, D: tl.constexpr,
 ):  # fmt: skip
-    """Compute what the gradient of a chunk has in common for all channels, and dv and dw, for D.BV columns that hold all of V.
+    """Compute those parts of a chunk's gradient that all channels of K share, and dv and dw, for D.BV columns that hold all of
+    V.
 
-    written [chunks, H, 2, C, V]: Z and -Y. products [chunks, H, 4, C, C]: dP_b and dP_k of different tokens, dL_b and dL_k of
-    those that a gate decays, and elsewhere 0. undecayed [chunks, H, 4, C] in float32: the others of these four products, of token
-    i with itself for dP, and with BEFORE of e_i with token i - 1 for dL. In bfloat16 products has two
-    matrices more, what rounding dL_b and dL_k lost.
+    written [chunks, H, 2, C, V]: Z and -Y. products [chunks, H, 4, C, C]: dP_b and dP_k of different tokens, and dL_b and dL_k
+    of the pairs that a gate decays; other entries are 0. undecayed [chunks, H, 4, C] in float32: the remaining entry of each of
+    these four products, of token i with itself for dP, and with BEFORE of e_i with token i - 1 for dL. In bfloat16 products has
+    two matrices more, what rounding dL_b and dL_k lost.
     """
     h, e = tl.program_id(0) % D.H, tl.program_id(0) // D.H
     origin, length, count, _ = chunk_of(table, e)
@@ -451,13 +459,18 @@ def along_products(
 
 @triton.jit
 def num_products(D: tl.constexpr):
-    """Return how many matrices of products a chunk has: in bfloat16 what rounding dL_b and dL_k lost follows."""
+    """Return the number of matrices of products that a chunk has: 4, and in bfloat16 two more, what rounding dL_b and dL_k
+    lost."""
     return 6 if tl.bfloat16 == D.DTYPE else 4
 
 
 @triton.jit
 def split_nearest(x, nearest, undecayed, place, D: tl.constexpr):
-    """Return a product of rows, [C, C], below the diagonal and without its entries where nearest is 1; store those."""
+    """Return x [C, C] strictly below the diagonal, with 0 where `nearest` is 1. Store the entry of each row where nearest is 1
+    in undecayed[place].
+
+    x: a product of rows, such as dP_b. nearest: [C, C], with at most one 1 in a row: the pair that no gate decays.
+    """
     tokens = tl.arange(0, D.C)
     tl.store(undecayed + place * D.C + tokens, tl.sum(x * nearest, 1))
     return tl.where((tokens[:, None] > tokens[None, :]) & (nearest == 0), x, 0.0)
@@ -465,8 +478,8 @@ def split_nearest(x, nearest, undecayed, place, D: tl.constexpr):
 
 @triton.jit
 def load_products(products, pair, tokens, count, D: tl.constexpr):
-    """Load dP_b, dP_k, dL_b, dL_k and in bfloat16 what rounding the last two lost, [C, C]; else these two again, which are
-    not read."""
+    """Load dP_b, dP_k, dL_b and dL_k, [C, C] each, and in bfloat16 what rounding the last two lost. Otherwise dL_b and dL_k are
+    returned a second time, and not read."""
     place = pair * num_products(D)
     LOW: tl.constexpr = 2 if tl.bfloat16 == D.DTYPE else 0
     dP_b, dP_k = load_pairs(products, place, tokens, count, D), load_pairs(products, place + 1, tokens, count, D)
@@ -477,19 +490,19 @@ def load_products(products, pair, tokens, count, D: tl.constexpr):
 
 @triton.jit
 def load_written(written, pair, which, tokens, d, count, D: tl.constexpr):
-    """Load Z or -Y of a (chunk, head) pair, [C, BV]; 0 in padding."""
+    """Load Z (which = 0) or -Y (1) of a (chunk, head) pair, [C, BV]; 0 in padding."""
     return load_tile(written + (pair * 2 + which) * D.C * D.V, tokens, d, count, 1, D.V, 1)
 
 
 @triton.jit
 def load_undecayed(undecayed, pair, which, tokens, D: tl.constexpr):
-    """Load a row of `undecayed`, [C, 1]; 0 from token C on."""
+    """Load row `which` of `undecayed` of a (chunk, head) pair, [C, 1]; 0 from token C on."""
     return tl.load(undecayed + (pair * 4 + which) * D.C + tokens, mask=tokens < D.C, other=0.0)[:, None]
 
 
 @triton.jit
 def load_near(x, HEADS: tl.constexpr, STEP: tl.constexpr, origin, h, tokens, ck, count, D: tl.constexpr):
-    """Load the rows of x STEP tokens behind each token of a chunk, [C, BK] in float32; 0 where the chunk has none."""
+    """Load, for each token i of a chunk, the row of x at token i + STEP, [C, BK] in float32; 0 if the chunk has no such token."""
     rows = tokens + STEP
     return load_tokens(x, origin, h, HEADS, D.K, tl.where(rows >= 0, rows, D.C), ck, count, D).to(tl.float32)
 
@@ -501,8 +514,9 @@ def along_gradient(
 ):  # fmt: skip
     """Compute dq, dk, de, db and dg [rows, H, K] and dscale [chunks, H].
 
-    BV holds all of V; each iteration takes BK columns of the states [chunks, H, V, K]. In the code r, z, y and u are
-    scale q e^M, e e^M, k e^{-M} and b e^{-M}. Where gates are out of range, `exact_along_gradient` computes all of them again.
+    x: X. written, products and undecayed: the results of `along_products`. BV holds all of V; each iteration takes BK columns
+    of the states [chunks, H, V, K]. In the code r, z, y and u are scale q e^M, e e^M, k e^{-M} and b e^{-M}. Where gates are
+    out of range, `exact_along_gradient` overwrites all results.
     """
     h, e = tl.program_id(0) % D.H, tl.program_id(0) // D.H
     pair = e.to(tl.int64) * D.H + h

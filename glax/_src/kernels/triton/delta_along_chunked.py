@@ -30,7 +30,7 @@ KEY_BLOCK = 32  # channels of an iteration of `along_pairs` and `along_products`
 
 
 class Folded(NamedTuple):
-    """Hold the results of `along_pairs` in its order. inverse, passed and scores_along are read by the gradient alone."""
+    """Hold the results of `along_pairs`, in its order. Only the gradient reads inverse, passed and scores_along."""
 
     q_read: Array
     e_read: Array
@@ -45,7 +45,8 @@ class Folded(NamedTuple):
 
 
 def stored(r: Recurrence):
-    """Return the dtype of operands and matrices: bfloat16 if q is, else float32, because a float16 inverse may overflow."""
+    """Return the dtype in which operands and matrices are stored: bfloat16 if q is, else float32, because a float16 inverse may
+    overflow."""
     return jnp.bfloat16 if r.q.dtype == jnp.bfloat16 else jnp.float32
 
 
@@ -57,7 +58,8 @@ def written_values(r: Recurrence) -> Array:
 
 
 def shape_of(r: Recurrence, chunk: int) -> dict:
-    """Return the constants of `Dimensions` that follow from r. ERASURE is "erase" or "erase+write"."""
+    """Return the constants of `Dimensions` that follow from r, by name. chunk: the tokens of a chunk. ERASURE is "erase" or
+    "erase+write"."""
     return constants(r.replace(erasure=r.erasing.replace(along=None)), chunk)
 
 
@@ -87,7 +89,8 @@ def folded(r: Recurrence, chunks: Segments, chunk: int, gradient: bool) -> Folde
 
 
 def products_of(r: Recurrence) -> int:
-    """Return how many matrices `along_products` stores of a chunk: in bfloat16 dL_b and dL_k have two terms."""
+    """Return the number of matrices that `along_products` stores for a chunk: 4, or 6 in bfloat16, where dL_b and dL_k have two
+    terms."""
     return 6 if r.q.dtype == jnp.bfloat16 else 4
 
 

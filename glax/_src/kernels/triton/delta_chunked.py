@@ -39,7 +39,7 @@ KEY_BLOCK = 32  # channels of an iteration of `delta_key_pairs`
 
 
 class Pairs(NamedTuple):
-    """Hold what the scans read of the pairs of tokens of each chunk.
+    """Hold what the scans read for each pair of tokens of a chunk.
 
     inverse, scores: [chunks, H, C, C], (I + L)^-1 - I and P. factors: [chunks, H, 3, C], as `delta_scores` returns them. gates:
     the cumulative sums of head gates, or the constants of the sequences; without gates, an array that is not read.
@@ -72,24 +72,26 @@ def chunk_pairs(r: Recurrence, chunks: Segments, chunk: int) -> Pairs:
 
 
 def constants(r: Recurrence, chunk: int) -> dict:
-    """Return the constants of `Dimensions` that follow from r, by name."""
+    """Return the constants of `Dimensions` that follow from r, by name. chunk: the tokens of a chunk."""
     return dimensions(r, chunk) | dict(ERASURE=r.erasing.form, BEFORE=r.erasing.before_decay)
 
 
 def terms(r: Recurrence) -> dict:
-    """Return PRECISION of scans and gradients. The inverse is formed with the constants of `dimensions`."""
+    """Return the constant PRECISION of scans and gradients, as a dict: "tf32 terms" in float32, else none. The inverse has its
+    own."""
     return dict(PRECISION="tf32 terms") if r.q.dtype == jnp.float32 else {}
 
 
 def scan_constants(r: Recurrence, chunk: int, q: Array, k: Array) -> dict:
-    """Return the constants of a scan that reads q and k in the place of r's."""
+    """Return the constants of a scan, by name. q, k: the arrays that it reads in the place of r.q and r.k."""
     K = width(r.state_shape[2])
     block = min(K, STATE_SLICE) if r.q.dtype == jnp.float32 else K
     return constants(r, chunk) | terms(r) | dict(HQ=q.shape[2], HK=k.shape[2], BK=block, GATE=gate_of(r))
 
 
 def gradient_constants(r: Recurrence, config: GradientConfig) -> dict:
-    """Return the constants of a gradient in range. In float32 it sums over V in blocks, whose terms fit in registers."""
+    """Return the constants of a gradient whose gates are in range, by name. In float32 it sums over V in blocks, whose terms
+    fit in registers."""
     V, is_float32 = width(r.state_shape[3]), r.q.dtype == jnp.float32
     columns = min(V, config.columns or V) if is_float32 else V
     return terms(r) | dict(BK=min(config.rows, width(r.state_shape[2])), BV=columns, IN_BLOCKS=is_float32)
@@ -107,12 +109,13 @@ def write_of(r: Recurrence) -> Array:
 
 
 def gate_of(r: Recurrence) -> str:
-    """Return the scans' form of the gates. Constant gates have the factors of head gates."""
+    """Return the constant GATE of a scan: "none", "head" or "key". Constant gates have the factors of head gates."""
     return "head" if r.decay.form == "constant" else r.decay.form
 
 
 def sequences_and_chunks(r: Recurrence, config: TritonChunkedConfig | GradientConfig) -> tuple[Segments, Segments]:
-    """Return `segments_and_chunks`, for scans of whole sequences. Raises ValueError for a config that divides them."""
+    """Return the whole sequences and their chunks, as two divisions of r. Raises ValueError for a config that divides
+    sequences."""
     if config.segment:
         raise ValueError(
             f"segment must be 0 with beta or erase, whose scans take whole sequences, got {config.segment}: leave it out of cfg"
@@ -121,9 +124,10 @@ def sequences_and_chunks(r: Recurrence, config: TritonChunkedConfig | GradientCo
 
 
 class Scanned(NamedTuple):
-    """What the scans read beside v and w: q, k, e_read and decays of `delta_outputs`, and the pairs.
+    """Hold what the scans read besides v and w: q, k, e_read and decays, the operands of `delta_outputs`, and the pairs.
 
-    max_abs_cumsum: the largest sums of key gates of each chunk and head; with other gates, an array that is not read.
+    max_abs_cumsum: [chunks, H], the largest sums of key gates of each chunk and head; with other gates, an array that is not
+    read.
     """
 
     q: Array
@@ -135,7 +139,7 @@ class Scanned(NamedTuple):
 
 
 def scanned(r: Recurrence, chunks: Segments, chunk: int) -> Scanned:
-    """Compute what the scan reads."""
+    """Compute the operands of the scans for every chunk."""
     if r.decay.form != "key":
         e_read = r.k if r.erasing.erase is None else r.erasing.erase
         return Scanned(r.q, r.k, e_read, r.scale, chunk_pairs(r, chunks, chunk), r.scale)
@@ -182,10 +186,11 @@ def delta_chunked(r: Recurrence, config: TritonChunkedConfig) -> Outputs:
 
 
 class Ends(NamedTuple):
-    """What `delta_states` stores: S and dL/dS at the ends of every chunk, U and Y of its tokens, and dL/dS before sequences.
+    """Hold the results of `delta_states`: S before and dL/dS behind every chunk, U and Y of its tokens, and dL/dS before
+    sequences.
 
     The gradient of beta is a sum of products of U and Y that cancel, and the gradient of e has the products of both. With head
-    gates Y is float32, and so is U without beta. `delta_states` has the shapes with key gates, and what stands for Y then.
+    gates Y is float32, and so is U without beta. With key gates -Y or -beta Y stands for Y; `delta_states` has the shapes.
     """
 
     S: Array
@@ -222,8 +227,8 @@ def chunk_ends(r: Recurrence, d_output, d_final, config: GradientConfig, segment
 def delta_chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig, per_token: int = 1) -> Recurrence:
     """Compute the gradient of every input of a recurrence with an erasure.
 
-    per_token: the rows of a token. The gates of all but the first are 0, and have no gradient.
-    S is scanned forward and dL/dS in reverse. Then all chunks are processed in parallel.
+    per_token: the number of rows of a token. The gates of all but its first row are 0, and have no gradient. S is scanned
+    forward and dL/dS in reverse. Then all chunks are processed in parallel.
     """
     segments, chunks = sequences_and_chunks(r, config)
     scan = scanned(r, chunks, config.chunk)
@@ -234,7 +239,10 @@ def delta_chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig, 
 
 
 def like(r: Recurrence, x) -> tuple:
-    """Return the shape and dtype of the gradient of x, q, k or v, of every head. What heads share is summed in float32."""
+    """Return ([B, T, H, width], dtype), the gradient of x [B, T, heads, width], which is q, k or v.
+
+    The dtype is float32 if heads share x, because their gradients are then summed; else it is x's.
+    """
     B, T, shared, width = x.shape
     return (B, T, r.num_heads, width), x.dtype if shared == r.num_heads else jnp.float32
 
@@ -246,7 +254,7 @@ def d_erasing(r: Recurrence) -> list[tuple]:
 
 
 def erasure_like(r: Recurrence, d_erasure: Array, d_write: Array) -> Erasure:
-    """Return the gradient of the erasure from its arrays."""
+    """Return the gradient of r's erasure as an `Erasure`. d_erasure: the gradient of beta or e. d_write: the gradient of w."""
     if r.erasing.beta is not None:
         return r.erasing.replace(beta=d_erasure)
     return r.erasing.replace(erase=d_erasure, write=None if r.erasing.write is None else d_write)
@@ -255,7 +263,8 @@ def erasure_like(r: Recurrence, d_erasure: Array, d_write: Array) -> Erasure:
 def key_gate_gradients(
     r: Recurrence, d_output, config: GradientConfig, chunks: Segments, scan: Scanned, ends: Ends, per_token
 ):
-    """Compute the gradient with key gates, in one launch for chunks in range and one for the others."""
+    """Compute the gradient with key gates, in one launch for all chunks and one that overwrites the results of those out of
+    range. per_token: the number of rows of a token."""
     (_, H, _, V), M = r.state_shape, chunks.count
     g, erasure = r.decay.key, erasing_array(r)
     assert g is not None
@@ -293,7 +302,7 @@ def key_gate_gradients(
 def head_gate_gradients(
     r: Recurrence, d_output, config: GradientConfig, chunks: Segments, pairs: Pairs, ends: Ends, per_token
 ):
-    """Compute the gradient with per-head, constant or no gates, in one launch."""
+    """Compute the gradient with per-head, constant or no gates, in one launch. per_token: the number of rows of a token."""
     (B, T), H = r.q.shape[:2], r.state_shape[1]
     gates, form = gates_of(r)
     per_chunk, per_row = ((chunks.count, H), jnp.float32), (B, T, H)

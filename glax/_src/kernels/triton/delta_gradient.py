@@ -200,9 +200,11 @@ def delta_gradient(
 
 @triton.jit
 def gate_terms_of_pairs(pairs, products, factor, D: tl.constexpr):
-    """Return the terms of a gate's gradient from pairs within the chunk, [C], and the products with e that the gates decay.
+    """Return (the terms of the gates' gradient from pairs within the chunk, [C], and `products` without the pairs that no gate
+    decays).
 
-    Of each pair of tokens, those count that the gate of the later token's step decays.
+    pairs: q_i . k_j times dP_ij, decayed, and factor the scale. products: the same of e and dL. A pair contributes to the
+    gradients of the gates behind its earlier token, up to its later token.
     """
     if D.BEFORE:
         products = tl.where(tokens_apart(D) > 1, products, 0.0)
@@ -226,9 +228,9 @@ def scaled_value_gradients(Y, tbeta, v, dv, h, tokens, cv, origin, length, count
 def pairs_of_values(
     erasure, v, write, do, written, d_written, dv, d_write, h, e, origin, length, count, D: tl.constexpr
 ):  # fmt: skip
-    """Return dO U^T and Y U^T of a chunk, [C, C], and y_i . v_i, [C], in blocks of V; store dv and dw.
+    """Return dO U^T and Y U^T of a chunk, [C, C], and y_i . v_i, [C], as sums over blocks of V. Store dv and dw.
 
-    With key gates Z stands for Y, and with beta dv and the last sum are left to `store_value_gradients`.
+    With key gates Z stands for Y. With beta and key gates, dv and the last sum are left to `store_value_gradients`.
     """
     tokens = tl.arange(0, D.C)
     dP, dL = tl.full([D.C, D.C], 0, tl.float32), tl.full([D.C, D.C], 0, tl.float32)
@@ -274,7 +276,7 @@ def sums_over_values(do, written, d_written, states, d_states, ck, h, e, origin,
 
 @triton.jit
 def load_written(x, h, e, origin, tokens, cv, count, D: tl.constexpr):
-    """Load U or Y of a chunk, [C, BV], or with key gates what stands for Y."""
+    """Load U or Y of a chunk, [C, BV]; with key gates -Y or -beta Y in the place of Y."""
     if D.FORM == "key":
         return tl.trans(load_by_chunk(x, e.to(tl.int64) * D.H + h, tokens, cv, count, D))
     else:
@@ -283,14 +285,16 @@ def load_written(x, h, e, origin, tokens, cv, count, D: tl.constexpr):
 
 @triton.jit
 def tokens_apart(D: tl.constexpr):
-    """Return by how many tokens row i is behind row j, [C, C]. The gates of the later rows of a token are 0."""
+    """Return [C, C], the number of tokens by which row i comes after row j. A token has PER_TOKEN rows, and all gates but its
+    first row's are 0."""
     tokens = tl.arange(0, D.C) // D.PER_TOKEN
     return tokens[:, None] - tokens[None, :]
 
 
 @triton.jit
 def near_pairs(pairs, NEAREST: tl.constexpr, D: tl.constexpr):
-    """Return the pairs of rows at most NEAREST tokens apart, which no gate decays, and those further apart, [C, C] each."""
+    """Return `pairs` split in two, [C, C] each, with 0 elsewhere: i > j with at most NEAREST tokens between the rows, which no
+    gate decays, and pairs further apart."""
     i, j = tl.arange(0, D.C)[:, None], tl.arange(0, D.C)[None, :]
     decayed = tokens_apart(D) > NEAREST
     return tl.where((i > j) & (decayed == 0), pairs, 0.0), tl.where(decayed, pairs, 0.0)
@@ -298,7 +302,7 @@ def near_pairs(pairs, NEAREST: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def erase_products(erasure, k, origin, h, length, count, D: tl.constexpr):
-    """Return E K^T of a chunk, [C, C], with K in the place of E with beta."""
+    """Return E K^T of a chunk, [C, C]; with beta K K^T."""
     tokens = tl.arange(0, D.C)
     products = tl.full([D.C, D.C], 0, tl.float32)
     WIDTH: tl.constexpr = D.BK if tl.bfloat16 == D.DTYPE else BLOCK
@@ -312,10 +316,13 @@ def erase_products(erasure, k, origin, h, length, count, D: tl.constexpr):
 
 @triton.jit
 def store_gate_gradient(dg, slot, row, reaching, after, through_end, through, length, count, D: tl.constexpr):
-    """Store dg of a chunk with per-head or constant gates.
+    """Store dg_t of a chunk, for per-head or constant gates:
 
-    reaching, through_end [C]: the terms of S with tokens from t on, and the terms of dS with tokens before t. after [C]: with
-    BEFORE, the terms with tokens behind t. through: of S and dS.
+        dg_t = through + sum_{i >= t} reaching_i + sum_{i > t} after_i + sum_{j < t} through_end_j
+
+    reaching [C]: q dq, e de and -k dk of each token. after [C]: with BEFORE, e de, which counts only behind t. through_end [C]:
+    the terms of dS. through: the term <S, dS> of the whole chunk. slot, row: where dg is stored, by chunk for constant gates,
+    else by row.
     """
     tokens = tl.arange(0, D.C)
     i, j = tokens[:, None], tokens[None, :]
@@ -331,9 +338,9 @@ def store_gate_gradient(dg, slot, row, reaching, after, through_end, through, le
 
 @triton.jit
 def value_gradients(v, write, written, d_written, dv, d_write, h, origin, length, count, D: tl.constexpr):
-    """Store dv and dw of a chunk, and return Y U^T [C, C] from all digits of both.
+    """Store dv and dw of a chunk, and return Y U^T [C, C] from all digits of both factors.
 
-    The gradient of e is made of this product: rounded once at each of its factors it would be off by the bar of bfloat16.
+    The gradient of e is formed from this product. If each factor were rounded, its error would reach the tolerance of bfloat16.
     """
     tokens = tl.arange(0, D.C)
     product = tl.full([D.C, D.C], 0, tl.float32)
@@ -359,7 +366,7 @@ def store_written_gradients(Y, v, write, dv, d_write, h, tokens, cv, origin, len
 
 @triton.jit
 def column_sums(x, C: tl.constexpr):
-    """Return the sums of the columns of x [C, C], in the layout of the sums of its rows."""
+    """Return the sums of the columns of x [C, C], [C], in the layout of sums of its rows."""
     return tl.sum(tl.trans(x), 1)
 
 
@@ -376,9 +383,9 @@ def delta_key_gradient(
 ):  # fmt: skip
     """Compute dq, dk, dg [rows, H, K], dv [rows, H, V], dscale [chunks, H] and the gradient of the erasure of a chunk.
 
-    erasure, write, their gradients and BV are those of `delta_gradient`. Each iteration takes BK columns of the states [chunks,
-    H, V, K]. q_read, e_read, k_written and decays are those of `delta_key_pairs`. In the code x, z and y are
-    q e^M, e e^M and k e^{-M}. Where gates are out of range, `exact_delta_key_gradient` computes dq, dk, dg, dscale and de again.
+    erasure, write, d_erasure, d_write and BV: as in `delta_gradient`. Each iteration takes BK columns of the states [chunks, H,
+    V, K]. q_read, e_read, k_written and decays are those of `delta_key_pairs`. In the code x, z and y are q e^M, e e^M and k
+    e^{-M}. Where gates are out of range, `exact_delta_key_gradient` computes dq, dk, dg, dscale and de again.
     """
     h, e = tl.program_id(0) % D.H, tl.program_id(0) // D.H
     pair = e.to(tl.int64) * D.H + h
@@ -505,9 +512,10 @@ def store_value_gradients(beta, written, d_written, dv, dbeta, h, pair, origin, 
 
 @triton.jit
 def erased_pairs_gradient(U, Z, written, d_written, pair, tokens, cv, count, D: tl.constexpr):
-    """Return dL of a chunk with key gates, [C, C], in DTYPE with beta, else in float32 from both terms of U and Z.
+    """Return dL = Z U^T for j < i, [C, C], of a chunk with key gates: in DTYPE with beta, else in float32 from both terms of U
+    and Z.
 
-    The gradient of e is made of it: rounded once at each of its factors it would be off by the bar of bfloat16.
+    The gradient of e is formed from it. If each factor were rounded, its error would reach the tolerance of bfloat16.
     """
     i, j = tokens[:, None], tokens[None, :]
     dL = dot(Z, tl.trans(U), D)
@@ -555,7 +563,7 @@ def added_dot(a, b, c, D: tl.constexpr):
 
 @triton.jit
 def load_by_chunk(x, pair, tokens, d, count, D: tl.constexpr, LOW: tl.constexpr = False):
-    """Load U, or what stands for Y, of a (chunk, head) pair, transposed, [BD, C], or with LOW what its rounding lost."""
+    """Load U, -Y or -beta Y of a (chunk, head) pair, transposed, [BD, C]; with LOW what its rounding lost."""
     W: tl.constexpr = 2 * D.C if tl.bfloat16 == D.DTYPE else D.C
     p = x + (pair * D.V + d[:, None]) * W + tokens[None, :] + LOW * D.C
     return tl.load(
@@ -565,7 +573,7 @@ def load_by_chunk(x, pair, tokens, d, count, D: tl.constexpr, LOW: tl.constexpr 
 
 @triton.jit
 def load_whole(x, pair, tokens, d, count, D: tl.constexpr):
-    """Load U, or what stands for Y, of a pair, transposed, [BD, C], in float32, both terms where there are two."""
+    """Load U, -Y or -beta Y of a (chunk, head) pair, transposed, [BD, C] in float32: the sum of both terms if there are two."""
     tile = load_by_chunk(x, pair, tokens, d, count, D).to(tl.float32)
     if tl.bfloat16 == D.DTYPE:
         tile += load_by_chunk(x, pair, tokens, d, count, D, True).to(tl.float32)
@@ -607,7 +615,7 @@ def exact_delta_key_gradient_passed_outputs(
 def exact_gradient_of_pair(
     q, k, erasure, g, do, written, d_written, scale, states, d_states, table, dq, dk, dg, dscale, de, pair, D: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq, dk, dg and de of a (chunk, head) pair, [C, K] each, and dscale."""
+    """Compute dq, dk, dg and de of a (chunk, head) pair, [C, K] each, and dscale, for gates of any size."""
     h, e, pair = pair % D.H, pair // D.H, pair.to(tl.int64)
     origin, length, count, n = chunk_of(table, e)
     factor = tl.load(scale + n).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Form what a chunk of the delta rule needs beside its state. One program has one chunk and one head.
+"""Form what a chunk of the delta rule needs in addition to its state. One program has one chunk and one head.
 
 G_i is the sum of the log gates of a chunk through token i. With beta, e_i = beta_i k_i:
 
@@ -40,7 +40,8 @@ merged, from single tokens on, 1 -> 2 -> 4, until one block is left:
     [B  D]     =  [-D^-1 B A^-1    D^-1  ]
 
 Up to blocks of 16, a merge is a product of whole blocks of 16: with X the inverses and M what is in the place of B, X - X M X.
-Where the inverse is used in float32, blocks of 16 are inverted by forward substitution, which is slower and two bits more exact.
+Where the inverse is used in float32, blocks of 16 are inverted by forward substitution, which is slower and two bits more
+exact.
 
 No power of L is formed, because the powers may grow far beyond the inverse. Merges multiply in three TF32 products, whose error
 is two bits larger than float32's.
@@ -150,9 +151,9 @@ def delta_key_pairs(
     """Compute the scaled operands, T = (I + L)^-1 - I and P of every chunk, and the decays of its states.
 
     erasure: beta [rows, H], or e [rows, H, K]. q_read, e_read, k_written [rows, H, K]: the scaled operands. inverse, scores
-    [chunks, H, C, C]: T and P. factors [chunks, H, 3, C]: beta is the last, if it is given. decays [chunks, H, 4, K]: what the
-    state is multiplied by before it is read, between that and the writes, and behind these, and R (0 with the operands of the
-    edges). max_abs_cumsum [chunks, H]: the largest of |M|, |E| and |R|.
+    [chunks, H, C, C]: T and P. factors [chunks, H, 3, C]: beta is the last, if it is given. decays [chunks, H, 4, K]: the
+    factors of the state before it is read, between the reads and the writes, and behind the writes, and R (0 with the operands
+    of the edges). max_abs_cumsum [chunks, H]: the largest of |M|, |E| and |R|.
     """
     h, e = tl.program_id(0) % D.H, tl.program_id(0) // D.H
     origin, count = tl.load(table + e * 6), tl.load(table + e * 6 + 2)
@@ -198,9 +199,9 @@ def load_first_gate(g, origin, h, ck, count, D: tl.constexpr):
 
 @triton.jit
 def largest_sums(M, first_gate):
-    """Return the largest |sum| of gates between each token's edges and the middle, [C], from M [C, BK].
+    """Return, for each token, the largest |sum| of gates between it and the chunk's middle, over channels: [C]. M: [C, BK].
 
-    The last row of M is R, and row -1 would be -E: M less the first gate. Rows need no sums over the tile.
+    It covers |E| and |R|, too: the last row of M is R, and -E would be the row before the first, M less the first gate.
     """
     i = tl.arange(0, M.shape[0])[:, None]
     return tl.max(tl.maximum(tl.abs(M), tl.abs(tl.where(i == 0, first_gate, 0.0) - M)), 1)
@@ -208,13 +209,16 @@ def largest_sums(M, first_gate):
 
 @triton.jit
 def erase_decay(M, up, gates, D: tl.constexpr):
-    """Return the decay of e, [C, BK]: up = e^M, or with BEFORE the same without the token's own gate."""
+    """Return the decay through which e reads the state, [C, BK]: up = e^M, or with BEFORE e^M without the token's own gate."""
     return tl.exp2((M - gates) * LOG2E) if D.BEFORE else up
 
 
 @triton.jit
 def store_middle_decays(place, up, down, first_gate, ck, D: tl.constexpr):
-    """Store the decays of a state that is read at the chunk's middle. up, down: e^M and e^-M."""
+    """Store the factors of a state that is read at the chunk's middle: e^E before the reads, 1, and e^R behind the writes.
+
+    up, down: e^M and e^-M. place: the address of the chunk's decays.
+    """
     i, inside = tl.arange(0, D.C)[:, None], (ck < D.K)[None, :]
     tl.store(place, down * exp(first_gate), mask=(i == 0) & inside)
     tl.store(place + D.K, tl.full([D.C, ck.shape[0]], 0, tl.float32) + 1.0, mask=(i == 0) & inside)
@@ -333,7 +337,7 @@ def exact_pairs(q, k, erasure, g, q_read, e_read, k_written, decays, h, e, origi
 def unit_inverse(L, C: tl.constexpr, DTYPE: tl.constexpr):
     """Compute (I + L)^-1, [C, C], for a strictly lower triangular L in float32; C is 16 times a power of two.
 
-    DTYPE: of the products that the inverse is used in.
+    DTYPE: the dtype of the products in which the inverse is used.
     """
     if tl.bfloat16 == DTYPE:
         X = small_inverses(diagonal_blocks(L, C, 16, 0), C // 16)
@@ -380,7 +384,7 @@ def merged_within(X, L, N: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def of_blocks(a, b, N: tl.constexpr, SIZE: tl.constexpr):
-    """Return the products of N blocks, [N, SIZE, SIZE]."""
+    """Return a @ b of N blocks, [N, SIZE, SIZE] each."""
     if N == 1:
         shape: tl.constexpr = [SIZE, SIZE]
         return tl.reshape(multiplied(tl.reshape(a, shape), tl.reshape(b, shape)), [1, SIZE, SIZE])
@@ -418,7 +422,8 @@ def merged(X, L, C: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def half(X, N: tl.constexpr, SIZE: tl.constexpr, WHICH: tl.constexpr):
-    """Return every second one of the blocks X [2 * N, SIZE, SIZE], from the first (WHICH = 0) or the second on."""
+    """Return every second of the blocks X [2 * N, SIZE, SIZE], [N, SIZE, SIZE], beginning with the first (WHICH = 0) or the
+    second (1)."""
     which = tl.arange(0, 2)[None, :, None, None]
     return tl.sum(tl.where(which == WHICH, tl.reshape(X, [N, 2, SIZE, SIZE]), 0.0), 1)
 

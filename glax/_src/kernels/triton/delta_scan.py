@@ -99,8 +99,10 @@ def delta_outputs(
 
 @triton.jit
 def load_pairs_and_values(inverse, scores, v, pair, first, h, tokens, cv, count, D: tl.constexpr):
-    """Load T and P of a chunk, [C, C] each, and V, [C, BV]. With several slices they stand behind the products of the state, for
-    which registers have no room beside them."""
+    """Load T and P of a chunk, [C, C] each, and V, [C, BV].
+
+    With several slices of a state they are loaded behind the products with the state, because registers have no room for both.
+    """
     T = load_pairs(inverse, pair, tokens, count, D)
     P = load_pairs(scores, pair, tokens, count, D)
     return T, P, load_tokens(v, first, h, D.HV, D.V, tokens, cv, count, D)
@@ -114,7 +116,7 @@ def channels(s, D: tl.constexpr):
 
 @triton.jit
 def load_slices(x, row, h, HEADS: tl.constexpr, tokens, count, D: tl.constexpr):
-    """Load what head h of a chunk reads of x [rows, HEADS, K], a tuple of [C, BK], a tile for each slice of a state."""
+    """Load x [rows, HEADS, K] of a chunk for head h, as a tuple of tiles [C, BK], one for each slice of a state."""
     N: tl.constexpr = D.NK
     found = ()
     for s in tl.static_range(N):
@@ -144,7 +146,7 @@ def sliced_dots(S, x, y, D: tl.constexpr):
 def written_tokens(read, write, tv, T, erase_factor, up, first, h, tokens, cv, count, D: tl.constexpr):
     """Return what the tokens of a chunk write, transposed: U^T = (W * V - e^B * (E S))^T (I + T)^T, [BV, C].
 
-    read: (E S)^T [BV, C], or with key gates (e^B E S)^T. tv [C, BV] and T [C, C]: as they lie in memory.
+    read: (E S)^T [BV, C], or with key gates (e^B E S)^T. up: e^B. tv [C, BV] and T [C, C]: as they lie in memory.
     """
     if D.GATE == "head":
         read *= (up if D.ERASURE == "beta" else erase_factor)[None, :]
@@ -159,9 +161,10 @@ def written_tokens(read, write, tv, T, erase_factor, up, first, h, tokens, cv, c
 
 @triton.jit
 def load_erasing(e_read, tk, first, h, tokens, count, D: tl.constexpr):
-    """Load slices [C, BK] of what reads what is erased: e^B E, or E without key gates; with beta, K in the place of E.
+    """Load the operand of E S in slices [C, BK]: with key gates e^B E, else E; with beta K in the place of E.
 
-    The compiler does not load a float32 tile ahead that two products read in two layouts, so e_read is K again.
+    The compiler does not load a float32 tile ahead that two products read in two layouts. So with beta and float32, e_read is K
+    a second time.
     """
     if D.GATE == "key" or D.ERASURE != "beta":
         return load_slices(e_read, first, h, D.H, tokens, count, D)
@@ -173,7 +176,10 @@ def load_erasing(e_read, tk, first, h, tokens, count, D: tl.constexpr):
 
 @triton.jit
 def added_product(x, tile, other, D: tl.constexpr):
-    """Return x + (tile * other)^T as `added_transpose` does. A product of two bfloat16 has 16 bits, two terms of bfloat16."""
+    """Return x + (tile * other)^T in float32, for x [BV, C] in registers and tiles [C, BV] as they lie in memory.
+
+    A product of two bfloat16 numbers has 16 bits, and so two bfloat16 terms.
+    """
     product = tile.to(tl.float32) * other.to(tl.float32)
     if tl.bfloat16 == D.DTYPE:
         high, low = split(product, D.DTYPE)
@@ -206,7 +212,8 @@ def inverted(T, x, D: tl.constexpr):
 def next_states(S, U, tk, down, through, decays, chunk, h, left, D: tl.constexpr):
     """Return the slices [BV, BK] of the transposed state behind a chunk, with key gates as the next chunk reads them.
 
-    U: [BV, C]. through: the result of `load_through`. left: the tokens behind the chunk.
+    U: [BV, C]. tk: the slices of K. down: e^{G_last - G}. through: the result of `load_through`. left: the tokens behind the
+    chunk.
     """
     if D.GATE == "head":
         U *= down[None, :]
@@ -236,7 +243,7 @@ def next_read_state(S, U, tk, decays, chunk, h, ck, enter, D: tl.constexpr):
 
 @triton.jit
 def load_key_decay(decays, chunk, h, ck, count, which, D: tl.constexpr):
-    """Load a decay of the states of a chunk with key gates, [BK]; 1 where count <= 0. which: its row in `decays`."""
+    """Load row `which` of the decays of a chunk's states with key gates, [BK]; 1 if count <= 0."""
     p = decays + ((chunk.to(tl.int64) * D.H + h) * 4 + which) * D.K
     return tl.load(p + ck, mask=ck < tl.where(count > 0, D.K, 0), other=1.0)
 
@@ -270,7 +277,8 @@ def load_start(start, n, h, ck, cv, D: tl.constexpr, START: tl.constexpr):
 
 @triton.jit
 def load_starts(start, decays, chunk, n, h, cv, count, which, D: tl.constexpr, START: tl.constexpr):
-    """Load the slices of `load_start`, with key gates times row `which` of the decays of a chunk."""
+    """Load the slices of the transposed state that sequence n begins from, 0 without START; with key gates times row `which` of
+    the decays of a chunk."""
     N: tl.constexpr = D.NK
     found = ()
     for s in tl.static_range(N):
@@ -416,8 +424,11 @@ def scan_state_gradients(
 
 @triton.jit
 def with_queries(dS, tdo, tq, through, factor, decays, chunk, h, D: tl.constexpr):
-    """Return the slices [BV, BK] of dL/dS behind a chunk, decayed by its gates, with what its queries add. tdo: [BV, C], what
-    multiplies tq, [C, BK]."""
+    """Return the slices [BV, BK] of the decayed dL/dS of a chunk plus the term of its queries, tdo tq (times factor with key
+    gates).
+
+    dS: the slices of dL/dS behind the chunk. tdo: [BV, C]. tq: slices [C, BK]. through: e^{G_last} of head gates.
+    """
     after = ()
     for s in tl.static_range(len(dS)):
         if D.GATE == "head":
@@ -432,10 +443,10 @@ def with_queries(dS, tdo, tq, through, factor, decays, chunk, h, D: tl.constexpr
 
 @triton.jit
 def previous_state_gradients(dS, erased, te, decays, chunk, c, h, D: tl.constexpr):
-    """Return the slices [BV, BK] of dL/dS before chunk c of a segment whose first chunk is `chunk`, from the results of
-    `with_queries`.
+    """Return the slices [BV, BK] of dL/dS before chunk c of a segment: dS + erased te, with key gates decayed to where the
+    chunk before writes.
 
-    With key gates they are decayed as the chunk before writes them. erased: [BV, C], what multiplies te, [C, BK].
+    dS: the results of `with_queries`. erased: [BV, C]. te: slices [C, BK]. chunk: the index of the segment's first chunk.
     """
     before = ()
     for s in tl.static_range(len(dS)):
@@ -450,7 +461,7 @@ def previous_state_gradients(dS, erased, te, decays, chunk, c, h, D: tl.constexp
 
 @triton.jit
 def store_by_chunk(x, value, pair, tokens, d, D: tl.constexpr):
-    """Store U, or what stands for Y, of a (chunk, head) pair, transposed, [BV, C]. In bfloat16 what rounding lost follows."""
+    """Store U, -Y or -beta Y of a (chunk, head) pair, transposed, [BV, C], and behind it in bfloat16 what its rounding lost."""
     W: tl.constexpr = 2 * D.C if tl.bfloat16 == D.DTYPE else D.C
     p, mask = x + (pair * D.V + d[:, None]) * W + tokens[None, :], (d < D.V)[:, None]
     tl.store(p, value.to(x.dtype.element_ty), mask=mask)

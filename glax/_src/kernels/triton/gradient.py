@@ -105,7 +105,7 @@ def head_gradient(
     q, k, v, g, decayed, k_scaled, scores, do, scale, states, d_states, table, dq, dk, dv, dg, dscale, h, e,
     D: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of head h of chunk e, and add it to the sums of the heads that it shares arrays with."""
+    """Compute the gradient of head h of chunk e, and add it to the sums over the heads that share q, k or v."""
     origin, length, count, n = chunk_of(table, e)
     factor = tl.load(scale + n).to(tl.float32)
     tokens, cv = tl.arange(0, D.C), tl.arange(0, D.BV)
@@ -140,10 +140,10 @@ def head_gradient(
 def key_gate_gradient(
     q, k, v, g, last, do, states, d_states, dq, dk, dg, dscale, factor, h, e, origin, length, count, D: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq, dk and dg of key gates, [C, K] each, scaled about the chunk's middle.
+    """Compute dq, dk and dg of key gates, [C, K] each. q and k are scaled about the chunk's middle.
 
-    In dg, the terms q * dq_pairs and k * dk_pairs cancel except for the pairs across a gate. Both use the same factors, q
-    and k scaled to 16 bits, so they cancel however dP was rounded.
+    In dg, the terms q * dq_pairs and k * dk_pairs cancel except for the pairs across a gate. Both use the same factors, q and k
+    scaled to 16 bits, so they cancel however dP was rounded.
     """
     tokens, cv = tl.arange(0, D.C), tl.arange(0, D.BV)
     i, j = tokens[:, None], tokens[None, :]
@@ -274,7 +274,7 @@ def store_sum(
 
 @triton.jit
 def term_sums(matrix, x, SPLIT: tl.constexpr):
-    """Return matrix @ x for a matrix of 0 and 1 and terms x that cancel.
+    """Return matrix @ x, for a matrix of 0 and 1 and terms x whose sums nearly cancel.
 
     x has 16 bits, in two bfloat16 products (SPLIT), or full precision, in three TF32 products.
     """
@@ -661,7 +661,10 @@ def wide_exact_head(q, k, v, g, do, scale, states, d_states, table, dq, dk, dg, 
 def chunk_gradients(
     r: Recurrence, d_output, config: GradientConfig, chunks: Segments, operands: Operands, before, behind
 ):
-    """Compute dq, dk, dv, the gates' gradient and the scale's [chunks, H] from the states at both ends of every chunk."""
+    """Compute (dq, dk, dv, the gradient of the gates, the gradient of the scale [chunks, H]).
+
+    before, behind: [chunks, H, K, V], S before and dL/dS behind every chunk.
+    """
     gradients = wide_gradients if config.columns else narrow_gradients
     return gradients(r, d_output, config, chunks, operands, before, behind)
 
@@ -669,7 +672,7 @@ def chunk_gradients(
 def narrow_gradients(
     r: Recurrence, d_output, config: GradientConfig, chunks: Segments, operands: Operands, before, behind
 ):
-    """Compute the gradients with programs that hold all of V."""
+    """Compute the results of `chunk_gradients` by programs that hold all of V."""
     (B, T), (_, H, K, V) = r.q.shape[:2], r.state_shape
     gates, form = gates_of(r)
     group, summed = shared_heads(r, chunks)
@@ -700,7 +703,8 @@ def narrow_gradients(
 def wide_gradients(
     r: Recurrence, d_output, config: GradientConfig, chunks: Segments, operands: Operands, before, behind
 ):
-    """Compute the gradients with programs that hold a block of K or of V, and add the parts that blocks of K have formed."""
+    """Compute the results of `chunk_gradients` by programs that hold a block of K or of V, and add the parts of the blocks of
+    K."""
     (B, T), (_, H, K, V) = r.q.shape[:2], r.state_shape
     gates, form = gates_of(r)
     group, summed = shared_heads(r, chunks)
@@ -738,7 +742,11 @@ def wide_gradients(
 
 
 def gradient_shapes(r: Recurrence, summed):
-    """Return the shapes and dtypes of dq, dk and dv. Gradients that heads share are summed in float32."""
+    """Return the shapes [B, T, H / count, width] and the dtypes of dq, dk and dv. summed: how many heads (count) a kernel sums
+    in each.
+
+    The dtype is float32 if heads share the array, else the array's own.
+    """
     (B, T), H = r.q.shape[:2], r.num_heads
     return [
         ((B, T, H // count, x.shape[3]), x.dtype if x.shape[2] == H else jnp.float32)
@@ -747,7 +755,7 @@ def gradient_shapes(r: Recurrence, summed):
 
 
 def shared_heads(r: Recurrence, chunks: Segments) -> tuple[int, list[int]]:
-    """Return the heads of a program, and how many of them share a query, a key and a value."""
+    """Return (the number of heads of a program, how many of these share one head of q, of k and of v)."""
     group = heads_of_a_program(r, chunks.count)
     return group, [math.gcd(group, r.num_heads // x.shape[2]) for x in (r.q, r.k, r.v)]
 

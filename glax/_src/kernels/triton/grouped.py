@@ -24,7 +24,7 @@ NEIGHBOURS = 8  # blocks of rows that read the same columns of w at a time
 
 @triton.jit
 def read(x, mask, MASKED: tl.constexpr):
-    """Load x, with 0 where MASKED and not `mask`."""
+    """Load x; with MASKED, 0 where `mask` is false."""
     return tl.load(x, mask=mask, other=0.0) if MASKED else tl.load(x)
 
 

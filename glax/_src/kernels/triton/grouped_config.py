@@ -19,9 +19,9 @@ MOST_NUMBERS = 2**31  # of the matrix of one group, and of all rows of a block: 
 class GroupedConfig(Config):
     """Configure the Triton kernel that multiplies rows by the matrix of their group.
 
-    rows, columns: of the block of results that a program owns. inner: the terms of its sums that it reads together. All three
-    are powers of two from 16 to 256. warps: the warps of a program, a power of two. stages: the stages of its software
-    pipeline. Raises ValueError, which names the field, for any other value.
+    rows, columns: the size of the block of results that a program owns. inner: the number of terms of its sums that it reads
+    together. All three are powers of two from 16 to 256. warps: the warps of a program, a power of two. stages: the stages of
+    its software pipeline. Raises ValueError, which names the field, for any other value.
     """
 
     rows: int = 128
@@ -38,8 +38,8 @@ class GroupedConfig(Config):
 class GroupedSumConfig(Config):
     """Configure the Triton kernel that sums the outer products of a group's rows.
 
-    inner, columns: of the block of results that a program owns. rows: those that it reads together. warps, stages: as in
-    `GroupedConfig`, with the same errors.
+    inner, columns: the rows and columns of the block of results that a program owns. rows: the rows of the group that it reads
+    together. warps, stages: as in `GroupedConfig`, with the same errors.
     """
 
     rows: int = 64
@@ -53,8 +53,8 @@ class GroupedSumConfig(Config):
 
 
 def product_config(operands: GroupedOperands) -> GroupedConfig:
-    """Return the block sizes for the rows of a mean group. Twice the mean fits most groups into one block, which reads its
-    matrix once."""
+    """Return the block sizes of row products, from the mean number of rows of a group. A block of twice the mean fits most
+    groups, so their matrix is read once."""
     mean = operands.x.shape[0] / operands.sizes.shape[0]
     rows = next((n for n in (16, 32, 64) if n >= 2 * mean), 128)
     if operands.x.dtype == "float32":

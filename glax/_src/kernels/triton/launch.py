@@ -28,7 +28,8 @@ ALIASES_ARE_PASSED = OUTPUTS == "out_shape"
 
 
 def accept_live_operands():
-    """Let jax-triton's rule for dead code take the argument that JAX 0.12 adds. jax-triton 0.4.1 raises TypeError for it."""
+    """Patch jax-triton's rule for dead code, so that it takes the argument that JAX 0.12 adds. jax-triton 0.4.1 raises
+    TypeError for it."""
     library = jax_triton.triton_lib
     if not hasattr(library, "pe"):
         return  # jax-triton 0.3 has no such rule
@@ -109,7 +110,7 @@ class Dimensions:
     SIZE: int | None = None
 
     def __repr__(self):
-        """Return the given constants in letters that a symbol of a program may have."""
+        """Return the constants that are not None, in letters that may stand in the name of a symbol."""
         given = {name: str(x) for name, x in vars(self).items() if x is not None}
         return "D" + "".join(f"_{name}_{re.sub('[^A-Za-z0-9]', '_', x)}" for name, x in given.items())
 

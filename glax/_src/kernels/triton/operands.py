@@ -162,10 +162,10 @@ def exact_scores_passed_scores(q, k, g, table, max_abs_cumsum, pairs, scores, sc
 
 
 def dimensions(r: Recurrence, chunk: int) -> dict:
-    """Return the constants of `Dimensions` that follow from r, by name.
+    """Return the constants of `Dimensions` that follow from r, by name. chunk: the tokens of a chunk.
 
-    DTYPE, PRECISION: bfloat16 is multiplied as bfloat16, float32 in three TF32 products. float16 is multiplied in TF32, which has
-    as many digits and the range that decays need.
+    DTYPE, PRECISION: bfloat16 is multiplied as bfloat16, float32 in three TF32 products. float16 is multiplied in TF32, which
+    has as many digits and the range that decays need.
     """
     _, H, K, V = r.state_shape
     heads = dict(H=H, HQ=r.q.shape[2], HK=r.k.shape[2], HV=r.v.shape[2])
@@ -176,15 +176,15 @@ def dimensions(r: Recurrence, chunk: int) -> dict:
 
 
 def gates_of(r: Recurrence):
-    """Return the array of the gates and the form. Absent gates are replaced by an array that is not read."""
+    """Return (the array of gates, their form). Without gates the array is not read."""
     d, form = r.decay, r.decay.form
     return next((x for x in (d.constant, d.head, d.key) if x is not None), r.scale), form
 
 
 class Operands(NamedTuple):
-    """Hold the scan's q, k and gates, and the scores of each chunk.
+    """Hold the q, k and gates that a scan reads, and the scores of each chunk.
 
-    Where a form of gates lacks scores and max_abs_cumsum, they are replaced by an array that is not read.
+    Where a form of gates has no scores and max_abs_cumsum, an array that is not read stands for them.
     """
 
     q: Array
@@ -195,7 +195,7 @@ class Operands(NamedTuple):
 
     @property
     def heads(self) -> dict:
-        """Return the heads of q and k as constants of `Dimensions`. Scaled, they have every head."""
+        """Return the numbers of heads of q and k as the constants HQ and HK. Scaled q and k have all H heads."""
         return dict(HQ=self.q.shape[2], HK=self.k.shape[2])
 
 

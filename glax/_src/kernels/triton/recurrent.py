@@ -45,7 +45,7 @@ def decayed(S, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def change(log):
-    """Return whether a gate is mild, and its factor: e^log - 1 for a mild gate, else e^log.
+    """Return (whether a gate is mild, its factor), where the factor is e^log - 1 for a mild gate, else e^log.
 
     A factor e^log would round equal gates in the same direction at every token: 2600 gates of -1e-6 would be off by 8e-5.
     """
@@ -62,7 +62,7 @@ def vector(x, row, head, d, HEADS: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def written(S, before, kt, vt, beta, erase, write, row, h, k, v, D: tl.constexpr):
-    """Return what a token writes beside its key, [BV], into its decayed state S: v, or with an erasure w * v - S^T e.
+    """Return what a token writes to its decayed state S along its key, [BV]: v, or with an erasure w * v - S^T e.
 
     ERASURE: "none", "beta" (e = beta k and w = beta), "erase" (w = 1) or "erase+write". BEFORE: e reads the state before the
     decay, `before`.
@@ -141,7 +141,8 @@ def step_passed_pool(q, k, v, head, key, value, beta, erase, write, scale, slots
 
 
 def gates_of(r: Recurrence):
-    """Return the (head, key, value) arrays and their flags. An absent gate is replaced by an array that is not read."""
+    """Return the arrays of head, key and value gates, and the constants that say which there are. An array that is not read
+    stands for an absent gate."""
     d = r.decay
     head = d.head if d.constant is None else d.constant
     arrays = [r.scale if x is None else x for x in (head, d.key, d.value)]
@@ -152,7 +153,8 @@ def gates_of(r: Recurrence):
 
 
 def erasure_operands(r: Recurrence):
-    """Return the (beta, erase, write) arrays and their flags. An absent one is replaced by an array that is not read."""
+    """Return the arrays beta, erase and write, and the constants that say which there are. An array that is not read stands for
+    an absent one."""
     flags = dict(ERASURE="none", BEFORE=False)
     if r.erasure is not None:
         flags = dict(ERASURE=r.erasure.form, BEFORE=r.erasure.before_decay)

@@ -21,7 +21,8 @@ __all__ = ["GradientConfig", "TokenConfig", "TritonChunkedConfig", "TritonReplay
 
 
 def forward_two_phase(r: Recurrence, config: TritonChunkedConfig) -> TwoPhase | None:
-    """Return the two phases where sequences are cut into segments, whose local states are computed first; else None."""
+    """Return the two phases of the forward if sequences are cut into segments, whose local states are computed first; else
+    None."""
     if r.erasure is not None or not config.segment:
         return None
     from glax._src.kernels.triton import chunked as chunks
@@ -30,7 +31,7 @@ def forward_two_phase(r: Recurrence, config: TritonChunkedConfig) -> TwoPhase | 
 
 
 def gradient_two_phase(r: Recurrence, config: GradientConfig) -> TwoPhase | None:
-    """Return the two phases of the gradient where sequences are cut into segments, else None."""
+    """Return the two phases of the gradient if sequences are cut into segments; else None."""
     if r.erasure is not None or not config.segment:
         return None
     from glax._src.kernels.triton import chunked as chunks
@@ -54,7 +55,8 @@ def gradient_two_phase(r: Recurrence, config: GradientConfig) -> TwoPhase | None
     mixes_segments=lambda r: True,
 )
 def chunked(r: Recurrence, *, config: TritonChunkedConfig) -> Outputs:
-    """Compute the chunked form in one pass over q, k, v and the gates, or with config.block from states at every chunk."""
+    """Compute outputs and final states in chunks, in one pass over q, k, v and the gates, or with config.block from states at
+    every chunk."""
     if r.erasure is not None:
         from glax._src.kernels.triton import delta
 

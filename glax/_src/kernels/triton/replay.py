@@ -54,14 +54,17 @@ def load_vector(x, row, head, d, HEADS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def wide(x):
-    """Return x in float32. Behind this sum, which changes nothing, the compiler may change the layout of x, for which all threads
-    wait. Behind the load of x that wait would come before the loads that follow."""
+    """Return x in float32. A sum that changes nothing keeps the compiler from changing the layout of x earlier.
+
+    All threads wait for such a change. Directly behind the load of x, the wait would delay the loads that follow.
+    """
     return x.to(tl.float32) + 0.0
 
 
 @triton.jit
 def load_gates(head, key, value, h, n, k, v, D: tl.constexpr):
-    """Load the log decays of the new token: of the rows, [BK] or one number, and of the columns [BV]; zeros for none."""
+    """Load the log decays of the new token: for the rows of the state [BK] or one number, and for the columns [BV]; zeros
+    without gates."""
     rows, columns = tl.zeros([D.BK], tl.float32), tl.zeros([D.BV], tl.float32)
     if D.KEY:
         rows = load_vector(key, n, h, k, D.H, D.K)
@@ -74,7 +77,7 @@ def load_gates(head, key, value, h, n, k, v, D: tl.constexpr):
 
 @triton.jit
 def ring_tile(x, row, tokens, held, head, d, HEADS: tl.constexpr, WIDTH: tl.constexpr):
-    """Load x[row + tokens, head, d], [C, BD], 0 where a token is none of the first `held` of the ring."""
+    """Load x[row + tokens, head, d], [C, BD], with 0 for tokens that are not among the first `held` of the ring."""
     p = at(x, row + tokens, head, HEADS, WIDTH)[:, None] + d[None, :]
     is_held = (tokens >= 0) & (tokens < held)
     return tl.load(p, mask=is_held[:, None] & (d < WIDTH)[None, :], other=0.0)
@@ -82,9 +85,9 @@ def ring_tile(x, row, tokens, held, head, d, HEADS: tl.constexpr, WIDTH: tl.cons
 
 @triton.jit
 def load_ring(ring, row, first, held, h, k, v, C: tl.constexpr, D: tl.constexpr):
-    """Load k_i, u_i, b_i and y_i of the tokens first - 1 to first + C - 2, and the gates of the tokens behind each of these.
+    """Load k_i, u_i, b_i and y_i of C consecutive tokens i, from first - 1 on, and the gates of the tokens i + 1.
 
-    Row i of the tiles has token first + i - 1, of which -1 stands for S_0, and the gates of token first + i. So the sum of gates
+    Row i of a tile has token first + i - 1, of which -1 stands for S_0, and the gates of token first + i. So the sum of gates
     from row i on is the log decay behind the token of row i. ring: the arrays of `RingedStates`.
     """
     ring_key, ring_value, ring_head, ring_row, ring_column, ring_along, ring_erased = ring
@@ -110,9 +113,10 @@ def load_ring(ring, row, first, held, h, k, v, C: tl.constexpr, D: tl.constexpr)
 
 @triton.jit
 def decayed(loaded, rows, columns, D: tl.constexpr):
-    """Return k_i, u_i, b_i and y_i of `load_ring` [C, BK or BV], decayed, and the sums of gates with theirs.
+    """Return ((k_i, u_i, b_i, y_i) decayed to the new token, [C, BK or BV], rows, columns).
 
-    rows, columns: the sums of the gates of newer tokens.
+    loaded: the result of `load_ring`. rows, columns: the sums of the gates of newer tokens; these tokens' gates are added to
+    the results.
     """
     keys, values, bs, ys = wide(loaded[0]), wide(loaded[1]), wide(loaded[2]), wide(loaded[3])
     gates, column_gates = wide(loaded[4]), wide(loaded[5])
@@ -132,13 +136,13 @@ def decayed(loaded, rows, columns, D: tl.constexpr):
 
 @triton.jit
 def read_term(x, keys, values):
-    """Return what x [BK] reads of sum_i keys_i values_i^T, [BV]."""
+    """Return sum_i (x . keys_i) values_i, [BV], for x [BK], keys [C, BK] and values [C, BV]."""
     return tl.sum(tl.sum(x[None, :] * keys, 1)[:, None] * values, 0)
 
 
 @triton.jit
 def read_ring(out, erased, q, e, terms, D: tl.constexpr):
-    """Return `out` and `erased` with what q and e read of the decayed tokens of the ring."""
+    """Return `out` and `erased` plus what q and e read of the ring's decayed tokens. terms: the first result of `decayed`."""
     keys, values, bs, ys = terms
     out += read_term(q, keys, values)
     if D.ERASURE != "none":
@@ -151,7 +155,11 @@ def read_ring(out, erased, q, e, terms, D: tl.constexpr):
 
 @triton.jit
 def add_ring(added, rows, columns, ring, row, held, h, k, v, D: tl.constexpr):
-    """Return `added` [BK, BV] with the terms of the ring's tokens, decayed, and the sums of gates with theirs."""
+    """Return (`added` [BK, BV] plus the decayed terms k_i u_i^T and b_i y_i^T of the ring's tokens, rows, columns).
+
+    rows, columns: the sums of the gates of newer tokens; the ring's gates are added to the results. held: the number of tokens
+    in the ring.
+    """
     for i in range(0, held // FOLDED + 1):
         loaded = load_ring(ring, row, (held // FOLDED - i) * FOLDED, held, h, k, v, FOLDED, D)
         terms, rows, columns = decayed(loaded, rows, columns, D)
@@ -164,7 +172,8 @@ def add_ring(added, rows, columns, ring, row, held, h, k, v, D: tl.constexpr):
 
 @triton.jit
 def folded(S, added, rows, columns, D: tl.constexpr):
-    """Return S e^rows e^columns + added, [BK, BV]. S itself is added last, so that equal gates do not round alike."""
+    """Return e^rows S e^columns + added, [BK, BV]. S is added as such, at last, so that equal gates do not round in one
+    direction."""
     if D.KEY or D.HEAD != "none":
         mild, factor = change(rows + tl.zeros([D.BK], tl.float32))
         mild, factor = mild[:, None], factor[:, None]
@@ -185,7 +194,8 @@ def folded(S, added, rows, columns, D: tl.constexpr):
 
 @triton.jit
 def append(ring, row, block, h, k, v, kt, ut, bt, yt, gate, column_gate, D: tl.constexpr):
-    """Store the new token in row `row` of the rings. Each program stores its columns, one of a head the keys and their gates."""
+    """Store the new token in row `row` of the ring. Each program stores its columns; one program of a head stores the keys and
+    their gates."""
     ring_key, ring_value, ring_head, ring_row, ring_column, ring_along, ring_erased = ring
     if D.ERASURE != "none":
         store_vector(ring_value, ut, row, h, v, D.H, D.V)
@@ -219,13 +229,13 @@ def scales_of(scales, slot, head, D: tl.constexpr):
 
 @triton.jit
 def factor_of(values):
-    """Return by how much the rests of states in 8 bits are multiplied."""
+    """Return FACTOR, by which the rests of states in 8 bits are multiplied."""
     return FACTOR_INT8 if values.dtype.element_ty == tl.int8 else FACTOR_FLOAT8
 
 
 @triton.jit
 def narrowed(x, DTYPE: tl.constexpr, LARGEST: tl.constexpr):
-    """Return x rounded to the nearest number of a dtype of 8 bits, of which LARGEST is the largest."""
+    """Return x rounded to the nearest number of DTYPE, which has 8 bits and the largest number LARGEST."""
     x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
     if tl.int8 == DTYPE:
         x = (x + MAGIC) - MAGIC
@@ -379,5 +389,9 @@ def recurrent_replay(
 
 
 def tokens_of_a_tile(places: int, rows: int) -> int:
-    """Return how many rows a tile of the ring's tokens has: those of a full ring and S_0 where these are few enough."""
+    """Return the number of rows of a tile of the ring's tokens, a power of two: one for each place and one for S_0, unless that
+    exceeds MOST_TOKENS or TILE numbers.
+
+    places: the places of the ring. rows: the rows of the state.
+    """
     return min(1 << places.bit_length(), MOST_TOKENS, max(2, TILE // rows))

@@ -13,7 +13,8 @@ SEQUENCE = 3  # the column of the table that holds the sequence
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """Segments of at most `size` tokens, each of one sequence, in scan order. Every sequence has at least one.
+    """Represent the sequences as segments of at most `size` tokens, each of one sequence, in scan order. Every sequence has at
+    least one.
 
     table: a row for each segment: (row of its first token in the [B * T] rows, rows to write, rows that hold tokens,
            sequence, edges, first chunk). Token p of a segment is p rows after its first token, or before it with
@@ -65,13 +66,18 @@ def segments_of(r: Recurrence, size: int, chunk: int) -> Segments:
 
 
 def segment_count(r: Recurrence, size: int) -> int:
-    """Return how many segments of `size` tokens the table has; with packed sequences, as many as any boundaries could need."""
+    """Return the number of rows of the table, for segments of `size` tokens. With packed sequences it is as many as any
+    boundaries could need."""
     B, T = r.q.shape[:2]
     return -(-T // size) * B if r.boundaries is None else T // size + r.num_sequences + 1
 
 
 def begins_of(xp, lengths, size: int, N: int):
-    """Return the index of the first segment of each sequence. The first N sequences have at least one segment each."""
+    """Return the index of the first segment of each sequence, [len(lengths) + 1]. The first N sequences have at least one
+    segment each.
+
+    xp: the module numpy or jax.numpy. lengths: the tokens of each sequence.
+    """
     counts = -(-lengths // size)
     counts = xp.where(xp.arange(len(lengths)) < N, xp.maximum(counts, 1), counts)
     return xp.concatenate([xp.zeros(1, counts.dtype), xp.cumsum(counts)])

@@ -40,7 +40,8 @@ from glax._src.kernels.triton.selective_scan_config import CHUNK, SelectiveConfi
 
 
 class Segments(NamedTuple):
-    """Hold the parts of sequences that programs scan, in the order of the scan, as the kernels read them. [segments] each."""
+    """Hold the segments that programs scan, in scan order, as the kernels read them: [segments] each. A segment is a part of a
+    sequence."""
 
     begin: Int[Array, "segments"]  # the first row in memory
     end: Int[Array, "segments"]  # behind the last row
@@ -52,11 +53,11 @@ class Segments(NamedTuple):
 
     @classmethod
     def of(cls, p: SelectiveOperands, length: int | None, reverse: bool) -> tuple["Segments", Array, Array]:
-        """Return the segments of at most `length` tokens, whole sequences if None, and the indices of the first and the last
-        segment of each sequence.
+        """Return (the segments of at most `length` tokens, the index of the first segment of each sequence, the index of its
+        last).
 
-        An empty sequence has one empty segment. Shapes do not depend on the boundaries. So segments that are left over come last,
-        are empty, and are neither first nor last of a sequence.
+        length: None for whole sequences. An empty sequence has one empty segment. Shapes do not depend on the boundaries. So
+        segments that are left over come last, are empty, and are neither first nor last of a sequence.
         """
         G, T = p.x.shape[:2]
         edges = jnp.arange(G + 1) * T if p.packing.cuts is None else p.packing.cuts.astype(jnp.int32)
@@ -93,8 +94,11 @@ ENTRIES = 256  # numbers of states of a program of `enter`
 
 @triton.jit
 def places(block, D: tl.constexpr):
-    """Return the channels [own, 1, 1, LANES, across] of a program's tiles, their numbers [1, groups, 4, LANES, 1], and the
-    offsets of a state [own, groups, 4, LANES, across] with what of it exists."""
+    """Return, for a program's tiles [own, groups, 4, LANES, across], the channels, the indices n of a state's numbers, the
+    offsets of both in a state, and a mask of those that exist.
+
+    channels: [own, 1, 1, LANES, across]. numbers: [1, groups, 4, LANES, 1]. block: the index of the program's channels.
+    """
     OWN: tl.constexpr = D.OWN
     LANES: tl.constexpr = D.LANES
     ACROSS: tl.constexpr = D.BK // OWN
@@ -113,8 +117,11 @@ def places(block, D: tl.constexpr):
 
 @triton.jit
 def own_part(A, skip, table, D: tl.constexpr):
-    """Return a program's segment, what `places` returns of its block of channels, the place of the segment's first chunk, its
-    first row in the order of the scan, its number of rows, and of the channels A to base 2 and D, 0 without `skip`."""
+    """Return (segment, channels, numbers, offsets, mask, first chunk, first row, rows, A log2 e, skip) of a program.
+
+    channels to mask: the results of `places`. first row: in scan order. A and skip: those of the program's channels; 0 for an
+    absent skip.
+    """
     segment = tl.program_id(0) // D.NK
     channel, number, place, exists = places(tl.program_id(0) % D.NK, D)
     begin = tl.load(table + segment * FIELDS + BEGIN)
@@ -134,7 +141,7 @@ def row_of(x, row, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_rows(x, k, channel, D: tl.constexpr):
-    """Load x [rows, K], k rows on in the order of the scan, for each channel, in float32."""
+    """Load the k-th row of x [rows, K] in scan order from the address x, for each channel, in float32."""
     place = (x + channel) + D.SIGN * k * D.K
     if D.K % D.BK == 0:
         return tl.load(place).to(tl.float32)
@@ -143,7 +150,8 @@ def load_rows(x, k, channel, D: tl.constexpr):
 
 @triton.jit
 def store_rows(x, k, channel, value, D: tl.constexpr):
-    """Store a value for each channel, which every lane of a channel holds, by the first of them."""
+    """Store a value for each channel in the k-th row of x in scan order. All lanes of a channel hold the value, and the first
+    stores it."""
     place = (x + channel) + D.SIGN * k * D.K
     first = tl.arange(0, D.LANES)[None, None, None, :, None] == 0
     value = tl.broadcast_to(value.to(x.dtype.element_ty), channel.shape)
@@ -152,7 +160,7 @@ def store_rows(x, k, channel, value, D: tl.constexpr):
 
 @triton.jit
 def load_numbers(B, k, number, D: tl.constexpr):
-    """Load B [rows, BV], k rows on, for each number of a state. All channels share it."""
+    """Load the k-th row of B [rows, BV] in scan order, for each number of a state. All channels share it."""
     whole = number + tl.arange(0, D.BK // D.OWN)[None, None, None, None, :] * 0
     return tl.load((B + whole) + D.SIGN * k * D.BV)
 
@@ -165,13 +173,13 @@ def over_numbers(x):
 
 @triton.jit
 def unless_reset(h, resets, k, D: tl.constexpr):
-    """Return h, or zeros where the token k rows on starts from zeros."""
+    """Return h, or zeros if the k-th token in scan order starts from zeros."""
     return tl.where(tl.load(resets + D.SIGN * k) != 0, 0.0, h) if D.RESETS else h
 
 
 @triton.jit
 def load_span(x, dt, channel, D: tl.constexpr, SPAN: tl.constexpr):
-    """Load x and dt of SPAN tokens in order."""
+    """Load x and dt of SPAN consecutive tokens: two tuples of values for each channel."""
     xs = ()
     dts = ()
     for k in tl.static_range(SPAN):
@@ -220,8 +228,8 @@ def outputs(x, dt, A, B, C, skip, states, table, resets, y, final, starts, D: tl
 def ends(x, dt, A, B, table, resets, final, total, D: tl.constexpr):
     """Compute what each segment adds to the state behind it, [segments, K, V], and the sum of its dt, [segments, K].
 
-    With ADJOINT x is dy, B is C, and the scan goes against time. It then computes what each segment adds to the gradient of the
-    state before it.
+    With ADJOINT x is dy, B is C, and the scan goes against time. The results are then what each segment adds to the gradient of
+    the state before it.
     """
     SPAN: tl.constexpr = D.SPAN
     segment, channel, number, place, exists, _, first, count, decay, _ = own_part(A, A, table, D)
@@ -250,8 +258,8 @@ def ends(x, dt, A, B, table, resets, final, total, D: tl.constexpr):
 
 @triton.jit
 def passed(h, x, dt, B, resets, k, decay, number, D: tl.constexpr):
-    """Return the state behind a token. With ADJOINT x is dy, B is C, and h is the gradient of the state behind the token: return
-    the one before it."""
+    """Return the state h behind the k-th token from the state before it. With ADJOINT x is dy and B is C: return the gradient
+    of the state before the token from the gradient behind it."""
     through = tl.exp2(decay * dt)
     if D.ADJOINT:
         return unless_reset(through * (h + load_numbers(B, k, number, D) * x), resets, k, D)
@@ -260,8 +268,11 @@ def passed(h, x, dt, B, resets, k, decay, number, D: tl.constexpr):
 
 @triton.jit
 def enter(added, total, A, states, table, into, D: tl.constexpr):
-    """Compute the states that enter H segments, [segments, K, V], from what each adds, and `states`, that enter sequences. With
-    ADJOINT from the last segment to the first."""
+    """Compute the states that enter the H segments, into [segments, K, V].
+
+    added, total: the results of `ends`. states: those that enter sequences. With ADJOINT the scan goes from the last segment to
+    the first.
+    """
     place = tl.program_id(0) * D.BK + tl.arange(0, D.BK)
     exists = place < D.K * D.V
     decay = tl.load(A + place, mask=exists, other=0.0) * LOG2E
@@ -279,7 +290,7 @@ def enter(added, total, A, states, table, into, D: tl.constexpr):
 
 @triton.jit
 def advanced(h, x, dt, B, resets, row, k, decay, channel, number, D: tl.constexpr):
-    """Return the state behind the token k rows on from `row`."""
+    """Return the state behind the k-th token in scan order from `row`. h: the state before it."""
     td = load_rows(row_of(dt, row, D.K), k, channel, D)
     tx = load_rows(row_of(x, row, D.K), k, channel, D)
     return passed(h, tx, td, row_of(B, row, D.BV), resets + row, k, decay, number, D)
@@ -287,16 +298,17 @@ def advanced(h, x, dt, B, resets, row, k, decay, channel, number, D: tl.constexp
 
 @triton.jit
 def from_other(x, across, bit: tl.constexpr):
-    """Return x of the lane whose place among the channels differs in `bit`."""
+    """Return x of another lane: the one whose index on the axis `across` differs in the bits `bit`."""
     return tl.gather(x, across ^ bit, 4)
 
 
 @triton.jit
 def store_sums(B, values, number, D: tl.constexpr):
-    """Store the sums over channels of `values`, tiles [1, groups, 4, LANES, across], one for each token, the last one first.
+    """Store, for each token, the sum of `values` over channels in its row of B. values: a tile [1, groups, 4, LANES, across]
+    for each token, the last token first.
 
-    Two lanes add two tokens' sums together: each sends what it has of one token, and gets what the other has of its own. So lanes
-    hold the sums of different tokens in the end, and fewer values move than if each held all.
+    Two lanes add two tokens' sums together: each sends its value of one token, and receives the other lane's value of the
+    other. So lanes hold the sums of different tokens in the end, and fewer values move than if each held all.
     """
     TOKENS: tl.constexpr = len(values)
     ACROSS: tl.constexpr = D.BK // D.OWN
@@ -325,9 +337,10 @@ def store_sums(B, values, number, D: tl.constexpr):
 def against_time(
     carried, h, x, dt, B, C, resets, dy, dx, ddt, dB, dC, row, decay, factor, channel, number, D: tl.constexpr, SPAN: tl.constexpr
 ):  # fmt: skip
-    """Take SPAN tokens from the last to the first. h: the state before them, whose first token has `row`.
+    """Compute the gradients of SPAN tokens, from the last to the first, and store dx, ddt, dB and dC. Return `carried` with
+    their terms.
 
-    carried: (dh, dA, dD) of what comes behind them. Returns these with the tokens.
+    h: the state before the tokens. row: the row of the first of them. carried: (dh, dA, dD) of the tokens behind them.
     """
     dh, dA, d_skip = carried
     before = ()
@@ -369,8 +382,8 @@ def gradient(
     x, dt, A, B, C, skip, table, resets, starts, dy, d_final, size,
     dx, ddt, dA, dB, dC, d_skip, d_states, scratch, D: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients. dA [segments, K, V] and d_skip [segments, K] are those of a segment, and dB and dC
-    [blocks, rows, BV] those of a block of channels. size: the number of rows."""
+    """Compute the gradients of every input. dA [segments, K, V] and d_skip [segments, K] are sums over a segment, and dB and dC
+    [blocks, rows, BV] are sums over a block of channels. size: the number of rows."""
     SPAN: tl.constexpr = D.SPAN
     segment, channel, number, place, exists, chunk, first, count, decay, factor = own_part(A, skip, table, D)
     chunks = row_of(starts, chunk, D.K * D.V) + place
@@ -427,7 +440,8 @@ def padded(B: Float[Array, "G T N"]) -> Float[Array, "G T _"]:
 
 
 def prepared(p: SelectiveOperands, skip: Float[Array, "D"] | None, config: SelectiveConfig, reverse: bool):
-    """Return what the kernels read besides x and dt, the marks of tokens that start from zeros, and the constants of a launch."""
+    """Return (the other operands of the kernels than x and dt, the marks of tokens that start from zeros, the constants of a
+    launch)."""
     resets = p.packing.resets
     D, N = p.A.shape
     constants = dict(
@@ -454,9 +468,10 @@ def entering(
     *,
     adjoint: bool,
 ) -> Float[Array, "segments D N"]:
-    """Return the states that enter segments, with `states` before sequences.
+    """Return the states that enter segments, [segments, D, N]. states: those that enter sequences.
 
-    A token adds dt x B to the state. If `adjoint`, it adds x B to the gradient of the state, and `states` are behind sequences.
+    A token adds dt x B to the state. If `adjoint`, it adds x B to the gradient of the state, and `states` are gradients behind
+    sequences.
     """
     count, (D, N) = len(segments.begin), p.A.shape
     if count == len(states):
@@ -506,8 +521,10 @@ def gradients(
     *,
     reverse: bool,
 ) -> tuple[tuple[Array, ...], Array | None]:
-    """Return the gradients of x, dt, A, B, C and the states, in their dtypes, and the one of `skip`, None if there is none.
-    Those of rows of no sequence are undefined."""
+    """Return (the gradients of x, dt, A, B, C and the states, in their dtypes; the gradient of skip, or None without it).
+
+    Gradients are undefined in rows of no sequence. starts: the states before chunks that `forward` saved.
+    """
     operands, marks, constants = prepared(p, skip, config, reverse)
     segments, first, _ = Segments.of(p, config.segment, reverse)
     behind = entering(d_y, operands[2], p, d_final, segments, marks, constants, adjoint=True)

@@ -45,12 +45,16 @@ class SelectiveConfig(Config):
 
     @property
     def channels(self) -> int:
-        """Return the number of channels of a program."""
+        """Return the number of channels that a program has."""
         return WARP // self.lanes * self.own
 
 
 def forward_config(operands: SelectiveOperands) -> SelectiveConfig:
-    """Return a config with up to 8 numbers in a lane, or half as many where nothing is cut and a quarter has under 4 warps."""
+    """Return a config of the forward, in which a lane holds up to 8 numbers of a state.
+
+    Sequences are cut, or lanes added, where few warps run (`filling`). If neither was done and a quarter of a multiprocessor
+    has fewer than 4 warps, a lane holds half as many numbers.
+    """
     start = SelectiveConfig(max(1, bucket(operands.A.shape[1]) // 8), 1, 8)
     config = filling(start, operands)
     if config == start and warps(config, operands) < 4:
@@ -59,8 +63,10 @@ def forward_config(operands: SelectiveOperands) -> SelectiveConfig:
 
 
 def gradient_config(operands: SelectiveOperands) -> SelectiveConfig:
-    """Return a config with up to 8 numbers in a lane, of two channels. With more tokens together registers have no room for three
-    warps on each quarter of a multiprocessor."""
+    """Return a config of the gradient, in which a lane holds up to 8 numbers, of two channels.
+
+    With a longer span registers have no room for three warps on each quarter of a multiprocessor.
+    """
     span = 4 if capability()[0] == 9 else 2
     return filling(SelectiveConfig(max(1, bucket(operands.A.shape[1]) // 4), 2, span), operands)
 
@@ -77,10 +83,10 @@ def wider(config: SelectiveConfig, operands: SelectiveOperands) -> SelectiveConf
 
 
 def filling(config: SelectiveConfig, operands: SelectiveOperands) -> SelectiveConfig:
-    """Return the config with segments, or with more lanes, where a quarter of a multiprocessor has few warps.
+    """Return the config with segments, or with more lanes, if a quarter of a multiprocessor has few warps.
 
-    With fewer than two, sequences of 512 tokens or more on average are cut into segments of at least 256, of which a quarter then
-    has up to 16 warps. The length is one for all, from the average: a long sequence among many short ones stays whole. Where
+    With fewer than two, sequences of 512 tokens or more on average are cut into segments of at least 256, such that a quarter
+    has up to 16 warps. All segments have one length, from the average: a long sequence among many short ones stays whole. If
     nothing is cut, the lanes of a channel are doubled while that leaves at most one warp a quarter.
     """
     (G, T), sequences = operands.x.shape[:2], operands.states.shape[0]

@@ -23,8 +23,9 @@ FEW_ROWS, FEW_SCORES = 16, 2**15  # with fewer rows and up to so many scores one
 class SoftmaxConfig(Config):
     """Configure the Triton kernel of softmax attention's forward.
 
-    rows, keys: those whose scores are formed together, powers of two from 16 to 256. warps: the warps of a program, a power of
-    two. stages: the stages of its software pipeline. Raises ValueError, which names the field, for any other value.
+    rows, keys: the numbers of rows and keys whose scores are formed together, powers of two from 16 to 256. warps: the warps of
+    a program, a power of two. stages: the stages of its software pipeline. Raises ValueError, which names the field, for any
+    other value.
     """
 
     rows: int = 128
@@ -40,9 +41,10 @@ class SoftmaxConfig(Config):
 class SoftmaxGradientConfig(Config):
     """Configure the Triton kernels of softmax attention's gradient.
 
-    rows, keys, warps, stages: as in `SoftmaxConfig`, of the kernel that forms dq. own_keys, read_rows, key_warps, key_stages: of
-    the kernel that forms dk and dv, whose programs own keys and read rows. read_rows divides rows. apart: whether it runs twice,
-    for dk and for dv, which takes a fifth product but half of the registers.
+    rows, keys, warps, stages: as in `SoftmaxConfig`, for the kernel that forms dq. own_keys, read_rows, key_warps, key_stages:
+    the keys, rows, warps and stages of the kernel that forms dk and dv, whose programs own keys and read rows. read_rows
+    divides rows. apart: whether that kernel runs twice, for dk and for dv, which takes a fifth product but half of the
+    registers.
     """
 
     rows: int = 64
@@ -67,8 +69,9 @@ class SoftmaxGradientConfig(Config):
 class SoftmaxStepConfig(Config):
     """Configure the Triton kernel of a step of softmax attention.
 
-    keys: those whose scores are formed together. rows: the most heads of q that a program takes. Both are powers of two from 16
-    to 256. parts: into which the keys of a sequence are cut. warps, stages: as in `SoftmaxConfig`.
+    keys: the number of keys whose scores are formed together. rows: the most heads of q that a program takes. Both are powers
+    of two from 16 to 256. parts: the number of parts into which the keys of a sequence are cut. warps, stages: as in
+    `SoftmaxConfig`.
     """
 
     keys: int = 32
@@ -87,14 +90,16 @@ def widest(operands: SoftmaxOperands) -> int:
 
 
 def most_keys(operands: SoftmaxOperands, keys: int) -> int:
-    """Return `keys`, or the most whose blocks of chosen keys the 32 bits of a word hold, one for each block that they touch."""
+    """Return `keys`, or if rows read chosen blocks the largest smaller power of two of which a 32-bit word holds a bit for each
+    block that these keys touch."""
     if operands.blocks is None:
         return keys
     return min(keys, 1 << (31 * operands.blocks.size).bit_length() - 1)
 
 
 def forward_config(operands: SoftmaxOperands) -> SoftmaxConfig:
-    """Return the block sizes of the forward for the heads of a call, with few registers spilled between its loops."""
+    """Return the block sizes of the forward for the widths and dtype of a call, for which few registers are spilled between its
+    loops."""
     found = forward_sizes(operands)
     return dataclasses.replace(found, keys=most_keys(operands, found.keys))
 
@@ -109,7 +114,8 @@ def forward_sizes(operands: SoftmaxOperands) -> SoftmaxConfig:
 
 
 def gradient_config(operands: SoftmaxOperands) -> SoftmaxGradientConfig:
-    """Return the block sizes of the gradient, in the same way."""
+    """Return the block sizes of the gradient for the widths and dtype of a call, for which few registers are spilled between
+    its loops."""
     found = gradient_sizes(operands)
     keys, own_keys = most_keys(operands, found.keys), most_keys(operands, found.own_keys)
     return dataclasses.replace(found, keys=keys, own_keys=own_keys)
@@ -158,7 +164,8 @@ def step_config(operands: StepOperands, value_width: int) -> SoftmaxStepConfig:
 
 
 def shape_refusal(sizes, got: str) -> str | None:
-    """Return why kernels do not support arrays of these sizes, or None. got: what the call has."""
+    """Return why a kernel refuses arrays of these sizes: one is a symbol, or 0; None if neither. got: the call's shapes, for
+    the text."""
     if any(is_symbol(n) for n in sizes):
         return "takes shapes that are known while tracing, got symbols"
     return f"takes arrays with elements, got {got}" if 0 in sizes else None

@@ -28,8 +28,11 @@ from glax._src.kernels.triton.tiles import LOG2E, at
 def add_keys(
     highest, total, weighted, q, rest, k, v, start, end, factor, D: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """Return the sums with those of the keys `start` to start + C added. With MASKED, the keys end before `end`. highest is in
-    the unit of products q . k. rest: the channels of q behind the first V, with D.VALUE False."""
+    """Return the running sums (highest, total, weighted) with the terms of the keys `start` to start + C added.
+
+    With MASKED, the keys end before `end`. highest is in the unit of products q . k. rest: the channels of q behind the first
+    V, if D.VALUE is False.
+    """
     own, cv = tl.arange(0, D.C), tl.arange(0, D.BV)
     kh = k + start.to(tl.int64) * (D.HK * D.K)
     if D.VALUE:
@@ -97,7 +100,7 @@ def part_outputs(q, k, v, first, last, slots, sizes, scale, o, log_total, D: tl.
 def forward(
     operands: StepOperands, scale: float, value_width: int, config: SoftmaxStepConfig
 ) -> Float[Array, "B 1 Hq V"]:
-    """Return o. value_width: V."""
+    """Return the output o [B, 1, Hq, V] of one step. value_width: V."""
     q, k, v, first, last, slots = operands
     (B, _, HQ, K), (P, S, HK, _), V = q.shape, k.shape, value_width
     group, parts = HQ // HK, config.parts
@@ -117,7 +120,7 @@ def forward(
 
 
 def joined(o: Float[Array, "parts B Hq V"], log_total: Float[Array, "parts B Hq"]) -> Float[Array, "B Hq V"]:
-    """Return the output of all parts. log_total: -inf for a part without keys."""
+    """Return the outputs of all parts joined: sum_p 2^{L_p} o_p / sum_p 2^{L_p}. log_total: L, -inf for a part without keys."""
     highest = log_total.max(0)
     weights = jnp.exp2(log_total - jnp.where(highest == -jnp.inf, 0, highest))
     total = weights.sum(0)

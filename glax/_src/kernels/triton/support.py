@@ -18,7 +18,7 @@ MOST_PROGRAMS = 32_767  # of a sequence: the upper half of a slot's length count
 
 
 def installation() -> str | None:
-    """Return what is missing on this machine, or None."""
+    """Return what is missing on this machine for the Triton kernels, or None."""
     missing = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
     if missing:
         names = [name.replace("_", "-") for name in missing]
@@ -85,7 +85,7 @@ def replay_priority(r: Recurrence) -> int:
 
 
 def chunked_priority(r: Recurrence) -> int:
-    """Return the same priority for all calls, above XLA."""
+    """Return the priority of the chunked kernels, above XLA's and the same for all calls."""
     return 10
 
 

@@ -29,16 +29,18 @@ def place_of(program, BLOCKS: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def chunk_of(table, e):
-    """Load the row of chunk e's first token, the rows to write, the rows with tokens, and the sequence (`Segments.table`)."""
+    """Return, for chunk e of `Segments.table`: the row of its first token, the number of rows to write, the number of rows with
+    tokens, and its sequence."""
     entry = table + e * 6
     return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
 
 
 @triton.jit
 def num_exact_pairs(max_abs_cumsum, count, PAIRS: tl.constexpr, BLOCKS: tl.constexpr = 1):
-    """Return how many of its PAIRS (chunk, head) pairs a program must test for the exact form.
+    """Return the number of (chunk, head) pairs that a program must test for the exact form: all of its PAIRS if any of their
+    |cumulative sum| exceeds FAST_LIMIT, else 0.
 
-    That is all of them if any |cumulative sum| exceeds FAST_LIMIT, else 0. BLOCKS neighbouring programs have the same pairs.
+    BLOCKS neighbouring programs have the same pairs.
     """
     pair = tl.program_id(0) // BLOCKS * PAIRS + tl.arange(0, PAIRS)
     largest = tl.max(tl.load(max_abs_cumsum + pair, mask=pair < count, other=0.0), 0)
@@ -87,7 +89,7 @@ def tf32_terms(x):
 
 @triton.jit
 def operand(x, D: tl.constexpr):
-    """Return x in D.DTYPE, for TF32 rounded to nearest.
+    """Return x as an operand of a product: in D.DTYPE, for TF32 rounded to nearest.
 
     Tensor cores truncate float32 operands to TF32. Sums do not average out the error of truncation.
     """
@@ -150,7 +152,8 @@ def store_tile(x, value, tokens, d, count, HEADS: tl.constexpr, WIDTH: tl.conste
 def load_tokens(
     x, row, h, HEADS: tl.constexpr, WIDTH: tl.constexpr, tokens, d, count, D: tl.constexpr
 ):  # fmt: skip
-    """Load what head h of a chunk reads of x [rows, HEADS, WIDTH], [C, BD]. row: the row of the chunk's first token."""
+    """Load the tile of x [rows, HEADS, WIDTH] for head h and the tokens of a chunk, [C, BD]. row: the row of the chunk's first
+    token."""
     return load_tile(at(x, row, h // (D.H // HEADS), HEADS, WIDTH), tokens, d, count, HEADS, WIDTH, D.SIGN)
 
 
@@ -204,7 +207,8 @@ def load_head_sums(G, row, head, sequence, tokens, count, D: tl.constexpr):
 
 @triton.jit
 def load_key_sums(last, chunk, head, k, count, D: tl.constexpr, FIRST: tl.constexpr = False):
-    """Load the sums of a chunk's key gates, or with FIRST of its first half, [BK]; 0 where the chunk has no token."""
+    """Load the sums of a chunk's key gates, [BK]; with FIRST over its first half only. They are 0 if count <= 0, where there is
+    no such chunk."""
     p = last + (chunk.to(tl.int64) * D.H + head) * 2 * D.K + FIRST * D.K
     return tl.load(p + k, mask=k < tl.where(count > 0, D.K, 0), other=0.0)
 
@@ -270,7 +274,8 @@ def halving(tokens, half):
 
 @triton.jit
 def later_half_before(tokens, half):
-    """Return the matrix of `halving` that sums the gates of a block from its middle to before a token of its later half."""
+    """Return the matrix [C, C] that sums gates from the middle of a block of 2 * half tokens to before a token of its later
+    half."""
     i, j = tokens[:, None], tokens[None, :]
     return tl.where((j >= i // (2 * half) * (2 * half) + half) & (j < i), 1.0, 0.0)
 
