@@ -14,7 +14,7 @@ from glax._src.kernels.pallas_tpu.refs import BackwardRefs, ForwardRefs, Ref, St
 
 
 class GradientOperands(NamedTuple):
-    """Hold what the gradient of one unit reads. S is the state before the chunk, and dS = dL/dS is behind it; both are
+    """Hold the operands of the gradient of one unit. S is the state before the chunk, and dS = dL/dS behind it; both are
     transposed."""
 
     q: jnp.ndarray  # [C, pack * K]
@@ -35,14 +35,14 @@ def step_rows(plan: Plan, step: Step, axis: int = 0):
 
 
 def lanes(width: int, unit):
-    """Return the index of a unit's lanes. The unit may be traced."""
+    """Return the slice of the lanes of a unit, `width` for each. unit: an index, which may be traced."""
     if isinstance(unit, int):
         return slice(unit * width, (unit + 1) * width)
     return pl.ds(pl.multiple_of(unit * width, 128), width)
 
 
 def load_unit(plan: Plan, step: Step, ref, heads: int, width: int, unit):
-    """Load a unit's heads of a tensor with `heads` heads, [C, pack * width], with 0 outside of the step's rows."""
+    """Load a unit's heads of a tensor with `heads` heads, [C, pack * width], with 0 in rows that are not the step's."""
     at = lanes(plan.pack * width, plan.unit_of(unit, heads))
     return chunk_math.select_rows(ref[:, at], step_rows(plan, step))
 
@@ -64,8 +64,8 @@ def load_gradient_operands(plan: Plan, step: Step, refs: BackwardRefs, unit) -> 
 
 
 def join_heads(plan: Plan, width: int, factors, axis: int = 1):
-    """Return the factors of a unit's heads as one factor of its lanes, or for axis 0 of its rows. Each factor may be
-    broadcast."""
+    """Return one factor for all lanes of a unit (axis 1), or for all its rows (axis 0). factors: one for each head of the unit;
+    each may be broadcast."""
     if plan.pack == 1:
         return factors[0]
     shape = (1, 2 * width) if axis else (2 * width, 1)
@@ -81,7 +81,7 @@ def select_head(plan: Plan, x, width: int, head: int):
 
 
 def block_diagonal(plan: Plan, x):
-    """Return x [pack * V, pack * K] with 0 in the products between a unit's two heads."""
+    """Return x [pack * V, pack * K] with 0 outside of the diagonal blocks [V, K], which belong to one head each."""
     if plan.pack == 1:
         return x
     row = lax.broadcasted_iota(jnp.int32, x.shape, 0) < plan.V
@@ -118,7 +118,7 @@ def load_head_gates(plan: Plan, step: Step, refs: ForwardRefs | StateRefs | Back
 
 
 def store_unit(plan: Plan, step: Step, ref: Ref, unit, x):
-    """Store the lanes of a unit in the step's rows."""
+    """Store x, a unit's lanes, in the step's rows of the block."""
     at = lanes(x.shape[1], unit)
     x = x.astype(ref.dtype)
     rows = step_rows(plan, step) if plan.packed else None
@@ -142,7 +142,7 @@ def wide(x):
 
 
 def gate_inputs(plan: Plan, r: Recurrence) -> dict:
-    """Return (array, block) of the gates of r, by the name of their reference."""
+    """Return {name of a reference: (array, block)} for the gates of r."""
     decay = r.decay
     if decay.constant is not None:
         x = decay.constant.astype(jnp.float32).reshape(plan.N, plan.groups, plan.program_heads, 1)
@@ -156,7 +156,7 @@ def gate_inputs(plan: Plan, r: Recurrence) -> dict:
 
 
 def erasure_inputs(plan: Plan, r: Recurrence) -> dict:
-    """Return (array, block) of beta, or of erase and write."""
+    """Return {name of a reference: (array, block)} for beta, or for erase and write."""
     if r.erasure is None:
         return {}
     beta, erase, write = r.erasure.beta, r.erasure.erase, r.erasure.write
@@ -171,7 +171,7 @@ def erasure_inputs(plan: Plan, r: Recurrence) -> dict:
 
 
 def row_inputs(plan: Plan, r: Recurrence) -> dict:
-    """Return (array, block) of q, k and v."""
+    """Return {name of a reference: (array, block)} for q, k and v."""
     Hq, Hk, Hv = plan.heads
     return dict(
         q=(plan.to_lanes(r.q, plan.K), plan.token_block(Hq, plan.K)),
@@ -181,7 +181,7 @@ def row_inputs(plan: Plan, r: Recurrence) -> dict:
 
 
 def state_input(plan: Plan, x) -> tuple:
-    """Return (array, block) of states [N, H, K, V]."""
+    """Return (the states x [N, H, K, V] in the plan's layout, their block)."""
     return plan.to_state_blocks(wide(x)), plan.sequence_block(plan.program_heads, plan.K, plan.V)
 
 

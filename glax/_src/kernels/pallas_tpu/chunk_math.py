@@ -28,18 +28,18 @@ def positions(shape: tuple[int, int], axis: int, reverse: bool):
 
 
 def causal_mask(C: int, reverse: bool, inclusive: bool):
-    """Return whether token j precedes token i in the scan or, if `inclusive`, is token i: [C, C]."""
+    """Return a mask [C, C]: whether token j precedes token i in scan order, or if `inclusive` is token i."""
     i, j = positions((C, C), 0, reverse), positions((C, C), 1, reverse)
     return j <= i if inclusive else j < i
 
 
 def diagonal_mask(C: int):
-    """Return whether token j is token i, [C, C]."""
+    """Return the mask i = j, [C, C]."""
     return positions((C, C), 0, False) == positions((C, C), 1, False)
 
 
 def select_rows(x, mask, otherwise=0.0):
-    """Return x in the rows of `mask` and `otherwise` elsewhere. None is a mask of all rows."""
+    """Return x in the rows where `mask` is true, and `otherwise` in the other rows. A mask of None selects all rows."""
     return x if mask is None else jnp.where(mask, x, jnp.asarray(otherwise, x.dtype))
 
 
@@ -64,10 +64,10 @@ def sum_by(matrix, x, exact: bool):
 
 
 def fine_dot(x, y, dims, dtype):
-    """Multiply float32 matrices with 16 bits of each operand where `dtype` is bfloat16, as `dot` does with float32 else.
+    """Multiply float32 matrices with sums in float32. If `dtype` is bfloat16, 16 bits of each operand count; else all.
 
-    The products of the two bfloat16 terms of each are one product of twice the depth and twice the width, for matrix units of 256
-    x 256. The smaller terms are summed apart from the largest.
+    The products of the two bfloat16 terms of each operand are one product of twice the depth and twice the width, for matrix
+    units of 256 x 256. The smaller terms are summed separately from the largest.
     """
     if dtype == jnp.float32:
         return dot(x, y, dims, dtype)
@@ -86,7 +86,7 @@ def fine_dot(x, y, dims, dtype):
 
 
 def row_sums(*arrays):
-    """Return the sums of each row over all arrays [C, width], [C, 1]."""
+    """Return the sum of each row over all arrays, [C, 1]. arrays: [C, width] each."""
     if len({x.shape for x in arrays}) == 1:
         return jnp.asarray(sum(arrays)).sum(1, keepdims=True)
     return sum(x.sum(1, keepdims=True) for x in arrays)

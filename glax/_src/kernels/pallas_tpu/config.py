@@ -66,7 +66,7 @@ MOST_TOKENS = 64
 
 @dataclasses.dataclass(frozen=True)
 class TPUPoolConfig(Config):
-    """Configure the kernels on a pool of states, which have nothing to choose."""
+    """Configure the kernels on a pool of states. There are no fields."""
 
 
 def pooled_refusal(r: Recurrence) -> str | None:
@@ -88,7 +88,7 @@ def pooled_refusal(r: Recurrence) -> str | None:
 
 
 def pool_block_of(r: Recurrence) -> tuple[int, int] | None:
-    """Return `pool_block` of a call, with as many numbers of a token as r has arrays."""
+    """Return (heads, columns) of a program on a pool of states, for the call r; None if no program fits."""
     erasure = r.erasure or Erasure()
     has_row_gates = not (r.decay.head is None and r.decay.key is None and r.decay.constant is None)
     by_key = 2 + has_row_gates + (r.erasure is not None) + (erasure.along is not None)

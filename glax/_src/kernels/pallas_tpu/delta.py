@@ -48,8 +48,10 @@ Refs = ForwardRefs | StateRefs | BackwardRefs
 
 @dataclasses.dataclass(frozen=True)
 class HeadDecays:
-    """Multiply with the decays of a unit's heads; sums and edges are None without gates. Only products are multiplied, never
-    their operands."""
+    """Form the products of a chunk with the decays of per-head gates, for the heads of one unit.
+
+    Decays multiply products, never operands. sums and edges are None without gates.
+    """
 
     plan: Plan
     heads: range
@@ -58,11 +60,12 @@ class HeadDecays:
     dtype: Any
 
     def entering(self, S):
-        """Return the state before the chunk, transposed, in the form that the other methods take. Its adjoint is itself."""
+        """Return the state before the chunk, transposed, in the form that `read` takes. The adjoint of this function is the
+        function itself."""
         return S
 
     def read(self, xs, S):
-        """Return (x e^G) S of each x, [C, pack * V]."""
+        """Return (x e^G) S for each x of xs [C, pack * K]: [C, pack * V]."""
         products = stacked_dot(xs, S, chunk_math.NT, self.dtype)
         if self.sums is None:
             return products
@@ -78,7 +81,7 @@ class HeadDecays:
         return [self.sums.pair_decays(head, causal) for head in self.heads]
 
     def scores(self, q, e, k) -> tuple[list, list]:
-        """Return P and L of each head, [C, C]; L also with j = i. P is empty for a q of None."""
+        """Return (P of each head, L of each head), [C, C] each. L includes its diagonal. P is empty if q is None."""
 
         parts = self.plan.pack
         rows = [part for x in (q, e) if x is not None for part in select_heads(self.plan, x)]
@@ -87,7 +90,7 @@ class HeadDecays:
         return scores[:-parts], scores[-parts:]
 
     def read_gradient(self, ds, S):
-        """Return the gradient of each x, (d S^T) e^G, [C, pack * K]. ds: the gradients of `read`."""
+        """Return the gradients (d S^T) e^G of the operands of `read`, [C, pack * K] each. ds: the gradients of its results."""
         products = stacked_dot(ds, S, chunk_math.NN, self.dtype)
         if self.sums is None:
             return products
@@ -95,7 +98,8 @@ class HeadDecays:
         return [product * join_heads(self.plan, self.plan.K, decays) for product in products]
 
     def read_added(self, x, d):
-        """Return the gradient of S, d^T (x e^G), [pack * V, pack * K]. d: the gradient of `read`."""
+        """Return the term d^T (x e^G) of one result of `read` in the gradient of S, [pack * V, pack * K]. d: the gradient of
+        that result."""
         d = d.astype(jnp.float32).T
         if self.edges is not None:
             d = d * join_heads(
@@ -104,8 +108,10 @@ class HeadDecays:
         return block_diagonal(self.plan, chunk_math.fine_dot(d, x, chunk_math.NN, self.dtype))
 
     def scores_gradient(self, d_pairs: list, xs: list, k):
-        """Return the gradients of each x and of k. d_pairs: the gradient of the scores of each x, [C, C] of each head, 0 where no
-        score is."""
+        """Return the gradients [C, pack * K] of each x of xs, and for each x its term in the gradient of k.
+
+        d_pairs: for each x, the gradient of its scores, [C, C] for each head, with 0 where no score is.
+        """
         dxs, dks = [jnp.zeros(k.shape, jnp.float32) for _ in xs], [jnp.zeros(k.shape, jnp.float32) for _ in xs]
         for part, between in enumerate(self.between):
             ds = [d[part] * between for d in d_pairs]
@@ -118,11 +124,12 @@ class HeadDecays:
         return dxs, dks
 
     def leaving(self, dS):
-        """Return the gradient of the state after the chunk in the form that the methods below take."""
+        """Return dS, the gradient of the state after the chunk, in the form that `write_gradient` and `decayed` take."""
         return dS
 
     def write_gradient(self, k, U, dS):
-        """Return the gradients of U [C, pack * V] and of k [C, pack * K]. dS: the gradient of the state after the chunk."""
+        """Return (the gradient of U [C, pack * V], that of k [C, pack * K]) through the state after the chunk, whose gradient
+        is dS."""
         dU = chunk_math.fine_dot(k, dS, chunk_math.NT, self.dtype)
         dk = chunk_math.fine_dot(U, dS, chunk_math.NN, self.dtype)
         if self.sums is None:
@@ -133,23 +140,23 @@ class HeadDecays:
         return dU, dk
 
     def decayed(self, dS):
-        """Return the gradient of the entering state without what the chunk's tokens read of it."""
+        """Return e^{G_last} dS: the gradient of the state before the chunk, without the terms of tokens that read it."""
         if self.edges is None:
             return dS
         return dS * join_heads(self.plan, self.plan.K, [self.edges.total[head : head + 1] for head in self.heads])
 
     def carry(self, S, k, U):
-        """Return the state after the chunk."""
+        """Return the state after the chunk, e^{G_last} S + (k e^{G_last - G})^T U."""
         return head_gate.carry_state(self.plan, S, k, U, self.edges, self.heads, self.dtype, chunk_math.fine_dot)
 
 
 @dataclasses.dataclass(frozen=True)
 class KeyDecays:
-    """Multiply with the decays of per-key gates, as factors of the operands.
+    """Form the products of a chunk with the decays of per-key gates, which multiply operands. The methods are those of
+    `HeadDecays`.
 
-    In the factored form, whose sums begin at the chunk's middle, S is e^L S, and dS is e^R dS.
-
-    levels: (body, carry) -> carry, with body(up, down, mask, carry) for each set of pairs that share a reference.
+    In the factored form sums of gates begin at the chunk's middle: the methods take e^L S for S, and e^R dS for dS. levels: a
+    function (body, carry) -> carry, which calls body(up, down, mask, carry) for each set of pairs that share a reference.
     """
 
     plan: Plan
@@ -192,7 +199,7 @@ class KeyDecays:
         return stacked_dot([x * self.inward for x in xs], S, chunk_math.NT, self.dtype)
 
     def scores(self, q, e, k) -> tuple[list, list]:
-        """As `HeadDecays.scores`."""
+        """Return (P of each head, L of each head), [C, C] each. L includes its diagonal. P is empty if q is None."""
         C, parts = self.plan.chunk, self.plan.pack
 
         def level(up, down, mask, carry):
@@ -241,7 +248,8 @@ class KeyDecays:
 
 
 def stacked_dot(xs, y, dims, dtype) -> list:
-    """Return the product by `dims` of each x [C, width] and y, which is loaded into the matrix unit once."""
+    """Return the product of each x of xs [C, width] and y, with the contracted axes `dims`. y is loaded into the matrix unit
+    once."""
     C, product = xs[0].shape[0], chunk_math.fine_dot(jnp.concatenate(xs), y, dims, dtype)
     return [product[i * C : (i + 1) * C] for i in range(len(xs))]
 
@@ -255,12 +263,13 @@ def masked(x, mask):
 
 
 def select_heads(plan: Plan, x) -> list:
-    """Return x [C, pack * K] for each head of a unit, with 0 in the lanes of the other."""
+    """Return, for each head of a unit, x [C, pack * K] with 0 in the lanes of the other head."""
     return [select_head(plan, x, plan.K, part) for part in range(plan.pack)]
 
 
 def run_units(plan: Plan, step: Step, refs: Refs, body):
-    """Run body(unit, decays), a generator, for every unit: in the factored form or the exact one, with per-key gates."""
+    """Run body(unit, decays), a generator, for every unit. With per-key gates `decays` is factored if all units are in range,
+    else exact."""
     if refs.key_gates is not None:
 
         def factored():
@@ -307,7 +316,7 @@ def load_betas(plan: Plan, step: Step, refs: Refs):
 
 
 def load_erased(plan: Plan, step: Step, refs: Refs, unit, k, betas) -> Erased:
-    """Load e and w of a unit. betas: of `load_betas`."""
+    """Load e and w of a unit. betas: the result of `load_betas`."""
     if betas is not None:
         return Erased(k, [column(betas, unit * plan.pack + part) for part in range(plan.pack)], None)
     e = load_unit(plan, step, refs.erase, plan.H, plan.K, unit)
@@ -323,7 +332,7 @@ def column(x, index):
 
 
 def unsolved(plan: Plan, erased: Erased, v, read) -> tuple:
-    """Return w * v - (e e^G) S, [C, pack * V], and X, the same times beta where there is one. read: (e e^G) S."""
+    """Return D = w * v - (e e^G) S, [C, pack * V], and X, which is beta D with beta and else D. read: (e e^G) S."""
     left = times(v.astype(jnp.float32), erased.write) - read
     return left, left if erased.beta is None else left * join_heads(plan, plan.V, erased.beta)
 
@@ -342,7 +351,7 @@ def inverses(plan: Plan, erased: Erased, scores: list):
 
 
 def apply_heads(plan: Plan, pairs: list, x, dims, dtype):
-    """Return the product of each head's pairs [C, C] with its lanes of x [C, pack * V]."""
+    """Return the product of each head's pairs [C, C] with its lanes of x [C, pack * V]: [C, pack * V]."""
     products = (chunk_math.fine_dot(a, select_head(plan, x, plan.V, part), dims, dtype) for part, a in enumerate(pairs))
     return jnp.asarray(sum(products))
 
@@ -412,7 +421,7 @@ def save_states(plan: Plan, step: Step, refs: StateRefs):
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """Hold the stages of the gradient of one step. betas: of `load_betas`."""
+    """Hold the stages of the gradient of one step. betas: the result of `load_betas`."""
 
     plan: Plan
     step: Step
@@ -421,7 +430,8 @@ class Backward:
     betas: jnp.ndarray | None
 
     def run(self, unit, decays: HeadDecays | KeyDecays):
-        """Compute the gradients of a unit, and the terms of its gates' gradients."""
+        """Compute the gradients of a unit, and the terms of its gates' gradients. It is a generator, which yields between
+        stages."""
         plan, refs, scale, dtype = self.plan, self.refs, self.scale, decays.dtype
         # [C, K]   [C, K]   [C, V]   [C, V]   [V, K]   [V, K]
         q, k, v, do, S, dS = load_gradient_operands(plan, self.step, refs, unit)
@@ -476,7 +486,7 @@ class Backward:
         store_gradient(plan, self.step, refs.dv, Hv, unit, dv)
 
     def pairs(self, xs, y, dtype) -> list:
-        """Return x y^T of each x and head for j before i, else 0: [C, C]."""
+        """Return x y^T for j before i, else 0: [C, C] for each x of xs and each head. The operands are [C, pack * V]."""
         plan, parts = self.plan, self.plan.pack
         strict = chunk_math.causal_mask(plan.chunk, plan.reverse, inclusive=False)
         rows = [select_head(plan, x, plan.V, part).astype(jnp.float32) for x in xs for part in range(parts)]
@@ -484,7 +494,8 @@ class Backward:
         return [products[i * parts : (i + 1) * parts] for i in range(len(xs))]
 
     def add_betas(self, unit, products, pairs):
-        """Keep the gradient of a unit's betas, the sums of each row over products [C, pack * V] and pairs [C, C]."""
+        """Store the gradient of a unit's betas in scratch memory: the sum of each row over products [C, pack * V] and pairs [C,
+        C]."""
         lane = lax.broadcasted_iota(jnp.int32, self.refs.beta_terms.shape, 1)
         for part, each in enumerate(pairs):
             rows = chunk_math.row_sums(select_head(self.plan, products, self.plan.V, part), each)
@@ -492,7 +503,7 @@ class Backward:
             self.refs.beta_terms[...] = jnp.where(lane == head, rows, self.refs.beta_terms[...])
 
     def emit_gates(self, unit, terms, edge):
-        """Store the gradient of per-key gates, or keep the terms of per-head gates.
+        """Store the gradient of per-key gates, or, in scratch memory, the terms of per-head gates.
 
         terms: q dq - k dk + e de of each token, without the pair of the token with itself, [C, K]. edge: <S, dS> before the
         chunk, [1, K].

@@ -21,7 +21,7 @@ from glax._src.kernels.pallas_tpu.refs import BackwardRefs, ForwardRefs, StateRe
 
 
 def chunk_form(refs: ForwardRefs | StateRefs | BackwardRefs):
-    """Return the module that computes a chunk of this call."""
+    """Return the module with the chunk's functions for this call: `delta`, `key_gate` or `head_gate`."""
     if refs.beta is not None or refs.erase is not None:
         return delta
     return head_gate if refs.key_gates is None else key_gate

@@ -41,7 +41,7 @@ class EdgeDecays(NamedTuple):
 
 
 class HeadSums(NamedTuple):
-    """Hold the sums G of log gates of all R heads of a program, each as a sum of terms."""
+    """Hold the sums G of log gates for all R heads of a program. G is a sum of one or two terms."""
 
     rows: tuple  # of each term: [R, C]
     columns: jnp.ndarray  # [C, terms * R]: `rows` transposed, side by side
@@ -203,7 +203,7 @@ class Backward:
         store_gradient(plan, self.step, refs.dv, Hv, unit, dv)
 
     def decay_state_terms(self, sums: HeadSums, heads, dq, dk, dv):
-        """Return dq, dk and dv with the terms from the states decayed between the tokens and the chunk's edges."""
+        """Return dq, dk and dv, so far the terms from S and dS, multiplied by the decays between tokens and the chunk's edges."""
         plan = self.plan
         dq *= join_heads(plan, plan.K, [sums.from_start(head, dq.shape[1]) for head in heads])
         to_end = [sums.to_end(head, max(dk.shape[1], dv.shape[1])) for head in heads]
@@ -212,9 +212,10 @@ class Backward:
         return dq, dk, dv
 
     def add_pairs(self, unit: int, part: int, head: int, x: GradientOperands, gradients, gate_terms):
-        """Add the pairs of one head's tokens to (dq, dk, dv), and store the head's terms of the gates' gradients.
+        """Add the terms of pairs of one head's tokens to gradients = (dq, dk, dv), and store the head's terms of the gates'
+        gradients.
 
-        part: the head's place in its unit. gate_terms: the terms [C, K] and [1, K] that come from the states, or None.
+        part: the index of the head in its unit. gate_terms: the terms [C, K] and [1, K] that come from the states, or None.
         """
         plan, refs, scale, dtype = self.plan, self.refs, self.scale, self.refs.q.dtype
         dq, dk, dv = gradients

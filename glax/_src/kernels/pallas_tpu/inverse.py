@@ -48,7 +48,8 @@ def unit_inverse(L, reverse: bool):
 
 
 def split_pairs(X, size: int, reverse: bool):
-    """Return the rows of the first blocks of all pairs, and those of the later ones, [C / 2, C]."""
+    """Return the rows of X in the first block of every pair of blocks, and those in the later block, [C / 2, C] each. size: the
+    rows of a block."""
     C = X.shape[0]
     pairs = X.reshape(C // (2 * size), 2, size, C)
     first, later = (pairs[:, i].reshape(C // 2, C) for i in ((1, 0) if reverse else (0, 1)))
@@ -56,7 +57,7 @@ def split_pairs(X, size: int, reverse: bool):
 
 
 def join_pairs(first, later, size: int, reverse: bool):
-    """Return the rows of all pairs, [C, C]: the inverse of `split_pairs`."""
+    """Return the matrix [C, C] with the rows of both arrays, [C / 2, C] each: the inverse of `split_pairs`."""
     C, dtype = first.shape[1], first.dtype
     if dtype == jnp.bfloat16 and size < 16:  # rows of less than a tile
         first, later = first.astype(jnp.float32), later.astype(jnp.float32)
@@ -65,7 +66,8 @@ def join_pairs(first, later, size: int, reverse: bool):
 
 
 def block_dot(x, y, size: int, reverse: bool, x_is_first: bool):
-    """Return x @ y for one block of every pair, to float32: six products of three bfloat16 terms of each, as one product.
+    """Return x @ y for one block of every pair, to float32: six products of the three bfloat16 terms x0, x1, x2 and y0, y1, y2,
+    as one product.
 
     x [C / 2, C] has one block in each row of blocks: in the lanes of its pair's first block with `x_is_first`, else in those of
     the later one. The lanes of the pair's other block are 0, and take a second term of x. y [C / 2, C] has the rows that x
@@ -79,7 +81,8 @@ def block_dot(x, y, size: int, reverse: bool, x_is_first: bool):
     y0, y1, y2 = chunk_math.bfloat16_parts(y, exact=True)
 
     def rows(own, others):
-        """Return the rows that multiply the lanes of x itself, and those that multiply the second term."""
+        """Return y's operand [C, C]: `own` in the rows that multiply the first term of x, and `others` in those that multiply
+        its second."""
         first, later = (own, others) if x_is_first else (others, own)
         return join_pairs(first, later, size, reverse)
 

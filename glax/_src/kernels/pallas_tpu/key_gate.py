@@ -64,7 +64,7 @@ def in_range(plan: Plan, step: Step, refs: Refs):
 
 
 def run_units(plan: Plan, step: Step, refs: Refs, factored, exact):
-    """Run factored(), which computes all units, if all are in range, else exact(unit) for one unit after another."""
+    """Run factored(), which computes all units, if all are in range; else exact(unit) for one unit after another."""
     is_in_range = in_range(plan, step, refs)
 
     @pl.when(is_in_range)
@@ -127,10 +127,10 @@ def edge_decays(plan: Plan, refs: Refs, gates) -> EdgeDecays:
 
 
 def fold_levels(plan: Plan, refs: Refs, gates, body, carry):
-    """Run body(factor [C, K], mask [C, C], carry) -> carry over the halvings of the chunk.
+    """Return the carry after carry = body(factor, mask, carry) for each halving of the chunk.
 
-    The mask selects pairs of a token in the later half of a block with one in the earlier half. The factor is each token's
-    decay to the block's middle.
+    mask [C, C] selects pairs of a token in the later half of a block with one in the earlier half. factor [C, K] is the decay
+    between each token and its block's middle.
     """
     C = plan.chunk
     i, s = chunk_math.positions((C, C), 0, plan.reverse), chunk_math.positions((C, C), 1, plan.reverse)
@@ -288,14 +288,14 @@ class Backward:
         ]
 
     def apply_pairs(self, pairs, x, width: int, dims):
-        """Return the product of each head's pairs with its lanes of x, [C, pack * width]."""
+        """Return the product of each head's pairs [C, C] with its lanes of x, [C, pack * width]. dims: the contracted axes."""
         products = (
             chunk_math.dot(pairs[part], select_head(self.plan, x, width, part), dims, self.dtype) for part in self.parts
         )
         return sum(products)
 
     def emit_gradients(self, unit, x: GradientOperands, d: UnitGradient):
-        """Store the gradients, with the pairs of each token with itself."""
+        """Store the gradients of a unit, after adding the pairs of each token with itself."""
         plan, step, refs, scale = self.plan, self.step, self.refs, self.scale
         Hq, Hk, Hv = plan.heads
         s_before = jnp.where(self.strictly_causal, 1.0, 0.0)

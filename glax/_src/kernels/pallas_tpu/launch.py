@@ -53,5 +53,5 @@ def when(condition):
 
 
 def has_rows(plan: Plan, step: Step) -> bool | jax.Array:
-    """Return whether a step has rows. Without packing every step has rows."""
+    """Return whether a step has rows of a sequence. Without packing every step has."""
     return step.high > step.low if plan.packed else True

@@ -13,7 +13,7 @@ from glax._src.kernels.pallas_tpu.sizes import VMEM_BYTES, packing, unit_bytes
 
 
 class Step(NamedTuple):
-    """One step of a scan: the rows low <= row < high of a block of C rows, all of one sequence.
+    """Hold one step of a scan: the rows low <= row < high of a block of C rows, all of one sequence.
 
     begins, ends: whether the sequence's scan begins or ends in this step. first_visit: whether no earlier step had this block.
     """
@@ -29,7 +29,7 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The shapes of a scan. The grid is (B, groups, steps). A program has `units` units of `pack` heads each.
+    """Hold the shapes of a scan. The grid is (B, groups, steps). A program has `units` units of `pack` heads each.
 
     Arrays have the shape [B, T, heads * width]: a row is a token, and heads lie side by side in the lanes. A unit is `pack`
     heads, whose padded widths K and V fill whole tiles of 128 lanes. Its state is one matrix, block diagonal for two heads.
@@ -72,12 +72,12 @@ class Plan:
 
     @property
     def lanes(self) -> int:
-        """Return the number of lanes of a unit's keys."""
+        """Return the number of lanes of a unit's keys, pack * K."""
         return self.pack * self.K
 
     @property
     def state(self) -> tuple[int, int, int]:
-        """Return the shape of a program's states, transposed."""
+        """Return the shape of a program's states, transposed: (units, pack * V, pack * K)."""
         return (self.units, self.pack * self.V, self.lanes)
 
     @property
@@ -118,7 +118,8 @@ class Plan:
         return max(1, self.program_heads * heads // self.H)
 
     def unit_of(self, unit, heads: int):
-        """Return which of `heads_read` a unit reads, counted in units. Heads are shared only where a unit is one head."""
+        """Return the unit that a unit reads, of the units of a tensor with `heads` heads that a program reads. Heads are shared
+        only where a unit is one head."""
         sharing = self.program_heads // self.heads_read(heads)
         if sharing == 1:
             return unit
@@ -129,7 +130,7 @@ class Plan:
         return range(unit * self.pack, (unit + 1) * self.pack)
 
     def is_shared(self, heads: int) -> bool:
-        """Return whether several heads of a program read the same one of `heads` heads."""
+        """Return whether several heads of a program read one head of a tensor with `heads` heads."""
         return self.heads_read(heads) < self.program_heads
 
     # ---- the scan ----------------------------------------------------------------------------------------------------
@@ -180,7 +181,8 @@ class Plan:
     # ---- blocks ------------------------------------------------------------------------------------------------------
 
     def block_spec(self, shape, index) -> pl.BlockSpec:
-        """Return the specification of a block of `shape` at index(b, group, step, m)."""
+        """Return the specification of a block of `shape`. index: a function (b, group, step, m) that returns the block's index,
+        where m is the number of the step."""
 
         def at(b, g, m, scale, *table):
             return index(b, g, self.step(b, m, *table or (None,)), m)
@@ -196,16 +198,16 @@ class Plan:
         )
 
     def head_gate_block(self) -> pl.BlockSpec:
-        """Return the block of [B, groups, blocks, gate_rows, C]."""
+        """Return the block of per-head gates [B, groups, blocks, gate_rows, C] that a step reads."""
         shape = (None, None, None, self.gate_rows, self.chunk)
         return self.block_spec(shape, lambda b, g, step, m: (b, g, step.block, 0, 0))
 
     def sequence_block(self, *shape: int) -> pl.BlockSpec:
-        """Return the block of [N, groups, *shape]."""
+        """Return the block of an array [N, groups, *shape] for the sequence of a step."""
         return self.block_spec((None, None, *shape), lambda b, g, step, m: (step.sequence, g, *[0] * len(shape)))
 
     def step_block(self, *shape: int) -> pl.BlockSpec:
-        """Return the block of [B, groups, steps, *shape]."""
+        """Return the block of an array [B, groups, steps, *shape] for a step."""
 
         def index(b, g, step, m):
             return (b, g, self.steps - 1 - m if self.adjoint else m, *[0] * len(shape))
@@ -221,18 +223,19 @@ class Plan:
         return x.reshape(*x.shape[:2], -1)
 
     def from_lanes(self, x: Float[Array, "B T heads*width"], width: int, used: int) -> Float[Array, "B T heads used"]:
-        """Return x in the layout before `to_lanes`."""
+        """Return x as [B, T, heads, used], without padding: the inverse of `to_lanes`. used: the lanes of a head that are not
+        padding."""
         x = x.reshape(*x.shape[:2], -1, width)
         return x[:, : self.T, :, :used]
 
     def to_groups(self, x: Float[Array, "B T H"]) -> Float[Array, "B groups blocks rows C"]:
-        """Return per-head gates grouped by program, with time along the lanes."""
+        """Return per-head gates [B, T, H] grouped by program, with the tokens of a block along the lanes."""
         x = pad(x.astype(jnp.float32), (0, 0), (0, self.blocks * self.chunk - self.T), (0, 0))
         x = x.reshape(self.B, self.blocks, self.chunk, self.groups, self.program_heads).transpose(0, 3, 1, 4, 2)
         return pad(x, (0, 0), (0, 0), (0, 0), (0, self.gate_rows - self.program_heads), (0, 0))
 
     def from_groups(self, x: Float[Array, "B groups blocks rows C"]) -> Float[Array, "B T H"]:
-        """Return x in the layout before `to_groups`."""
+        """Return x as [B, T, H]: the inverse of `to_groups`."""
         x = x[:, :, :, : self.program_heads].transpose(0, 2, 4, 1, 3)
         return x.reshape(self.B, -1, self.H)[:, : self.T]
 
@@ -242,12 +245,13 @@ class Plan:
         return x.reshape(self.N, self.groups, self.program_heads, self.K, self.V)
 
     def from_state_blocks(self, x: Float[Array, "N groups rows K V"], K: int, V: int) -> Float[Array, "N H K V"]:
-        """Return x in the layout before `to_state_blocks`."""
+        """Return x as [N, H, K, V], without padding: the inverse of `to_state_blocks`."""
         return x.reshape(self.N, self.H, self.K, self.V)[:, :, :K, :V]
 
 
 def splits_no_group(count: int, H: int, heads: tuple[int, int, int]) -> bool:
-    """Return whether programs of `count` heads split no group of heads that share one query, key or value."""
+    """Return whether programs of `count` heads divide no group: heads that share one head of q, k or v. heads: the numbers of
+    heads of q, k and v."""
     return all(count % (H // n) == 0 or H // n % count == 0 for n in heads)
 
 

@@ -36,8 +36,8 @@ Ref = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Hold the tokens' numbers in float32, [B, groups, T, heads, K] or [..., V], or references to the blocks of one group of
-    heads. None stands for what is absent."""
+    """Hold the arrays of the tokens in float32, [B, groups, T, heads, K] or [..., V], or references to the blocks of one group
+    of heads. An absent array is None."""
 
     q: Any  # times the scale
     k: Any
@@ -50,7 +50,7 @@ class Tokens:
 
     @classmethod
     def of(cls, r: Recurrence, heads: int) -> "Tokens":
-        """Return the tokens of r in groups of as many heads, all with the heads of the state."""
+        """Return the arrays of r in groups of `heads` heads. Heads that share q, k or v have copies."""
         erasure, decay = r.erasure or Erasure(), r.decay
         q, k, v = (spread_heads(x, r.num_heads).astype(jnp.float32) for x in (r.q, r.k, r.v))
         head = decay.head if decay.constant is None else r.by_token(decay.constant)
@@ -65,7 +65,7 @@ class Tokens:
         return jax.tree.map(lambda x: in_groups(x.astype(jnp.float32), heads), found)
 
     def at(self, t) -> "Tokens":
-        """Return one token's numbers from references, [heads, K] or [heads, V]."""
+        """Return token t of the references, [heads, K] or [heads, V] each."""
         return jax.tree.map(lambda ref: ref[0, 0, t], self)
 
 
@@ -84,7 +84,8 @@ def decayed(S, log, axis: int):
 
 
 def advance(x: Tokens, S: list, before_decay: bool) -> tuple[list, list]:
-    """Return the states of all heads behind a token, [K, V] each, and the outputs, [1, V] each."""
+    """Return (the states of all heads behind a token, [K, V] each; its outputs, [1, V] each). S: the states before it.
+    before_decay: whether e reads the state before its decay."""
     by_key = {name: y.T for name, y in dict(q=x.q, k=x.k, rows=x.rows, e=x.e, b=x.b).items() if y is not None}
     states, outputs = [], []
     for h, before in enumerate(S):
@@ -139,20 +140,20 @@ class PoolPlan:
 
     @property
     def state(self) -> pl.BlockSpec:
-        """Return the block of the pool that a program reads: of row rows[n]."""
+        """Return the specification of the pool's block: the heads and columns of a program, in row rows[n] for sequence n."""
         return pl.BlockSpec((1, self.heads, self.K, self.columns), lambda h, v, n, slots, rows, _: (rows[n], h, 0, v))
 
     def specs(self, tokens: Tokens) -> Tokens:
-        """Return a block for every array of the tokens."""
+        """Return the specification of a block for every array of the tokens that is not None."""
         names = {field.name for field in dataclasses.fields(Tokens)}
         of = dict.fromkeys(names, self.by_key) | dict.fromkeys(("v", "columns", "w"), self.by_value)
         return Tokens(**{name: None if getattr(tokens, name) is None else of[name] for name in names})
 
 
 def rows_of(slots) -> tuple[jax.Array, jax.Array]:
-    """Return the row of the pool that each sequence's program copies, [B], and whether some sequence has a slot, [1].
+    """Return (the row of the pool that each sequence's program copies, [B]; whether any sequence has a slot, [1]).
 
-    A null sequence has the row of the last before it that has one, or else of the first.
+    A null sequence has the row of the last sequence before it that has a slot, or else of the first one that has.
     """
     used, order = slots >= 0, jnp.arange(len(slots), dtype=jnp.int32)
     newest = lax.cummax(jnp.where(used, order, -1))
@@ -161,8 +162,8 @@ def rows_of(slots) -> tuple[jax.Array, jax.Array]:
 
 
 def run(plan: PoolPlan, slots, any_used, tokens: Tokens, pool, output, after: Ref | None, scratch: Ref):
-    """Compute one program. after: the block of the pool as it leaves, the same memory as `pool`; None where it does not change.
-    scratch: the states between tokens; it is not read for one token."""
+    """Compute one program. pool, after: the block of the pool before and behind the tokens, in the same memory; after is None
+    if the pool does not change. scratch: the states between tokens; it is not read for one token."""
     n, is_used = pl.program_id(2), slots[pl.program_id(2)] >= 0
 
     @pl.when(is_used)

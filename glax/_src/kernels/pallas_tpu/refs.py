@@ -1,4 +1,4 @@
-"""Name the references of each kernel.
+"""Define classes with the references of each kernel by name.
 
 A kernel reads inputs, writes outputs, and holds values between steps in scratch memory. A field is None if the call has no such
 array. Shapes are those of one step's block; C, K, V and R are a plan's chunk, padded widths and `gate_rows`.

@@ -68,7 +68,8 @@ pooled = functools.partial(
 
 @pooled("recurrent.step")
 def recurrent_step(r: Recurrence, pool, slots, *, config: TPUPoolConfig):
-    """Advance each sequence by its tokens. Its state in the pool is read once and written once."""
+    """Advance each sequence by its T tokens: return the outputs [B, T, H, V] and the pool. Each state in the pool is read once
+    and written once."""
     from glax._src.kernels.pallas_tpu import pool as pools
 
     return pools.recurrent_step(r, pool, slots)
@@ -76,7 +77,8 @@ def recurrent_step(r: Recurrence, pool, slots, *, config: TPUPoolConfig):
 
 @pooled("recurrent.verify")
 def recurrent_verify(r: Recurrence, pool, slots, *, config: TPUPoolConfig):
-    """Compute the outputs of each sequence's tokens. Its state in the pool is read once, and the pool does not change."""
+    """Compute the outputs of each sequence's T tokens, [B, T, H, V]. Each state in the pool is read once, and the pool does not
+    change."""
     from glax._src.kernels.pallas_tpu import pool as pools
 
     return pools.recurrent_verify(r, pool, slots)

@@ -1,8 +1,9 @@
-"""Read rows of a pool of states, or write them, as a prompt does that continues from states in a pool.
+"""Read rows of a pool of states, or write them. A prompt that continues from states in a pool needs both.
 
     rows[n] = pool[slots[n]]        pool[slots[n]] = rows[n]
 
-Both are copies within HBM, of a whole row each, which pass no VMEM. All copies are under way together, and the program waits for
+Both are copies within HBM, of a whole row each, which pass no VMEM. All copies are under way together, and the program waits
+for
 all at its end. A row of slot -1 has no copy: what is read there is undefined, and nothing is written.
 """
 
@@ -56,15 +57,16 @@ def call(body, name: str, result: jax.ShapeDtypeStruct, aliases: dict, slots, *a
 
 
 def like(x, shape):
-    """Return an abstract array of x's dtype, which varies over the mesh axes of a shard_map as x does."""
+    """Return the type of an array with this shape, x's dtype, and x's variation over the mesh axes of a shard_map."""
     return jax.ShapeDtypeStruct(shape, x.dtype, manual_axis_type=jax.typeof(x).mat)
 
 
 def read_rows(pool, slots):
-    """Return the rows of the pool [P, ...] that slots [N] name, [N, ...]; undefined for a slot of -1."""
+    """Return pool[slots], [N, ...], for a pool [P, ...] and slots [N]. Rows of slot -1 are undefined."""
     return call(read_body, "glax_read_rows", like(pool, (len(slots), *pool.shape[1:])), {}, slots, pool)
 
 
 def write_rows(pool, slots, rows):
-    """Return the pool, in the same memory, with rows [N, ...] of its dtype in the rows that slots name."""
+    """Return the pool, in the same memory, with pool[slots[n]] = rows[n]. rows: [N, ...], of the pool's dtype. Slots of -1
+    write nothing."""
     return call(write_body, "glax_write_rows", like(pool, pool.shape), {2: 0}, slots, rows, pool)

@@ -7,11 +7,11 @@ SMEM_BYTES = 2**19  # for the table of steps, of 1 MiB
 
 
 def unit_bytes(chunk: int, K: int, V: int, itemsize: int, erases: bool, gradient: bool) -> int:
-    """Return the VMEM bytes of a unit.
+    """Return the bytes of VMEM that a unit takes.
 
-    The gradient has nine blocks of rows and three of states, each with two buffers, and the state itself. With an erasure it has
-    eight more blocks of rows: erase, write and their gradients, and four that stand for inverses and intermediate values. The
-    forward is counted as the gradient where nothing is erased; else it has eleven blocks of rows, four of them for intermediate
+    The gradient has nine blocks of rows and three of states, each with two buffers, and the state itself. With an erasure it
+    has eight more blocks of rows: erase, write and their gradients, and four for inverses and intermediate values. The forward
+    is counted as the gradient if nothing is erased. Otherwise it has eleven blocks of rows, four of them for intermediate
     values, and two of states.
     """
     keys, values, states = 6, 3, 7
@@ -32,11 +32,11 @@ def packing(heads: tuple[int, int, int], K: int, V: int) -> tuple[int, int, int]
 
 
 def pool_block(H: int, K: int, V: int, T: int, by_key: int, by_value: int) -> tuple[int, int] | None:
-    """Return how many heads, and how many columns of their states, a program on a pool of states has; None if nothing fits.
+    """Return (heads, columns of their states) of a program on a pool of states; None if nothing fits.
 
-    by_key, by_value: how many numbers of width K, and of width V with the output, a token has. Every block has two buffers, and
+    by_key, by_value: how many arrays of width K, and of width V with the output, a token has. Every block has two buffers, and
     the state's has two for each of its copies, in and out. States between several tokens have one buffer more. All are counted
-    in float32. Fewer heads than eight take as many rows of tokens.
+    in float32. Fewer heads than eight take as many rows of tokens as eight.
     """
     rows, keys, buffers = -(-K // 8) * 8, -(-K // LANES), 4 + (T > 1)
     for heads in (n for n in range(min(H, 8), 0, -1) if H % n == 0):

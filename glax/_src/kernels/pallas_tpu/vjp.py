@@ -42,7 +42,7 @@ from glax._src.kernels.pallas_tpu.sizes import LANES
 
 
 def save_states(plan: Plan, step: Step, scale, refs: StateRefs):
-    """Save the state before a step, and advance it by k, v and the gates of the step."""
+    """Save the state before a step, and advance it by the k, v and gates of the step."""
 
     @when(step.begins)
     def _():
@@ -56,7 +56,8 @@ def save_states(plan: Plan, step: Step, scale, refs: StateRefs):
 
 
 def backward(plan: Plan, step: Step, scale, refs: BackwardRefs):
-    """Compute dq, dk, dv and the gates' gradients of a step, and d initial_state, in the opposite order of the recurrence."""
+    """Compute dq, dk, dv and the gates' gradients of a step, and the gradient of the initial state, in the opposite order of
+    the recurrence."""
 
     @when(step.begins)
     def _():
@@ -88,9 +89,9 @@ def backward(plan: Plan, step: Step, scale, refs: BackwardRefs):
 
 
 def saved_inputs(plan: Plan, r: Recurrence) -> dict:
-    """Compute (array, block) of what `backward` reads of the forward scan, by the names of its references.
+    """Return {name of a reference: (array, block)} for what `backward` reads of the forward scan, which is run here.
 
-    states_before: the state before every step, [B, groups, steps, units, pack * V, pack * K]. inverses: of the delta rule, the
+    states_before: the state before every step, [B, groups, steps, units, pack * V, pack * K]. inverses: for the delta rule, the
     inverse of every chunk and head in float32, [B, groups, steps, units * pack, C, C].
     """
     rows = row_inputs(plan, r)
@@ -109,7 +110,7 @@ def saved_inputs(plan: Plan, r: Recurrence) -> dict:
 
 
 class RowGradient(NamedTuple):
-    """The gradient of q, k or v: its name, heads, padded width and width."""
+    """Describe the gradient of q, k or v by its name, number of heads, padded width and width."""
 
     name: str
     heads: int
@@ -124,7 +125,7 @@ def row_gradients(plan: Plan, r: Recurrence) -> list[RowGradient]:
 
 
 def gradient_outputs(plan: Plan, r: Recurrence) -> tuple[dict, dict]:
-    """Return the outputs and the scratch arrays of `backward`, by the names of their references."""
+    """Return (the outputs, the scratch arrays) of `backward`, each a dict by the names of references."""
     T_padded = max(plan.T, plan.chunk)
     scale_terms = (plan.units, 1, plan.lanes + plan.chunk)
     per_head = (plan.gate_rows, plan.chunk)
@@ -158,7 +159,8 @@ def gradient_outputs(plan: Plan, r: Recurrence) -> tuple[dict, dict]:
 
 
 def erasure_gradient_outputs(plan: Plan, erasure: Erasure) -> tuple[dict, dict]:
-    """Return the outputs and the scratch arrays of `backward` for the gradient of an erasure."""
+    """Return (the outputs, the scratch arrays) of `backward` for the gradient of an erasure, each a dict by the names of
+    references."""
     T_padded, per_head = max(plan.T, plan.chunk), (plan.gate_rows, plan.chunk)
     if erasure.beta is not None:
         blocks = (plan.B, plan.groups, plan.blocks, *per_head)
@@ -174,7 +176,7 @@ def erasure_gradient_outputs(plan: Plan, erasure: Erasure) -> tuple[dict, dict]:
 
 
 def erasure_gradient(plan: Plan, r: Recurrence, d: dict) -> Erasure | None:
-    """Return the gradient of the erasure from the kernel's outputs d. None if r has none."""
+    """Return the gradient of r's erasure from the kernel's outputs d; None if r has no erasure."""
     if r.erasure is None:
         return None
     K, V = r.state_shape[2:]
