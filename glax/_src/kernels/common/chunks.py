@@ -16,11 +16,12 @@ from glax._src.core.recurrence import Recurrence, is_symbol
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """Hold the table of chunks. Chunk i holds the rows first[i] <= t < last[i], all of one sequence. Entries from `count` on are
-    unused.
+    """Hold the table of chunks. Chunk i holds the rows first[i] <= t < last[i], all of one sequence. Entries from `count` on
+    are unused.
 
-    size      the largest number of rows in a chunk count     the number of chunks sequence  the packed sequence of each chunk;
-    0 without packing, where a chunk holds these rows of all B sequences
+    size      the largest number of rows in a chunk
+    count     the number of chunks
+    sequence  the packed sequence of each chunk; 0 without packing, where a chunk holds these rows of all B sequences
     """
 
     size: int
@@ -31,7 +32,7 @@ class Chunks:
 
 
 def chunks_of(r: Recurrence, size: int) -> Chunks:
-    """Cut every sequence of r into chunks of `size` rows; see `chunks_of_rows`."""
+    """Return the chunks of r: every sequence is cut into chunks of `size` rows, from its first row on."""
     return chunks_of_rows(r.q.shape[1], r.boundaries, size)
 
 

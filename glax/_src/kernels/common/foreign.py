@@ -15,7 +15,8 @@ NONE = jax.ShapeDtypeStruct((0,), jnp.float32)  # stands for an absent operand o
 def call(
     target: str, operands: Sequence[Array | None], results: Sequence[jax.ShapeDtypeStruct], **options
 ) -> Sequence[Array]:
-    """Call the handler `target` on operands, of which None is replaced by an empty array. Return its results.
+    """Return the results of the handler `target`. operands: arrays; None is passed as an empty array. results: their shapes and
+    dtypes.
 
     Inside shard_map, all operands and results vary over the mesh axes of the first operand. options: the handler's attributes
     by name, and input_output_aliases {index of an operand: index of the result that shares its memory}.

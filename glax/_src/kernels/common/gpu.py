@@ -35,7 +35,7 @@ def threads() -> ThreadPoolExecutor:
 def locate_mosaic_runtime():
     """Set the path at which XLA finds the library that programs with Pallas Mosaic GPU kernels load.
 
-    JAX sets it when it imports Pallas Mosaic GPU. A process that loads such a program from a cache imports nothing of that.
+    JAX sets it when it imports Pallas Mosaic GPU. A process that loads such a program from a cache does not import that module.
     """
     for plugin in ("jax_cuda12_plugin", "jax_cuda13_plugin"):
         found = importlib.util.find_spec(plugin)

@@ -7,10 +7,10 @@ from jaxtyping import Array, Float, Int
 
 
 class GroupedOperands(NamedTuple):
-    """Hold x [M, K], whose rows are sorted by group, what they are multiplied by, and the rows of each group.
+    """Hold the operands of a product of grouped rows.
 
-    other: w [E, K, N], or y [M, N] where each group sums x_m^T y_m. sizes: [E], an int; the rows behind their sum are of no
-    group.
+    x: [M, K], rows sorted by group. other: the matrices w [E, K, N] that rows are multiplied by, or y [M, N] if each group sums
+    x_m^T y_m. sizes: [E], integers, the rows of each group; the rows behind their sum are of no group.
     """
 
     x: Float[Array, "M K"]
@@ -19,15 +19,16 @@ class GroupedOperands(NamedTuple):
 
 
 def edges(sizes: Int[Array, "E"], M: int) -> Int[Array, "E+2"]:
-    """Return the first row of each group and of the rows behind the groups, and M, as int32."""
+    """Return the first row of each group, the first row behind all groups, and M: [E + 2] in int32."""
     ends = jnp.clip(jnp.cumsum(sizes.astype(jnp.int32), dtype=jnp.int32), 0, M)
     return jnp.concatenate([jnp.zeros(1, jnp.int32), ends, jnp.full(1, M, jnp.int32)])
 
 
 def row_table(sizes: Int[Array, "E"], M: int, rows: int) -> Int[Array, "count 3"]:
-    """Return the first row of each block, its rows, of which it has at most `rows`, and its group: E for rows of no group.
+    """Return a table [count, 3] of blocks of at most `rows` rows: the first row of each block, its number of rows, and its
+    group, E for rows of no group.
 
-    A block has rows of one group. A group without rows has no block. Blocks behind the last have no rows.
+    A block has rows of one group. A group without rows has no block. Unused entries at the end have no rows.
     """
     begins, E = edges(sizes, M), sizes.shape[0]
     blocks = -(-jnp.diff(begins) // rows)

@@ -28,7 +28,8 @@ class SelectiveOperands(NamedTuple):
 
 
 class StepOperands(NamedTuple):
-    """Hold the operands of a step. slots: the row of the pool of each sequence, P for none; None for the rows in order."""
+    """Hold the operands of a step. slots: the row of the pool of each sequence, P for a sequence without a state; None if
+    sequence n has row n."""
 
     x: Float[Array, "G D"]
     dt: Float[Array, "G D"]

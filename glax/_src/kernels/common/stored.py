@@ -13,15 +13,17 @@ MOST_BYTES = 2**28  # of the files of a folder
 
 
 class Code(NamedTuple):
-    """Hold what a kind of stored code is called in warnings, and the mark that its files begin with. A file continues with the
-    digest of the code, and the code."""
+    """Describe a kind of stored code by its name in warnings, and the mark with which its files begin. Behind the mark, a file
+    has the digest of the code, and the code."""
 
     name: str
     mark: bytes
 
     def made_once(self, path: pathlib.PurePath | None, make: Callable[[], bytes]) -> bytes:
-        """Return the code that is stored at a path below the cache folder, or else make() and store it there. Store nothing where
-        there is no such folder, or path is None."""
+        """Return the code stored at `path` below the cache folder. If it is missing, return make() and store it.
+
+        Nothing is stored if there is no cache folder, or if path is None.
+        """
         folder = cache_folder()
         if folder is None or path is None:
             return make()
@@ -33,8 +35,8 @@ class Code(NamedTuple):
     def read(self, path: pathlib.Path, folder: pathlib.Path) -> bytes | None:
         """Return the code in a file below the cache folder; None if the file is missing or damaged.
 
-        The digest lies in the same file, so it shows damage alone. What anybody else may have written is not read, with a
-        warning.
+        The digest lies in the same file, so it reveals damage, but no forgery. A file that another user may have written is not
+        read, with a warning.
         """
         try:
             content = read_trusted(path, folder)
@@ -48,9 +50,9 @@ class Code(NamedTuple):
         return code if mark == self.mark and digest == hashlib.sha256(code).digest() else None
 
     def write(self, path: pathlib.Path, folder: pathlib.Path, code: bytes):
-        """Write the code to a file below the cache folder, which this user alone can read. Where that fails, warn.
+        """Write the code to a file below the cache folder that only this user can read. A failure is a warning.
 
-        The oldest files beside it are removed where all would have more than MOST_BYTES.
+        The oldest files beside it are removed while all together have more than MOST_BYTES.
         """
         try:
             make_folders(path.parent, folder)
@@ -65,7 +67,7 @@ class Code(NamedTuple):
 
 
 def remove_oldest(folder: pathlib.Path):
-    """Remove the files of a folder that were written longest ago, until the others have at most MOST_BYTES."""
+    """Remove the oldest files of a folder, by time of writing, until the others have at most MOST_BYTES."""
     files = []
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):  # another process removed it

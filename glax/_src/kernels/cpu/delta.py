@@ -1,6 +1,6 @@
 """Compute the delta rule in native code: forward, gradient of every input, and one decoding step.
 
-native/delta_block.h has the formulas.
+The formulas are in native/delta_block.h.
 """
 
 import jax
@@ -31,7 +31,7 @@ def forward(r: Recurrence) -> Outputs:
 
 
 def gradient(r: Recurrence, d_output: Float[Array, "B T H V"], d_final: Float[Array, "N H K V"]) -> Recurrence:
-    """Compute the gradient of every input. Beside the results, each thread holds one state for every 256 tokens."""
+    """Compute the gradient of every input. In addition to the results, each thread holds one state for every 256 tokens."""
     (B, T), (N, H, K, V), decay, erasure = r.q.shape[:2], r.state_shape, r.decay, r.erasing
 
     def each(x: Array):

@@ -20,8 +20,7 @@ def operands_of(r: Recurrence) -> list[Array | None]:
 
 
 def marks_of(r: Recurrence) -> list[Array]:
-    """Return the operand that marks rows with segments, int32 [B, T]: 1 where a token resets the state, 2 at padding, else 0.
-    Return no operand without segments."""
+    """Return [marks], int32 [B, T]: 1 where a token resets the state, 2 at padding, else 0. Without segments return []."""
     if r.segments is None:
         return []
     marks = r.segments.resets.astype(jnp.int32)

@@ -55,8 +55,8 @@ def takes(r: Recurrence) -> str | None:
 
 
 def register(algorithm: str, **traits):
-    """Decorate a kernel. Its priority is above every XLA kernel's, for it was faster at every shape measured
-    (docs/internals/experiments/cpu.md)."""
+    """Return the decorator that registers a native kernel of this algorithm. Its priority is above every XLA kernel's, because
+    it was faster at every shape measured (docs/internals/experiments/cpu.md)."""
     traits = dict(supports=takes, erases=True, priority=lambda r: 4) | traits
     return kernel_registry.register(algorithm, Platform.CPP, Backend.CPU, **traits)
 
@@ -121,7 +121,8 @@ def recurrent_vjp(
 
 
 def heads_summed(sharing: int) -> int:
-    """Return how many of `sharing` heads one task sums: the smallest divisor of at least SUMMED, so that there are many tasks."""
+    """Return the number of heads whose shared gradient one task sums: the smallest divisor of `sharing` that is at least
+    SUMMED, so that there are many tasks."""
     return next((n for n in range(SUMMED, sharing) if sharing % n == 0), sharing)
 
 

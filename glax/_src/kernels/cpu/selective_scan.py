@@ -46,7 +46,7 @@ def operands_of(p: SelectiveOperands) -> list[Array | None]:
 
 
 def num_chunks(p: SelectiveOperands) -> int:
-    """Return how many states before chunks the forward saves; some places are unused where sequences are packed."""
+    """Return the number of states before chunks that the forward saves. Some are unused if sequences are packed."""
     G, T = p.x.shape[:2]
     return G * -(-T // CHUNK) if p.packing.cuts is None else T // CHUNK + p.states.shape[0]
 

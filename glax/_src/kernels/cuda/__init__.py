@@ -26,7 +26,7 @@ SHORT = 64  # tokens; from this number on the chunked kernels are faster
 
 
 def installation() -> str | None:
-    """Return what is missing on this machine, or None."""
+    """Return what is missing on this machine for the CUDA kernels, or None."""
     library, compiler = load_library(), load_compiler()
     if isinstance(library, str):
         return library
@@ -97,7 +97,8 @@ def recurrent(r: Recurrence, *, config: CudaConfig) -> Outputs:
 
 @register("recurrent.step", supports=pooled_refusal, priority=step_priority)
 def recurrent_step(r: Recurrence, pool, slots, *, config: CudaConfig):
-    """Advance each sequence by its tokens. Its state in the pool is read once and written once."""
+    """Advance each sequence by its T tokens: return the outputs [B, T, H, V] and the pool. Each state in the pool is read once
+    and written once."""
     from glax._src.kernels.cuda import scan
 
     return scan.recurrent_step(r, pool, slots, config)
@@ -105,7 +106,8 @@ def recurrent_step(r: Recurrence, pool, slots, *, config: CudaConfig):
 
 @register("recurrent.verify", supports=pooled_refusal)
 def recurrent_verify(r: Recurrence, pool, slots, *, config: CudaConfig):
-    """Compute the outputs of each sequence's tokens. Its state in the pool is read once, and the pool does not change."""
+    """Compute the outputs of each sequence's T tokens, [B, T, H, V]. Each state in the pool is read once, and the pool does not
+    change."""
     from glax._src.kernels.cuda import scan
 
     return scan.recurrent_verify(r, pool, slots, config)
@@ -124,8 +126,8 @@ def replay_refusal(r: Recurrence) -> str | None:
 
 @register("recurrent.replay", supports=replay_refusal, config=ReplayConfig)
 def recurrent_replay(r: Recurrence, pool, slots, *, config: ReplayConfig):
-    """Advance each sequence by one token. Its state in the pool and its replay ring are read once, and the state is written at
-    every `replay`-th token."""
+    """Advance each sequence by one token: return the outputs and the pool. Its state and replay ring are read once, and the
+    state is written at every `replay`-th token."""
     from glax._src.kernels.cuda import replay
 
     return replay.recurrent_replay(r, pool, slots, config)

@@ -33,9 +33,9 @@ def is_compact(states: Array | None) -> bool:
 
 
 def layout_of(V: int, columns: int, state_bytes: int) -> tuple[int, int]:
-    """Return (lanes, vector): the threads that share a row of the state, and the columns that each reads at a time, 8 at most.
+    """Return (lanes, vector): how many threads share a row of the state, and how many columns each reads at a time, at most 8.
 
-    The product of both is the number of columns in a block: `columns`, or fewer where V has fewer, and where 32 threads cannot
+    lanes * vector is the number of columns in a block. It is `columns`, or fewer where V has fewer, and where 32 threads cannot
     read as many in one access each. state_bytes: the bytes of an element of a stored state.
     """
     vector = math.gcd(V, columns, min(8, 16 // state_bytes))

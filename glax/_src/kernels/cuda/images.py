@@ -15,7 +15,7 @@ PROGRAMS = Code("CUDA program", b"glax cuda image 1\n")
 
 @dataclasses.dataclass(frozen=True)
 class Image:
-    """Machine code and its key: a digest of the source, the architecture and the compiler's version."""
+    """Hold machine code and its key: a digest of the source, the architecture and the compiler's version."""
 
     key: str
     code: bytes

@@ -13,12 +13,12 @@ REMEDY = 'pip install "jax[cuda13]" or nvidia-cuda-nvrtc'
 
 
 class CompileError(RuntimeError):
-    """NVRTC rejected a program. The message has its log."""
+    """Say that NVRTC rejected a program. The message has its log."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiler:
-    """A loaded NVRTC. version: its version, such as (13, 0)."""
+    """Represent a loaded NVRTC. version: its version, such as (13, 0)."""
 
     library: ctypes.CDLL
     version: tuple[int, int]

@@ -1,4 +1,4 @@
-"""Launch the kernel of device/replay.cu: one token, from a stored state and the tokens since it was written."""
+"""Launch the kernel of device/replay.cu. It computes one token from a stored state and the tokens since that was written."""
 
 import jax
 from jax import Array
@@ -50,14 +50,15 @@ def plan(r: Recurrence, pool: RingedStates, config: ReplayConfig) -> tuple[dict[
 
 
 def constants_of(r: Recurrence, config: ReplayConfig, stored: Array | None) -> tuple[dict[str, int], int]:
-    """Return the constants of the tokens and the states, and the number of blocks. stored: states, None for float32 ones."""
+    """Return (the constants of device/replay.cu that follow from the tokens and states, the number of blocks). stored: the
+    array of states; None for states in float32."""
     state = 0 if stored is None else dtype_of(stored)
     constants, blocks = scan.constants_of(r, config, STORED_BYTES[state])
     return constants | dict(STATE=state), blocks
 
 
 def unfit(constants: dict[str, int]) -> str | None:
-    """Return why a block of threads cannot have its part of a state, or None."""
+    """Return why a block of threads cannot process its columns of a state, or None."""
     columns, V = constants["LANES"] * constants["VECTOR"], constants["V"]
     if constants["STATE"] in COMPACT.values() and columns < V:
         return f"a block must have all columns of a state in 8 bits, and has {columns}"
@@ -67,8 +68,8 @@ def unfit(constants: dict[str, int]) -> str | None:
 
 
 def resident_threads(constants: dict[str, int]) -> int:
-    """Return how many threads are to share a multiprocessor. A thread has 65,536 registers divided by them, and spills with fewer
-    than it needs."""
+    """Return the number n of threads that should share a multiprocessor. Each thread gets 65,536 / n registers, and spills if
+    it needs more."""
     erases = constants["BETA"] != ABSENT or constants["ERASE"] != ABSENT
     if constants["STATE"] in COMPACT.values():
         if constants["PLACES"] > constants["TOKENS"]:
@@ -81,7 +82,8 @@ def resident_threads(constants: dict[str, int]) -> int:
 
 
 def staged_tokens(constants: dict[str, int], places: int) -> int:
-    """Return how many tokens of a ring are staged at a time: as many as fit in shared memory, at most MOST_STAGED; 0 if none."""
+    """Return the number of tokens of a ring that a block stages at a time: as many as fit in shared memory, at most
+    MOST_STAGED; 0 if none does. places: the places of the ring."""
     K, columns, warps = constants["K"], constants["LANES"] * constants["VECTOR"], -(-constants["THREADS"] // 32)
     present = {name: constants[name] != ABSENT for name in ("KEY", "VALUE", "BETA", "ERASE", "ALONG")}
     erases, along = present["BETA"] or present["ERASE"], present["ALONG"]

@@ -22,7 +22,7 @@ MOST_STAGED = 8  # tokens
 
 
 class States(enum.IntEnum):
-    """The location of the states, as `States` in device/scan.cu."""
+    """Name where the states lie. The values are those of `States` in device/scan.cu."""
 
     APART = 0
     POOL_UPDATED = 1
@@ -125,7 +125,8 @@ def plan(r: Recurrence, config: CudaConfig, flags: dict[str, int]) -> tuple[dict
 
 
 def constants_of(r: Recurrence, config: CudaConfig, stored_bytes: int) -> tuple[dict[str, int], int]:
-    """Return the constants that every kernel has, and the number of blocks. stored_bytes: of an element of a stored state."""
+    """Return (the constants that every kernel has, the number of blocks). stored_bytes: the bytes of an element of a stored
+    state."""
     (N, H, K, V), decay = r.state_shape, r.decay
     lanes, vector = layout_of(V, config.columns, stored_bytes)
     beta, erase, write = (dtype_of(readable(x)) for x in arrays_of(r.erasure))
@@ -141,7 +142,8 @@ def constants_of(r: Recurrence, config: CudaConfig, stored_bytes: int) -> tuple[
 
 
 def staged_tokens(r: Recurrence, columns: int, threads: int) -> int:
-    """Return how many tokens' q, k, v, factors and sums fit in shared memory: a power of two, at most MOST_STAGED."""
+    """Return the number of tokens that a block stages at a time, with their q, k, v, factors and sums: as many as fit in shared
+    memory, a power of two, at most MOST_STAGED."""
     K = r.q.shape[3]
     numbers = 2 * K + (2 * K if r.decay.key is not None else 0) + 2
     numbers += columns * (1 + threads // 32 + (2 if r.decay.value is not None else 0))

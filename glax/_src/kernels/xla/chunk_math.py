@@ -146,7 +146,7 @@ class Factors(NamedTuple):
 
     @property
     def erasing(self) -> "Factors":
-        """Return the factors of the side that reads for the erase vectors."""
+        """Return the factors with which erase vectors read: `before` if there is one, else these."""
         return self if self.before is None else self.before
 
 
@@ -242,7 +242,8 @@ def per_head(g: Geometry, gates: Float[Array, "B H C 1"], before: bool = False) 
 
 
 def edges(g: Geometry, gates: Float[Array, "B H C D"] | None) -> Factors:
-    """Compute only the factors that `added` needs, exact for all gates, with one exponential per element."""
+    """Return the factors `inward` and `outward` of the state's edges only, which `added` needs. They are exact for all gates,
+    with one exponential per element."""
     return Factors() if gates is None else Factors(outward=jnp.exp(sums(g.suffix, gates)))
 
 
@@ -295,7 +296,7 @@ class State(NamedTuple):
         return cls(high, jnp.zeros_like(high))
 
     def advance(self, decay: StateDecay | None, added: Array) -> "State":
-        """Return the state after a chunk: decay * S + added."""
+        """Return the state after a chunk: decay * S + added. decay: None for 1."""
         scaled, change = self.high, self.low + added
         if decay is not None:
             scaled, change = scaled * decay.base, scaled * decay.rest + (self.low * decay.base + added)
@@ -356,8 +357,8 @@ def log_gradient(
     """Compute dg_t = <S, dS>_{before the chunk} - sum over earlier s in the chunk of (q_s dq_s - k_s dk_s), [B, H, C, D or 1].
 
     terms: q_s dq_s - k_s dk_s for every token. edge: S dS before the chunk, summed over the other side of the state. For
-    per-value gates, o and v take the places of q and k. own: what the sum has of token t itself, [B, H, C, D]: e_t de_t for
-    what reads the state before the token's decay; None for nothing. `per_head` sums all over D.
+    per-value gates, o and v take the places of q and k. own: [B, H, C, D], the term of token t itself that the sum includes:
+    e_t de_t where e reads the state before the token's decay; None for no term. `per_head` sums all over D.
 
     In the sum, the pairs of tokens that do not span t cancel. It starts again at every chunk, so its rounding error does not
     grow with T.

@@ -49,14 +49,14 @@ BLOCK = 2**19
 
 
 def block(r: Recurrence, size: int) -> int:
-    """Return the tokens in a block: as many as hold at most BLOCK elements, but at least one chunk per group."""
+    """Return the number of tokens in a block: as many as hold at most BLOCK elements, but at least one chunk per group."""
     groups = r.q.shape[1] // (GROUPS * size)
     fit = [n for n in range(1, groups + 1) if groups % n == 0 and elements(r, size, n * GROUPS * size) <= BLOCK]
     return max(fit, default=1) * GROUPS * size
 
 
 def elements(r: Recurrence, size: int, tokens: int) -> int:
-    """Return the elements of the largest array of so many tokens: rows of q, rows of v, or states."""
+    """Return the number of elements of the largest array for `tokens` tokens: rows of q, rows of v, or states."""
     H, K, V = r.state_shape[1:]
     return r.q.shape[0] * tokens * H * max(K, V, K * V // size)
 
@@ -148,7 +148,7 @@ class GroupedChunks:
         return self.r.scale[:, None, None, None, None]
 
     def split(self, x: Float[Array, "B T heads D"]) -> list[Float[Array, "B n C H D"]]:
-        """Split x into the groups' chunks."""
+        """Return x as a list over groups, each [B, n, C, H, D], with a head for each head of the state."""
         x = spread_heads(x, self.r.num_heads).astype(self.r.dtype)
         parts = jnp.split(x, GROUPS, axis=2 if self.of_heads else 1)
         return [part.reshape(x.shape[0], -1, self.size, *part.shape[2:]) for part in parts]
@@ -188,7 +188,7 @@ class Factors(NamedTuple):
 
     @property
     def between_chunks(self) -> ChunkDecays:
-        """Return `decays`, in code that runs only on groups of heads, where it is not None."""
+        """Return `decays`, which is not None for groups of heads. It must not be called for groups of time."""
         assert self.decays is not None
         return self.decays
 
@@ -233,7 +233,7 @@ def rows(p: GroupedChunks, f: list[Factors]) -> list[Rows]:
 
 
 def flat(X: list[Float[Array, "B n H K V"]]) -> list[Float[Array, "B nH K V"]]:
-    """Merge the axes of chunks and heads, as the products need it."""
+    """Merge the axes of chunks and heads, [B, n, H, K, V] to [B, n H, K, V], as the products need it."""
     return [x.reshape(x.shape[0], -1, *x.shape[3:]) for x in X]
 
 
@@ -252,7 +252,8 @@ def states(p: GroupedChunks, f: list[Factors], rows: list[Rows]) -> tuple[list[A
 
 
 def adjoints(p: GroupedChunks, f: list[Factors], rows: list[Rows], do, d_final, S: list[Array]):
-    """Return D after each chunk and S dS before it, both [B, N, K, V] for each group, and the gradient of the initial S."""
+    """Return (D after each chunk and S dS before it, both [B, N, K, V] for each group, and the gradient of the initial S). S:
+    the states before chunks."""
     added = [outer(x.enter_q, do) for x, do in zip(rows, do, strict=True)]
     if p.of_heads:
         initial = jnp.split(d_final, GROUPS, axis=1)

@@ -106,7 +106,7 @@ def scan_config(r: Recurrence, config: ChunkedConfig) -> ChunkedConfig:
 
 
 def forward_by_scan(r: Recurrence, config: ChunkedConfig, save_states: bool) -> tuple[Outputs, Array | None]:
-    """Compute `solve` by a scan over chunks."""
+    """Return the results of `solve` without is_blank, computed by a scan over chunks."""
 
     def evaluate(r: Recurrence, w: ChunkWindow, g, key, value, masks, S):
         q, k, v = w.read_all(r.q, r.k, r.v)
@@ -122,7 +122,8 @@ def count_determines_size(r: Recurrence, size: int) -> bool:
 
 
 def chunked_with_residuals(r: Recurrence, *, config: ChunkedConfig) -> tuple[Outputs, Residuals]:
-    """Compute `chunked` and its residuals: the state before each chunk, and a flag that is 1 where these states are blank.
+    """Compute the outputs and final states, and the residuals: the state before each chunk, and a flag that is 1 if these
+    states are blank.
 
     Groups of heads, and chunks whose size does not follow from their number, save a single state [B, 1, H, K, V]. A gradient
     uses residuals with as many states as it has chunks. Without packing, the saved state is the initial state, which is right
@@ -152,7 +153,7 @@ def chunked_with_residuals(r: Recurrence, *, config: ChunkedConfig) -> tuple[Out
     isolate=isolate,
 )
 def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
-    """Compute the recurrence in chunks. At a time, memory holds one state per head, or those of one block."""
+    """Compute the outputs and final states in chunks. At a time, memory holds one state per head, or those of one block."""
     return solve(r, config, save_states=False)[0]
 
 

@@ -89,7 +89,7 @@ def states_before(
 
 
 def result_buffers(r: Recurrence):
-    """Yield functions of x that return a buffer like x for a result.
+    """Return a generator of functions x -> a buffer of x's shape and dtype, one for each result.
 
     Without packing, every row is overwritten, and each buffer is filled with a different number: XLA would merge buffers with
     the same number into one, and copy it on one core. With packing, rows outside all sequences are not written, so they are 0.
@@ -157,7 +157,8 @@ def vjp_by_scan(r: Recurrence, size: int, d_output, d_final, states: Array | Non
 
 
 def saved_states(states: Float[Array, "B chunks H K V"]) -> ReadState:
-    """Return the function of `states_before` that reads the residuals."""
+    """Return a function (window, i, d_qk) -> the transposed state before chunk i, [B, H, V, K], read from the residuals
+    `states`."""
     return lambda w, i, d_qk: lax.dynamic_index_in_dim(states, i, 1, keepdims=False).mT
 
 

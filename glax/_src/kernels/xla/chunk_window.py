@@ -181,7 +181,8 @@ def scan_chunks(r: Recurrence, chunks: Chunks, body, carry, backwards: bool):
 
 
 def initial_state_of(states: Float[Array, "N *rest"], B: int) -> chunk_math.State:
-    """Return the state that a scan starts from. With several packed sequences it is 0: each one's first chunk reads its own."""
+    """Return the state that a scan carries before its first chunk: `states`, or zeros for several packed sequences, because
+    each one's first chunk reads its own."""
     same = states.shape[0] == B
     return chunk_math.State.of(states if same else jnp.zeros((B, *states.shape[1:]), states.dtype))
 

@@ -68,7 +68,7 @@ CHUNK = 64  # the tokens of a chunk where no config says otherwise
 
 
 def scores(x, k, key: Factors, masks) -> Float[Array, "B H C C"]:
-    """Compute the scores of x with k, [B, H, C, C]: the sum over levels of (x * up) (k * down)^T * between, each masked."""
+    """Return the scores of x with k, [B, H, C, C]: the sum over levels of mask * ((x * up) (k * down)^T * between)."""
     pairs = jnp.zeros((*x.shape[:3], k.shape[2]), x.dtype)
     for up, down, mask in zip(key.up, key.down, masks, strict=True):
         if mask.any():
@@ -77,7 +77,7 @@ def scores(x, k, key: Factors, masks) -> Float[Array, "B H C C"]:
 
 
 def scores_gradient(d_pairs, x, k, key: Factors, masks) -> tuple[Array, Array]:
-    """Return the gradients of x and k from the gradient of `scores`."""
+    """Return the gradients of x and k. d_pairs: the gradient of the result of `scores`, [B, H, C, C]."""
     dx, dk = jnp.zeros_like(x), jnp.zeros_like(k)
     for up, down, mask in zip(key.up, key.down, masks, strict=True):
         if mask.any():
@@ -98,8 +98,11 @@ Written = list[tuple[Array, Array]]
 
 
 def written(S, k, v, e, w, along, key: Factors, g: chunk_math.Geometry, masks) -> tuple[Array, Written]:
-    """Return (I + L)^-1 [B, H, C, C] of a chunk, and what its tokens write after the state S [B, H, K, V]: pairs of keys
-    [B, H, C, K] and values [B, H, C, V], of which the last pair is what the inverse forms."""
+    """Return ((I + L)^-1 [B, H, C, C] of a chunk, its writes), where S [B, H, K, V] is the state before it.
+
+    The writes are pairs of keys [B, H, C, K] and values [B, H, C, V]: (k, U), or with `along` (k, w * v) and (along, U). The
+    inverse forms the values of the last pair.
+    """
     reads, earlier = key.erasing, [mask & g.earlier for mask in masks]
     L = scores(e, k if along is None else along, reads, earlier)
     inverse = unit_inverse(L, descending=g.begin != 0)
@@ -115,7 +118,7 @@ def summed(terms: Iterable[Array]) -> Array:
 
 
 def added(write: Written, key: Factors) -> Float[Array, "B H K V"]:
-    """Return what the tokens of a chunk add to the state after it."""
+    """Return the term of a chunk's writes in the state after it, the sum over pairs of (keys * outward)^T values."""
     return summed([chunk_math.added(k, x, key, Factors()) for k, x in write])
 
 
@@ -160,10 +163,10 @@ def states_before(r: Recurrence, size: int) -> Float[Array, "B chunks H K V"]:
 def chunk_gradient(S, dS, rows, erasure: Erasure, is_first, key: Factors, g: chunk_math.Geometry, masks):
     """Compute the gradient of one chunk from S before the chunk and dS = dL/dS after it.
 
-    Returns (what the chunk adds to dL/dS before it, what it adds beside that through no gate, or None, dq, dk, dv, the gradient
-    of the erasure, the terms of the gates' gradient [B, H, C, K] and the own terms, or None; see `chunk_math.log_gradient`).
-    rows: q, multiplied by the scale, k, v and do. is_first: [C, 1], whether a row is the chunk's first token in the scan. `masks`
-    exclude the pair of a token with itself.
+    Returns a tuple: the terms of the chunk's tokens in dL/dS before it; those of them that pass no gate, or None; dq; dk; dv;
+    the gradient of the erasure; and `terms` [B, H, C, K] and `own` of `chunk_math.log_gradient`, the latter or None.
+    rows: q, multiplied by the scale, k, v and do. is_first: [C, 1], whether a row is the chunk's first token in the scan.
+    `masks` exclude the pair of a token with itself.
     """
     q, k, v, do = rows
     (e, write), reads, along = erasure.vectors(k), key.erasing, erasure.along

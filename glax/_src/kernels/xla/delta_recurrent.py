@@ -138,7 +138,8 @@ def decayed(S: Array, decay: StateDecay | None) -> Array:
 
 
 def advance(S: Float[Array, "B H K V"], t: Token):
-    """Return (S_bar, u, y, S) of a token from the state S before it. y is what it erases, negative; None where it is in u."""
+    """Return (S_bar, u, y, S) of a token from the state S before it. y: -S_bar^T e, what it erases, if that is written along
+    another key; else None."""
     S_bar = decayed(S, t.decay)
     u, erased = t.v if t.w is None else t.w * t.v, read(S if t.erasure.before_decay else S_bar, t.e)
     if t.erasure.along is None:
@@ -156,7 +157,7 @@ def each(x: Shaped[Array, "N"], like: Array) -> Array:
 
 
 def cleared(S: Float[Array, "B *rest"], row: Tokens) -> Array:
-    """Return S with zeros where the row resets it. Zeros are selected: a decay of 0 would not stop NaN or inf."""
+    """Return S, or zeros if the row resets the state. Zeros are selected: a decay of 0 would not stop NaN or inf."""
     return S if row.resets is None else jnp.where(each(row.resets, S), 0, S)
 
 
@@ -171,7 +172,8 @@ def enter(states: Array, carried: Array, begins, sequence) -> Array:
 
 
 def of_tokens(r: Recurrence, sequence, x):
-    """Return a tree of arrays, or zeros of these in padding, whose state may be NaN of the last sequence."""
+    """Return x, a tree of arrays, with zeros if the row is padding, where the carried state may be NaN from the sequence
+    before. sequence: the row's sequence; None without packing."""
     return x if sequence is None else jax.tree.map(lambda x: jnp.where(sequence < r.num_sequences, x, 0), x)
 
 
@@ -188,8 +190,8 @@ def first_carry(r: Recurrence, states: Float[Array, "N *rest"]) -> Array:
 
 
 def delta_by_token(r: Recurrence, resets: Bool[Array, "B T"] | None = None) -> Outputs:
-    """Compute the outputs and final states of a recurrence with an erasure. resets: tokens that start from a state of zeros, as
-    their gates of -inf say too."""
+    """Compute the outputs and final states of a recurrence with an erasure. resets: [B, T], the tokens that start from a state
+    of zeros, which also have gates of -inf."""
     start = r.start_state
     scale = r.scale
 
@@ -209,9 +211,9 @@ def delta_by_token(r: Recurrence, resets: Bool[Array, "B T"] | None = None) -> O
 
 
 def in_segments(r: Recurrence, tokens):
-    """Return the tokens with time [T] cut into [segments, SEGMENT], and rows of zeros behind the last token.
+    """Return the tokens with the time axis [T] cut into [segments, SEGMENT], filled up with rows of zeros.
 
-    Their `sequence` is the number of sequences, which is none's.
+    The field `sequence` of these rows is the number of sequences, which marks padding.
     """
     length = min(SEGMENT, r.q.shape[1])
     missing = -r.q.shape[1] % length
@@ -228,7 +230,7 @@ def delta_gradient_by_token(r: Recurrence, d_output, d_final, resets: Bool[Array
     """Compute the gradient in every array of r. It stores the inputs, and one state for every SEGMENT tokens.
 
     A forward scan stores the state before each segment. The reverse scan recomputes the states of one segment at a time.
-    resets: see `delta_by_token`.
+    resets: [B, T], the tokens that start from a state of zeros.
     """
     tokens, start, d_final = tokens_of(r, resets), r.start_state, d_final.astype(r.dtype)
     d_output = jnp.moveaxis(d_output, 1, 0).astype(r.dtype)

@@ -24,7 +24,11 @@ Resets = Bool[Array, "B T"] | None
 
 
 def isolate(run: Callable[..., Any], r: Recurrence, *given) -> Any:
-    """Return run(r, *given), checked where r is packed, but for CPUs and TPUs: NaN of one sequence reached others on GPUs."""
+    """Return run(r, *given). If r is packed and the backend is a GPU, results that are not finite are computed again token by
+    token.
+
+    On GPUs, NaN of one sequence could otherwise reach others.
+    """
     if r.boundaries is None or Backend.here() in (Backend.CPU, Backend.TPU):
         return run(r, *given)
     return run_checked(run, r, *given)
@@ -33,8 +37,8 @@ def isolate(run: Callable[..., Any], r: Recurrence, *given) -> Any:
 def run_checked(run: Callable[..., Any], r: Recurrence, *given, resets: Resets = None, axis=None) -> Any:
     """Return run(r, *given), computed again token by token where it is not finite.
 
-    run: (r) -> Outputs or (Outputs, Residuals), or (r, d_output, d_final, *residuals) -> Recurrence. resets: see
-    `isolated_outputs`. axis: see `if_finite`.
+    run: (r) -> Outputs or (Outputs, Residuals), or (r, d_output, d_final, *residuals) -> Recurrence. resets: [B, T], the tokens
+    that start from a state of zeros; None if there are none. axis: axes of a mesh along which all shards must be finite.
     """
     found = run(r, *given)
     if given:
@@ -81,13 +85,14 @@ def isolated_outputs(r: Recurrence, resets: Resets) -> Outputs:
 
 
 def isolated_gradient(r: Recurrence, d_output, d_final, resets: Resets) -> Recurrence:
-    """Compute the gradient in every array of r, as `isolated_outputs` computes r."""
+    """Compute the gradient in every array of r, token by token. resets: [B, T], the tokens that start from a state of zeros, or
+    None."""
     gradient = delta_gradient_by_token(erasing_nothing(r), d_output, d_final, resets)
     return gradient if r.erasure is not None else gradient.replace(erasure=None)
 
 
 def erasing_nothing(r: Recurrence) -> Recurrence:
-    """Return r as a recurrence with an erasure, of zeros if r has none."""
+    """Return r itself if it has an erasure, else r with an erasure of zeros."""
     if r.erasure is not None:
         return r
     zeros = jnp.zeros((*r.q.shape[:2], r.num_heads, r.q.shape[3]), r.q.dtype)

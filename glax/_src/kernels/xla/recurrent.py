@@ -174,5 +174,5 @@ def vjp_supports(r: Recurrence) -> str | None:
     isolate=isolate,
 )
 def recurrent_vjp(r: Recurrence, d_output, d_final, *, config) -> Recurrence:
-    """Compute the gradient of every input of a recurrence with an erasure, token by token; see `delta_recurrent`."""
+    """Compute the gradient of every input of a recurrence with an erasure, token by token."""
     return delta_gradient_by_token(r, d_output, d_final)

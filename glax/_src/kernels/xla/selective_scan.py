@@ -31,7 +31,7 @@ NOTHING = -1.0  # no decay is below 0
 
 
 class Tokens(NamedTuple):
-    """Hold what a token brings, behind any axes: x and dt [D], B and C [N], in any float dtype."""
+    """Hold the arrays of tokens: x and dt [..., D], B and C [..., N], in any float dtype."""
 
     x: Float[Array, "*rows D"]
     dt: Float[Array, "*rows D"]
@@ -46,7 +46,7 @@ def chunk_size(T: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Arrange the rows of a batch in chunks. M is the number of chunks of a row, c their size, and G is B."""
+    """Arrange the rows of a batch in chunks. M is the number of chunks of a row, c the rows of a chunk, and G the batch."""
 
     T: int
     chunks: Chunks
@@ -81,12 +81,12 @@ class Cut:
         return x[jnp.clip(chunk, 0, x.shape[0] - 1), 0, place % self.chunks.size][None]
 
     def edges(self, scan_end: bool, reverse: bool) -> Bool[Array, "M"]:
-        """Return whether the scan of a sequence ends in each chunk, or begins there if not `scan_end`."""
+        """Return a mask [M]: whether the scan of a sequence ends in each chunk if `scan_end`, else begins there."""
         differs, edge = self.chunks.sequence[1:] != self.chunks.sequence[:-1], jnp.ones(1, bool)
         return jnp.concatenate([differs, edge] if scan_end != reverse else [edge, differs])
 
     def last_chunks(self, scan_end: bool, reverse: bool) -> Int[Array, "sequences"]:
-        """Return the chunk in which the scan of each sequence ends, or begins."""
+        """Return the index of the chunk in which the scan of each sequence ends if `scan_end`, else begins."""
         n = jnp.arange(1 if self.cuts is None else self.cuts.shape[0] - 1)
         if scan_end != reverse:
             return jnp.searchsorted(self.chunks.sequence, n, side="right") - 1
@@ -141,7 +141,7 @@ def read_adjoint(
 
 
 def of_every_chunk(f: Callable, reverse: bool, resets: Array | None, A: Array, *operands):
-    """Return f(reverse, resets, A, ...) of the chunks of all rows, in parallel: [M, G, ...]."""
+    """Return f(reverse, resets, A, *operands) for the chunks of all rows, in parallel: [M, G, ...]."""
     axis = None if resets is None else 0
     run = functools.partial(f, reverse)
     for _ in range(2):
@@ -150,9 +150,10 @@ def of_every_chunk(f: Callable, reverse: bool, resets: Array | None, A: Array, *
 
 
 def passed(decays: Array, own: Array, entry: Array, enters: Array | None, reverse: bool) -> tuple[Array, Array]:
-    """Scan over chunks. Return the state before and behind each, [M, G, N, D]:   S_out = decay S_in + own.
+    """Scan over chunks, and return the states before and behind each, [M, G, N, D] both:   S_out = decay S_in + own.
 
-    A decay of NOTHING lets no state pass. entry: the state before the first chunk, or before every chunk that `enters` [M] marks.
+    A decay of NOTHING lets no state pass. entry: the state before the first chunk, or before every chunk that `enters` [M]
+    marks.
     """
 
     def step(S, chunk):
@@ -169,14 +170,16 @@ def passed(decays: Array, own: Array, entry: Array, enters: Array | None, revers
 def entering(
     cut: Cut, states: Float[Array, "sequences N D"], scan_end: bool, reverse: bool
 ) -> tuple[Array, Array | None]:
-    """Return `entry` and `enters` of `passed`: the states of sequences, at the chunks where their scans begin or end."""
+    """Return (entry, enters), the operands of `passed`: the states of sequences, at the chunks where their scans end if
+    `scan_end`, else begin."""
     if cut.cuts is None:
         return states, None
     return states[cut.chunks.sequence][:, None], cut.edges(scan_end, reverse)
 
 
 def leaving(cut: Cut, found: Array, given: Float[Array, "sequences N D"], scan_end: bool, reverse: bool) -> Array:
-    """Return what `found` [M, G, N, D] holds where the scan of each sequence ends or begins; what is given for an empty one."""
+    """Return found [M, G, N, D] at the chunk where the scan of each sequence ends if `scan_end`, else begins; `given` for an
+    empty sequence."""
     if cut.cuts is None:
         return found[-1 if scan_end != reverse else 0]
     is_empty = (jnp.diff(cut.cuts) == 0)[:, None, None]
@@ -190,7 +193,7 @@ def chunked_operands(p: SelectiveOperands) -> tuple[Cut, Tokens, Array | None]:
 
 
 def chunk_decays(A: Array, tokens: Tokens, resets: Array | None) -> Float[Array, "M G N D"]:
-    """Return the decay of every chunk; NOTHING for a chunk that resets the state."""
+    """Return exp(A sum dt) of every chunk, [M, G, N, D]; NOTHING for a chunk that resets the state."""
     decays = jnp.exp(A * tokens.dt.astype(A.dtype).sum(2)[:, :, None])
     return decays if resets is None else jnp.where(resets.any(2)[..., None, None], NOTHING, decays)
 

@@ -44,9 +44,9 @@ def scan_states(first, logs, added, descending: bool):
 
 
 def scan_group(X: State, log, added, descending: bool):
-    """Compute the recurrence of `scan_states` over one group of n chunks.
+    """Compute the recurrence of `scan_states` over one group of n chunks, from the state X.
 
-    Returns X after the group and all X of the group, [B, n + 1, H, K, V], in the array that held `added`.
+    Returns X after the group, and X at all n + 1 edges of its chunks, [B, n + 1, H, K, V], in the array that held `added`.
 
     A loop computes it, because XLA would otherwise recompute all earlier X for each chunk.
     """
