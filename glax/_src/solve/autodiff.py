@@ -107,11 +107,12 @@ class SolvePair(NamedTuple):
 def solve_with_vjp(
     run: Callable, run_with_residuals: Callable, gradient: Callable, num_static: int, omits_d_final: bool = False
 ) -> SolvePair:
-    """Return the solve with `gradient` as its custom gradient. The first `num_static` operands of each function are static.
+    """Return the two functions as a `SolvePair` with `gradient` as their custom gradient. The first `num_static` operands of
+    each function are static.
 
     run: (*static, r) -> Outputs. run_with_residuals: (*static, r) -> (Outputs, residuals); the residuals take no cotangent.
     gradient: (*static, r, d_output, d_final, residuals) -> Recurrence.
-    omits_d_final: whether gradient takes None for a d_final of zeros, as where nothing depends on the final state.
+    omits_d_final: whether gradient takes None for a d_final of zeros, as when nothing depends on the final state.
     """
     static = tuple(range(num_static))
     solve = jax.custom_vjp(run, nondiff_argnums=static)
@@ -145,7 +146,8 @@ def solve_with_vjp(
 
 
 def instantiated(cotangent):
-    """Return the cotangent as an array, also where JAX has said only that it is zero; but None for stored states of zeros."""
+    """Return the cotangent as an array, zeros for a symbolic zero. The cotangent of stored states is None if it is a symbolic
+    zero."""
     if isinstance(cotangent, StoredStates):
         states = None if isinstance(cotangent.states, SymbolicZero) else cotangent.states
         return StoredStates(instantiated(cotangent.final_state), states)
@@ -214,7 +216,7 @@ def solve(choice: Choice, r: Recurrence) -> Outputs:
 
 
 def solve_with_residuals(choice: Choice, r: Recurrence) -> tuple[Outputs, Residuals | None]:
-    """Return (the outputs of `solve`, the kernel's residuals). The residuals take no cotangent."""
+    """Return (the outputs and final states of r, the residuals of the kernel or None). The residuals take no cotangent."""
     resolution = resolve(choice, r.folded)
     run = functools.partial(resolved.solve_with_residuals, resolution)
     return by_folding(run)(r) if folds(resolution, r) else run(r)
@@ -228,7 +230,8 @@ def gradient(choice: Choice, r: Recurrence, d_output, d_final, residuals: Residu
 
 
 def folds(resolution: Resolution, r: Recurrence) -> bool:
-    """Return whether the kernels receive the segments of r as gates, and keep these apart."""
+    """Return whether the kernels receive the segments of r folded into gates of -inf, and keep the segments apart without a
+    check."""
     return r.segments is not None and not (resolution.takes_segments(r) or resolution.mixes_segments(r))
 
 
@@ -243,7 +246,7 @@ def fused_or_derived_gradient(resolution: Resolution, r: Recurrence, d_output, d
 
 
 def derived_gradient_of(resolution: Resolution, r: Recurrence, d_output, d_final) -> Recurrence:
-    """Return the derived gradient, whose derivatives of any order keep segments apart."""
+    """Return the derived gradient of r, which keeps segments apart, as do its derivatives of any order."""
     derived = functools.partial(derived_gradient, resolution.choice)
     if r.segments is None or r.states_every is not None:
         return derived(r, d_output, d_final)
@@ -331,7 +334,7 @@ def solve_storing_states(choice: Choice, r: Recurrence, every: int, dtype) -> Ou
 
 
 def clean(r: Recurrence, d_output) -> tuple[Recurrence, Array]:
-    """Return r and d_output in the dtype of sums, with zeros in padding rows, which may hold NaN."""
+    """Return r and d_output in the dtype in which sums are formed, with zeros in padding rows, which may hold NaN."""
 
     def each(x: Array) -> Array:
         x = x.astype(r.dtype)

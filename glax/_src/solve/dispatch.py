@@ -35,7 +35,7 @@ class Choice:
 
     @property
     def refused(self) -> dict[str, str]:
-        """Return the paths other than kernels that the caller's options rule out, each with the reason, for `explain`."""
+        """Return {path: reason} for the paths that the caller's options rule out, other than kernels, for `explain`."""
         if self.pieces is None:
             return {}
         why = (
@@ -63,13 +63,12 @@ class Resolution:
         return all(x.takes_segments(r) for x in kernels) or any(x.isolate is not None for x in kernels)
 
     def mixes_segments(self, r: Recurrence) -> bool:
-        """Return whether the forward or the gradient mixes the segments of r, so that its results are checked. The derived
-        gradient does, for it sums over rows."""
+        """Return whether NaN or inf can pass between the segments of r in the forward or the gradient. Results are then
+        checked. The derived gradient always lets them pass, because it sums over rows."""
         return self.forward.mixes_segments(r) or self.vjp is None or self.vjp.mixes_segments(r)
 
     def saves_residuals(self, r: Recurrence) -> bool:
-        """Return whether the forward saves residuals for r. It must be able to, and the chosen gradient must be the kernel that
-        takes them."""
+        """Return whether the forward saves residuals for r: it can, and the chosen gradient is the kernel that takes them."""
         given = r if self.takes_segments(r) else r.folded
         if self.forward.forward_with_residuals is None or not self.forward.saves_residuals(given):
             return False
@@ -178,7 +177,8 @@ def forward_elsewhere_without_residuals(
 def gradient_elsewhere(
     derived: Callable, choice: Choice, results, r: Recurrence, d_output, d_final, residuals: Residuals | None = None
 ) -> Recurrence:
-    """Run this backend's gradient without residuals: see `forward_elsewhere_without_residuals`."""
+    """Run this backend's gradient without the residuals, which were traced for another backend. derived: the derived gradient,
+    for a backend without a gradient kernel."""
     if r.states_every is not None:
         return derived(choice, r, d_output, d_final)
     spec, own = vjp_kernel(choice, r.folded)
@@ -211,7 +211,7 @@ def phases_of(resolution: Resolution, r: Recurrence, gradient: bool) -> Phases |
 
 
 def two_phases(resolution: Resolution, r: Recurrence, gradient: bool) -> Phases:
-    """Return `phases_of` for a kernel that has two phases, as the caller has checked."""
+    """Return the result of `phases_of`, which is not None. The caller has checked that the kernel has two phases."""
     found = phases_of(resolution, r, gradient)
     assert found is not None, "the caller has checked runs_in_two_phases"
     return found
@@ -223,22 +223,24 @@ def runs_in_two_phases(resolution: Resolution, r: Recurrence, gradient: bool) ->
 
 
 def begin(resolution: Resolution, r: Recurrence, *cotangents):
-    """Run the first phase of r's kernel or, given cotangents, of its gradient's: (begun, state, log), see `TwoPhase`."""
+    """Run the first phase of r's kernel or, given cotangents, of its gradient kernel. Return (begun, state, log), the results
+    that `TwoPhase` describes."""
     spec, choice, phases = two_phases(resolution, r, bool(cotangents))
     return merged_vmap(functools.partial(run_spec, spec, choice, part=phases.local_states), r, *cotangents)
 
 
 def finish(resolution: Resolution, r: Recurrence, *given, begun):
-    """Run the second phase of r's kernel or, given cotangents, of its gradient's.
+    """Run the second phase of r's kernel or, with cotangents in `given`, of its gradient kernel.
 
-    begun: the result of the first phase. given: d_output, d_final and the residuals, if there are any; empty for the forward.
+    begun: the first result of `begin`. given: d_output, d_final and the residuals, if there are any; empty for the forward.
     """
     spec, choice, phases = two_phases(resolution, r, bool(given))
     return finish_by(phases.finish, spec, choice, r, *given, begun=begun)
 
 
 def finish_with_residuals(resolution: Resolution, r: Recurrence, begun) -> tuple[Outputs, Residuals | None]:
-    """Run the second phase of the forward, with the residuals for its gradient; None where it saves none."""
+    """Run the second phase of the forward: return the outputs, and the residuals for its gradient or None. begun: the first
+    result of `begin`."""
     spec, choice, phases = two_phases(resolution, r, gradient=False)
     if phases.finish_with_residuals is None or not resolution.saves_residuals(r):
         return finish(resolution, r, begun=begun), None
@@ -257,7 +259,7 @@ def finish_by(part, spec: KernelSpec, choice: Choice, *operands, begun):
 
 
 def pooled_kernel(choice: Choice, r: Recurrence, role: Role) -> KernelSpec | None:
-    """Choose the best kernel of that role for a pool of states, r's initial states; None if there is none.
+    """Choose the best kernel of `role` for r, whose initial states are a pool of states; None if there is none.
 
     A config that belongs to no such kernel is for the kernel of whole sequences.
     """
@@ -309,7 +311,7 @@ def execute(spec: KernelSpec, choice: Choice, r: Recurrence, *given, again, part
 
 
 def run_spec(spec: KernelSpec, choice: Choice, r: Recurrence, *given, part=None):
-    """Run spec's kernel, or a part of it, so that its sequences and segments stay apart."""
+    """Run spec's kernel on (r, *given), or its phase `part`, such that no NaN or inf passes between sequences or segments."""
     run = functools.partial(run_config, spec, choice, part=part)
     if spec.isolate is not None and part in (None, spec.forward_with_residuals):
         return spec.isolate(run, r, *given)
@@ -317,7 +319,7 @@ def run_spec(spec: KernelSpec, choice: Choice, r: Recurrence, *given, part=None)
 
 
 def run_config(spec: KernelSpec, choice: Choice, r: Recurrence, *given, part=None):
-    """Run spec's kernel, or a part of it, with the config that the executor chooses."""
+    """Run spec's kernel on (r, *given), or its phase `part`, with the config that the executor chooses."""
     if r.segments is not None and not spec.takes_segments(r):
         run = functools.partial(run_config, spec, choice, part=part)
         return by_folding(isolating(run, r.segments) if spec.mixes_segments(r) else run)(r, *given)
@@ -400,6 +402,6 @@ def merged_vmap(f, *operands):
 
 
 def run_apart(f, *operands):
-    """Return f(*operands), traced for sequences that kernels may not join."""
+    """Return f(*operands), traced such that kernels do not join several sequences to one row."""
     with sequences_apart(True):
         return f(*operands)

@@ -80,8 +80,11 @@ XLA_SUMS = GroupedKernel("grouped.sums/xla/any", sums_by_xla)
 
 
 def placed(ours: GroupedKernel, by_xla: GroupedKernel, x: Array, other: Array, sizes: Array, **options) -> Array:
-    """Return the result of `ours`, or of `by_xla` where the program is lowered for another backend, or where the compiler divides
-    it over devices. The examples of vmap run one after another: each has groups of its own."""
+    """Return the result of `ours`, or of `by_xla` if the program is lowered for another backend, or if the compiler divides it
+    over devices.
+
+    The examples of vmap run one after another, because each has groups of its own.
+    """
     from glax._src.solve.lowering import Kernel as Inserted  # loads modules of JAX that are not a part of `import jax`
 
     def run(*operands):

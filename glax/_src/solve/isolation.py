@@ -22,7 +22,8 @@ def isolating(run: Callable[..., Any], segments: Segments | None, axis: Axis = N
     """Return `run` with results in which each segment, or packed sequence, depends on its own rows alone.
 
     run: (r) -> Outputs or (Outputs, Residuals), or (r, d_output, d_final, *residuals) -> Recurrence, of a recurrence whose
-    `segments` are folded. axis: of a mesh, along which results that are not finite in one shard are computed again in all.
+    `segments` are folded. axis: the axes of a mesh along which all shards are computed again if a result in one of them is not
+    finite.
     """
 
     def checked(r: Recurrence, *given):
@@ -50,7 +51,8 @@ def isolating_gradient(run: Callable[..., Recurrence], segments: Segments) -> Ca
 
 
 def checked_at_any_order(run: Callable, again: Callable) -> Callable:
-    """Return run(constants, *operands), or again(...) where it is not finite; and derivatives that are checked likewise.
+    """Return a function (constants, *operands) -> run(constants, *operands), or again(...) if that is not finite. Its
+    derivatives are checked likewise.
 
     `again` equals `run`. The loop of `if_finite` has no derivative in reverse mode, but the two functions have.
     """
@@ -72,7 +74,7 @@ def checked_at_any_order(run: Callable, again: Callable) -> Callable:
 
 
 def pullback_of(f: Callable) -> Callable:
-    """Return (constants, operands, cotangent) -> the cotangents of the operands of f(constants, *operands)."""
+    """Return a function (constants, operands, cotangent) -> the cotangents of the operands of f(constants, *operands)."""
 
     def pull(constants, operands, cotangent):
         return jax.vjp(functools.partial(f, constants), *operands)[1](cotangent)

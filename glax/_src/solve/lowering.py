@@ -40,7 +40,7 @@ class Kernel:
     opaque: whether it is foreign code, which XLA cannot partition
     saves_residuals: whether residuals are among the results
     is_divisible: whether the compiler may divide it over devices. If not, a program for several runs `again`, by XLA
-    backend: for which it was chosen. Inside of shard_map the mesh may be of other devices
+    backend: the backend for which it was chosen. Inside of shard_map the mesh may be of other devices
     """
 
     run: Callable
@@ -64,7 +64,8 @@ class Kernel:
             return self.bind(True, r, *given)
 
     def placed_whole(self, *operands):
-        """Run the kernel on operands of any kind that no type shards. They are not divided over devices."""
+        """Run the kernel on operands that are no Recurrence and that no explicit axis shards. They are not divided over
+        devices."""
         return dataclasses.replace(self, is_divisible=False).bind(not is_on_one_device(), *operands)
 
     def alone(self, *operands):
@@ -98,7 +99,7 @@ def asks_for_devices() -> ClosedJaxpr:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """Hold what is known of a kernel that was traced for one backend and one structure of operands, beside its jaxpr.
+    """Describe a kernel that was traced for one backend and one structure of operands. Its jaxpr is passed separately.
 
     results: the shapes of its results. spreads: whether the compiler may spread the operands over devices.
     """
@@ -119,7 +120,7 @@ class Call:
         """Return the call as a function from leaves to leaves, in a program for that platform.
 
         jaxpr: the traced kernel. asks: whether the compiler asks how to spread the call over devices. free: the one axis to
-        spread it over, or None for all. visible: whether XLA must see into the call.
+        spread it over, or None for all. visible: whether the call's operations must be inlined, so that XLA sees them.
         """
         insists = Platform.XLA if visible else None
         with lowering_platform(platform):
@@ -187,7 +188,7 @@ def lower(context: mlir.LoweringRuleContext, *leaves, call: Call, jaxpr: ClosedJ
 
 @functools.cache
 def warn_of_automatic_axes(platform: str):
-    """Say once that XLA's kernels run, which XLA divides over devices by itself."""
+    """Warn once that XLA's kernels run, because XLA divides the arrays over automatic axes by itself."""
     warnings.warn(
         f"glax runs XLA's kernels in a program for several devices of {platform}, because JAX cannot divide Pallas kernels over "
         "automatic axes there. The Pallas kernels run on a mesh of explicit axes, as jax.make_mesh makes it, inside "

@@ -151,10 +151,11 @@ def spec_on(mesh: jax.sharding.Mesh, x: jax.ShapeDtypeStruct) -> P:
 
 
 class Division(NamedTuple):
-    """Say how the compiler divides a call over devices.
+    """Describe how the compiler divides a call over devices.
 
-    rule, replicated, sizes: as of `sharding_rule`. specs: (mesh, PartitionSpecs of the operands) -> (the function that each
-    device runs, PartitionSpecs of its operands, and of its results). results: the tree of the results.
+    rule, replicated, sizes: the results of `sharding_rule`. specs: a function (mesh, PartitionSpecs of the operands) -> (the
+    function that each device runs, PartitionSpecs of its operands, PartitionSpecs of its results). results: the tree of the
+    results.
     """
 
     rule: str
@@ -216,23 +217,26 @@ def recurrence_division(f, saves_residuals: bool, operands) -> Division:
 
 
 def letters_of_heads(HQ: int, HK: int) -> tuple[str, str, dict[str, int]]:
-    """Return the letters of the heads of q and of k in a sharding rule, and the sizes of those in a joint dimension. There, a
-    factor is at least 2."""
+    """Return the factors of a sharding rule that stand for the heads of q and of k, such as "(h g)" and "h", and the sizes of
+    factors within a joint dimension: {"g": HQ // HK}.
+
+    A factor of a joint dimension must be at least 2, so other cases have one letter for each.
+    """
     if 1 in (HK, HQ // HK):
         return ("h", "h", {}) if HQ == HK else ("g", "one", {})
     return "(h g)", "h", dict(g=HQ // HK)
 
 
 def dividing_axes(mesh, specs: list[P], place: int, count: int) -> Axis:
-    """Return the axes of the mesh over which the first spec that shards the dimension `place` does so; None if they do not divide
-    `count`, or if there is none."""
+    """Return the mesh axes over which the first spec with a sharded dimension `place` shards it. Return None if there is no
+    such spec, or the axes do not divide `count`."""
     names = next((x[place] for x in specs if len(x) > place and x[place] is not None), None)
     return None if count % math.prod(mesh.shape[name] for name in flat_axes(names)) else names
 
 
 def softmax_division(f, operands) -> Division:
-    """Return the division of softmax attention by batch and by heads of k, with the heads of q that read them; or of its
-    gradient, (operands, o, log_total, d_o)."""
+    """Return the division of softmax attention, or of its gradient (operands, o, log_total, d_o), over batch and heads of k.
+    The heads of q that read a head of k stay with it."""
     first = operands[0]
     (B, _, HQ, _), HK = first.q.shape, first.k.shape[2]
     heads, shared, sizes = letters_of_heads(HQ, HK)
@@ -246,7 +250,8 @@ def softmax_division(f, operands) -> Division:
     replicated = tuple(name for name in dict.fromkeys(re.findall(r"\w+", rule)) if name not in ("b", "h"))
 
     def laid(side, batch, on_heads) -> list[P]:
-        """Return the PartitionSpecs of arrays whose axes have these letters."""
+        """Return the PartitionSpec of each array. side: a string of letters, one for each axis. batch, on_heads: the mesh axes
+        of the batch and of heads."""
         axes = {"b": batch, heads: on_heads, shared: on_heads}
         return [P(*(axes.get(letter) for letter in form)) for form in side]
 
@@ -265,8 +270,8 @@ def softmax_division(f, operands) -> Division:
 
 
 def step_division(f, operands: StepOperands) -> Division:
-    """Return the division of a step of softmax attention by heads of k, or of q where one head of k serves all; and by batch,
-    where no slots name the rows of the caches."""
+    """Return the division of a step of softmax attention over heads of k, or of q if one head of k serves all; and over the
+    batch, unless slots name the rows of the caches."""
     q, k, v, _, _, slots = operands
     HQ, HK, rows = q.shape[2], k.shape[2], "b" if slots is None else "p"
     heads, shared, sizes = letters_of_heads(HQ, HK)
@@ -320,7 +325,8 @@ def check_shardy():
 
 
 def summed(f, heads, operands):
-    """Return f as it runs on one device, with the gradients of arrays that all heads share summed over the mesh axis `heads`."""
+    """Return f as each device runs it, with the gradients of arrays that all heads share, and of the scale, summed over the
+    mesh axis `heads`."""
     r = operands[0]
     if heads is None or len(operands) <= 2:
         return f
@@ -341,8 +347,8 @@ Spec = Any
 
 
 def recurrence_specs(r: Recurrence, batch, heads, sequence=None, shared_heads=None) -> Recurrence:
-    """Return a PartitionSpec for every array of r over those mesh axes. A head that all others read is sharded over
-    `shared_heads`."""
+    """Return a PartitionSpec for every array of r. batch, heads, sequence: mesh axes. shared_heads: the axis of an array with
+    one head that all others read."""
 
     def tokens(x: jax.Array) -> Spec:
         is_shared = x.shape[2] == 1 and r.num_heads > 1
@@ -374,7 +380,7 @@ def output_specs(batch, heads, sequence=None) -> Outputs:
 
 
 def outputs_of(r: Recurrence, batch, heads) -> Any:
-    """Return `output_specs`, and the specs of the states that r stores, if it stores any."""
+    """Return the PartitionSpecs of the outputs and final states of r, and of the states that it stores, if any."""
     outputs = output_specs(batch, heads)
     if r.states_every is None:
         return outputs
@@ -421,8 +427,8 @@ def leaves_of(specs) -> list[P]:
 
 
 def common_axes(mesh, operands, specs: list[P]):
-    """Return the mesh axes that shard the batch and the heads, read from the specs of the operands. An axis is None if the
-    operands are not sharded there, or not evenly."""
+    """Return {"batch": axes, "heads": axes}, the mesh axes that shard the operands, read from their specs. An entry is None if
+    the operands are not sharded there, or not evenly."""
     r = operands[0]
     probes = operand_specs(operands, "batch", "heads")
     found = dict(batch=None, heads=None)

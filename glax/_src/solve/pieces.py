@@ -30,7 +30,7 @@ def solve_with_states(solver: Solver, r: Recurrence, every: int, dtype) -> Outpu
 
 
 class RowStates(NamedTuple):
-    """Hold what `OutputsWithStates` holds, for rows that are not packed."""
+    """Hold the fields of `OutputsWithStates` for rows that are not packed."""
 
     output: Float[Array, "B T H V"]
     final_state: Float[Array, "B H K V"]
@@ -47,7 +47,7 @@ def no_states(r: Recurrence, every: int, dtype) -> Array | PackedStates:
 
 
 def solve_rows(solver: Solver, r: Recurrence, every: int, dtype) -> RowStates:
-    """Compute `solve_with_states` of rows that are not packed, by a loop over whole pieces and then the tail."""
+    """Return the outputs and states of rows that are not packed, by a loop over whole pieces and then the tail."""
     T, count = r.q.shape[1], r.q.shape[1] // every
     whole = count * every
     low = T - whole if r.reverse else 0  # the first row of the whole pieces; the tail ends the scan
@@ -72,8 +72,8 @@ def solve_rows(solver: Solver, r: Recurrence, every: int, dtype) -> RowStates:
 
 
 def from_fresh_states(r: Recurrence) -> Recurrence:
-    """Return r, a piece, with an initial state of zeros in place of a reset at the first token of a row, where `Segments` have
-    none."""
+    """Return r, a piece. If the first token of a row is a reset, the row's initial state is zeros instead, because `Segments`
+    have no reset there."""
     if r.segments is None:
         return r
     resets, is_token = r.segments.resets, r.segments.is_token
@@ -113,7 +113,7 @@ class Pieces(NamedTuple):
 
 
 def solve_packed(solver: Solver, r: Recurrence, every: int, dtype) -> OutputsWithStates:
-    """Compute `solve_with_states` of packed sequences, by a loop over the pieces of all sequences, each in rows of its own."""
+    """Return the outputs and states of packed sequences, by a loop over the pieces of all sequences, each in rows of its own."""
     p, (N, *_), start = Pieces.of(r, every), r.state_shape, r.start_state
     if r.decay.constant is not None:  # rows of a piece that are not valid must not decay
         r = r.replace(decay=r.decay.with_tokens(r.by_token))

@@ -80,7 +80,8 @@ class SelectiveKernel(Kernel):
 
 
 def spread_refusal() -> str | None:
-    """Return why native code does not run by itself where the compiler may divide operands over devices; None elsewhere."""
+    """Return the refusal of native code if the compiler may divide the operands over several devices, where it runs only if the
+    caller names it; else None."""
     count = max(jax.device_count(), jax.sharding.get_abstract_mesh().size)
     if count == 1 or is_on_one_device():
         return None
@@ -89,8 +90,8 @@ def spread_refusal() -> str | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chosen:
-    """Hold the platform that runs a call and its gradient, whether the caller names it, and why each other does not run: it
-    refused, or it is outranked."""
+    """Hold the platform that runs a call and its gradient, whether the caller names it, and why each other platform does not
+    run: it refuses, or it is outranked."""
 
     platform: Platform
     is_named: bool
@@ -137,8 +138,10 @@ def run_chosen(kernels: tuple[SelectiveKernel, ...], chosen: Chosen, *operands, 
 def scan(
     platform: Platform | None, reverse: bool, operands: SelectiveOperands, skip: Float[Array, "D"] | None
 ) -> tuple[Float[Array, "G T D"], Float[Array, "sequences D N"]]:
-    """Return y, in the dtype of x and with D x if `skip` is D, and the final states, by the best kernel. No size is 0. y of rows
-    of no sequence is undefined."""
+    """Return (y, the final states) by the best kernel. y is in the dtype of x, plus D x if `skip` is D. No size is 0.
+
+    y is undefined in rows of no sequence.
+    """
     chosen = choose(SCAN, platform, operands)
     operands, skip = differentiable((operands, skip))
     if chosen.platform is Platform.TRITON:
@@ -152,7 +155,7 @@ def with_skip(y: Array, x: Float[Array, "*rows D"], D: Float[Array, "D"] | None)
 
 
 def differentiable(operands):
-    """Return the operands, which all vary over the same mesh axes, for reverse mode alone."""
+    """Return the operands such that all vary over the same mesh axes, and only reverse mode can differentiate them."""
     from glax._src.solve.reverse_mode import reverse_mode  # loads modules of JAX that are not a part of `import jax`
 
     return reverse_mode(aligned(operands))
@@ -199,20 +202,20 @@ solve_with_skip.defvjp(_whole_fwd, _whole_bwd)
 
 
 def spreads(chosen: Chosen) -> bool:
-    """Return whether the compiler may divide the operands over devices. If it does, XLA's kernel runs; not so where the caller
-    names another."""
+    """Return whether the compiler may divide the operands over devices, in which case XLA's kernel runs. It is False if the
+    caller names another platform."""
     return not (chosen.is_named or is_on_one_device())
 
 
 def cotangents_of(operands, floats: Sequence[Array]):
-    """Return the cotangents of the operands: `floats` of all but the last, which holds integers and booleans."""
+    """Return the cotangents of the operands: `floats` for all but the last operand, which holds integers and booleans."""
     *names, last = operands._fields
     rest = jax.tree.map(float0_zeros, getattr(operands, last))
     return operands._replace(**dict(zip(names, floats, strict=True)) | {last: rest})
 
 
 def with_floats(operands, floats: Sequence[Array]):
-    """Return the operands with others in place of all but the last."""
+    """Return the operands with `floats` in the place of all but the last."""
     return operands._replace(**dict(zip(operands._fields, floats, strict=False)))
 
 
@@ -220,9 +223,11 @@ def with_floats(operands, floats: Sequence[Array]):
 
 
 def inserted(run: Callable, again: Callable, *operands, spreads: bool = False):
-    """Return run(*operands), foreign code, or again(results, *operands) where the program is lowered for another backend than
-    the one it was traced for, or with `spreads` for several devices. results: the shapes that `run` returns. Under vmap, one
-    example runs after the other."""
+    """Return run(*operands), which is foreign code, or again(results, *operands) if the program is lowered for another backend,
+    or with `spreads` for several devices.
+
+    results: the shapes and dtypes that `run` returns. Under vmap, one example runs after the other.
+    """
     from glax._src.solve.lowering import Kernel as Inserted  # loads modules of JAX that are not a part of `import jax`
 
     def elsewhere(platform: Platform | None, results, *operands):
@@ -371,7 +376,7 @@ def whole_by_xla(reverse: bool, operands: SelectiveOperands, skip: Array | None)
 
 
 def whole_gradient_by_xla(reverse: bool, operands: SelectiveOperands, skip: Array | None, d_y: Array, d_final: Array):
-    """Return the gradients of the operands' floats and of `skip`, from those of `whole_by_xla`."""
+    """Return the gradients of the operands' floats and of `skip`, by XLA's kernels."""
     x, d_y = operands.x, d_y.astype(operands.A.dtype)
     d_x, *others = derived_gradient(reverse, operands, d_y, d_final)
     if skip is None:
@@ -423,10 +428,10 @@ GRADIENT = (
 def step(
     platform: Platform | None, operands: StepOperands, gathered: Callable, refusal: str | None
 ) -> tuple[Float[Array, "G D"], Float[Array, "P D N"]]:
-    """Return y, in the dtype of A, and the pool behind one token of each sequence, by the best kernel.
+    """Return (y, the pool) behind one token of each sequence, by the best kernel. y is in the dtype of A.
 
-    gathered: operands -> the same, by XLA. The gradient is taken through it. refusal: why native code cannot, or None. y of a
-    row without a slot is undefined.
+    gathered: operands -> the same results, by XLA, through which the gradient is taken. refusal: why native code cannot run, or
+    None. y is undefined in a row without a slot.
     """
 
     def supports(operands: StepOperands) -> str | None:

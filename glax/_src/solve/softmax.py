@@ -42,7 +42,8 @@ class Form:
     scale: float
 
     def pulled(self, f: Callable, operands: SoftmaxOperands, d_o: Array) -> tuple[Array, Array, Array]:
-        """Return dq, dk and dv by XLA. f: `by_xla` or `whole`."""
+        """Return dq, dk and dv, pulled back from d_o through f by XLA. f: `by_xla`, or `whole`, which has gradients of all
+        orders."""
 
         def of_floats(q: Array, k: Array, v: Array) -> Array:
             return f(operands._replace(q=q, k=k, v=v), self.scale)
@@ -107,8 +108,12 @@ def gpu_refusal() -> str | None:
 def attend_step(
     q, k, v, intervals: Intervals, scale: float | None, *, width: int, slots: Int[Array, "B"] | None = None
 ) -> Float[Array, "B 1 Hq V"]:
-    """Return the attention of one row of q for each sequence over caches, as `glax._src.kernels.xla.softmax.attend_step` says, by
-    Triton's kernel where it is able."""
+    """Return the attention of one row of q for each sequence over caches of keys and values, by Triton's kernel where it is
+    able, else by XLA.
+
+    v: None for values that are the first `width` channels of the keys. slots: the row of the caches of each sequence, P for
+    none.
+    """
     operands, scale = StepOperands(q, k, v, *intervals, slots), q.shape[-1] ** -0.5 if scale is None else scale
     why = gpu_refusal() or softmax_config.step_refusal(operands, scale, width)
     if why is not None:
@@ -167,8 +172,10 @@ def run_step(operands: StepOperands, *, cfg, scale: float, width: int):
 
 
 def in_range(operands: Operands) -> Operands:
-    """Return the operands with intervals of keys that exist, as int32. The forward and the gradient form them of the same
-    operands, which stay as they were given: XLA takes these in the place of either."""
+    """Return the operands with `first` at least 0 and `last` below S, as int32.
+
+    The forward and the gradient both call this on the same operands, which are saved as given.
+    """
     first, last = jnp.maximum(operands.first, 0), jnp.minimum(operands.last, operands.k.shape[1] - 1)
     return operands._replace(first=first.astype(jnp.int32), last=last.astype(jnp.int32))
 
