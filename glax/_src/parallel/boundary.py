@@ -87,13 +87,13 @@ class BoundaryRows:
         return Window(self, first + i * following, following)
 
     def decays(self, logs: tuple[Array | None, Array | None], inclusive: bool) -> Factors:
-        """Return the decays from the edge through each row, or up to each row if not `inclusive`: factors of the state's rows
-        and columns."""
+        """Return the decays from the edge through each row (or only up to each row if not `inclusive`), as factors of the
+        state's rows and columns. logs: the log decays of both."""
         row_log, column_log = (None if x is None else self.prefix(x, inclusive) for x in logs)
         return exp_both((row_log, column_log))
 
     def prefix(self, x: Array, inclusive: bool) -> Array:
-        """Return the sums of x from the edge through each row, or up to each row if not `inclusive`.
+        """Return the sums of x from the edge through each row, or only up to each row if not `inclusive`.
 
         No difference of sums is formed, because log decays may be -inf.
         """
@@ -126,8 +126,8 @@ class Window:
 
     @property
     def mask(self) -> Bool[Array, "*B C 1 1"]:
-        """Return whether each row of the slice belongs to the window and to what crosses the edge: [size, 1, 1], or with segments
-        [B, size, 1, 1]."""
+        """Return whether each row of the slice belongs to the window and to the crossing sequence or segment: [size, 1, 1], or
+        with segments [B, size, 1, 1]."""
         row = self.start + jnp.arange(self.size)
         distance = row if self.rows.from_low else self.rows.r.q.shape[1] - 1 - row
         end = jnp.minimum(self.offset + self.size, self.rows.edge.rows)
@@ -221,10 +221,11 @@ def state_and_decay(
     b: Float[Array, "B T _ V"],
     adjoint: bool,
 ) -> tuple[Array, Array, Array | None]:
-    """Return S [E, H, K, V], and D as factors of its rows [E, H, K or 1] and columns [E, H, V] or None.
+    """Return the message of the shard: S [E, H, K, V], and D as factors of its rows [E, H, K or 1] and of its columns [E, H, V]
+    or None.
 
-    D is 0 unless `spans`. rows: ordered from the edge where the state leaves. begun: S_0 of every sequence. a, b: k and v, or q
-    and do if `adjoint`.
+    D is 0 unless the entering sequence also leaves (`spans`). rows: ordered from the edge where the state leaves. begun: S_0 of
+    every sequence. a, b: k and v, or q and d_output if `adjoint`, for the message in reverse time.
     """
     r, edge = rows.r, rows.edge
     # As in the kernels, bfloat16 operands are multiplied as they are and summed in float32.
@@ -245,15 +246,16 @@ def state_and_decay(
 
 
 def decay_of(rows: BoundaryRows, spans: Bool[Array, "*E"], passed: Factors) -> tuple[Array, Array | None]:
-    """Return the decay through the shard as factors of the state's rows and columns, 0 unless `spans`."""
+    """Return the decay through the shard as factors of the state's rows and columns, 0 unless `spans`. passed: the decays
+    through all rows of the crossing sequence."""
     row_decay, column_decay = passed
     row_decay = jnp.ones((*rows.state_shape[:2], 1), rows.r.dtype) if row_decay is None else row_decay
     return of_sequences(spans, row_decay), None if column_decay is None else of_sequences(spans, column_decay)
 
 
 def total_decay(rows: BoundaryRows, spans: Bool[Array, "*E"]) -> tuple[Array, Array | None]:
-    """Return D of `state_and_decay` from all rows together, for differentiation: a loop whose number of steps depends on data
-    has no gradient."""
+    """Return the decay D through the shard as `decay_of` does, computed from all rows together. It can be differentiated: a
+    loop whose number of steps depends on data has no gradient."""
     logs = Window(rows, 0, rows.r.q.shape[1]).logs()
     row_log, column_log = (None if x is None else x.sum(1) for x in logs)
     return decay_of(rows, spans, exp_both((row_log, column_log)))
@@ -262,7 +264,7 @@ def total_decay(rows: BoundaryRows, spans: Bool[Array, "*E"]) -> tuple[Array, Ar
 def correct_output(
     rows: BoundaryRows, P: Float[Array, "E H K V"], output: Float[Array, "B T H V"]
 ) -> tuple[Array, Factors]:
-    """Return the corrected output, and the decay through all rows of the crossing sequence."""
+    """Return (`output` plus the terms of the arriving state P, the decay through all rows of the crossing sequence)."""
     r = rows.r
     scale = rows.edge.pick(r.scale, rows.packed)[:, None, None, None]
 
@@ -279,7 +281,7 @@ def correct_output(
 def correct_gradient(
     rows: BoundaryRows, Q: Float[Array, "E H K V"], entered: Float[Array, "E H K V"], d: Recurrence
 ) -> tuple[Recurrence, Factors]:
-    """Return d with the terms of Q = dL/dS at the edge, and the decay through all rows of the crossing sequence.
+    """Return (the gradient d plus the terms of Q = dL/dS at the edge, the decay through all rows of the crossing sequence).
 
     entered: the state before that sequence's first row in this shard. The gradient of a log decay is <entered, dL/d entered>
     plus the sum of k_s * dk_s over the tokens s before it. The sum starts at the rows farthest from the edge, where the terms
@@ -338,9 +340,9 @@ def sums_by_gate(decay: Decay, terms: Float[Array, "E H K V"]) -> Factors:
 
 
 def sums_before_windows(rows: BoundaryRows) -> tuple[Int[Array, ""], Factors, Factors]:
-    """Return the results of `scan_windows`, and the sums of log decays up to each window after the first.
+    """Return the results of `scan_windows`, of which the last is the sums of log decays up to each window after the first.
 
-    The sums are [windows, E, H, width], or None.
+    These sums are [windows, E, H, width], or None without gates.
     """
 
     def visit(window, i, G, logs, saved):

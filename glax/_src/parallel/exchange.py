@@ -1,9 +1,11 @@
 """Locate a shard of T in its sequences, and exchange states between shards.
 
 Along a mesh axis of n shards, each shard holds T / n rows. The scan enters a shard at one edge and leaves it at the other. The
-state of the sequence or segment under way at an edge crosses that edge. E is the number of states that cross: B, or 1 if packed.
+state of the sequence or segment under way at an edge crosses that edge. E is the number of states that cross: B, or 1 if
+packed.
 
-Of states and decays, those of what crosses an edge are selected. A product with 0 would let NaN and inf of others pass.
+States and decays of the crossing sequence are selected, not multiplied by 0 or 1: a product with 0 would let NaN and inf of
+other sequences pass.
 """
 
 import dataclasses
@@ -26,9 +28,9 @@ Factors = tuple[Array | None, Array | None]  # factors of a state's rows [E, H, 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Edge:
-    """Hold an edge of a shard. If `crosses`, sequence number `sequence` crosses it and has `rows` tokens in the shard.
+    """Describe an edge of a shard. If `crosses`, sequence number `sequence` crosses it and has `rows` tokens in the shard.
 
-    With segments, `crosses` and `rows` are those of a segment in each row of the batch.
+    With segments, `crosses` and `rows` have an entry for each row of the batch, for the segment that crosses there.
     """
 
     sequence: Int[Array, ""]
@@ -51,9 +53,9 @@ class Shard:
     """Hold the position of a shard in its sequences.
 
     cuts: the boundaries relative to this shard's rows. enter, leave: the edges, in the direction of the scan. begins, ends:
-    whether a sequence's scan begins or ends in this shard; an empty sequence does both in the first shard. spans: whether the
-    sequence or segment that enters is also the one that leaves. segments: those of the shard's rows, without a reset at the first
-    row in scan order, which no state enters. whole: whether the rows are one segment; None without segments.
+    whether a sequence's scan begins or ends in this shard; an empty sequence does both in the first shard. spans: whether one
+    sequence or segment both enters and leaves the shard. segments: those of the shard's rows, without a reset at the first row
+    in scan order, which no state enters. whole: whether the rows are one segment; None without segments.
     """
 
     cuts: Int[Array, "boundaries"] | None
@@ -75,7 +77,8 @@ class Shard:
         return r.replace(boundaries=self.cuts, segments=self.segments)
 
     def through(self, states: Float[Array, "N H K V"]) -> Float[Array, "N H K V"]:
-        """Return what states at one edge are at the other edge: zeros in rows of several segments."""
+        """Return the state at the other edge for states [N, H, K, V] at one edge: the same, or zeros in rows of several
+        segments."""
         return states if self.whole is None else of_sequences(self.whole, states)
 
     def message(self, edge: Edge, state: Float[Array, "N H K V"], log) -> Message:
@@ -236,5 +239,5 @@ def apply_decay(state: Float[Array, "E H K V"], rows, columns) -> Float[Array, "
 
 
 def of_sequences(chosen: Bool[Array, "*N"], x: Shaped[Array, "N *rest"]) -> Shaped[Array, "N *rest"]:
-    """Return x for the chosen sequences, and 0 for the others. chosen: of each sequence, or one for all."""
+    """Return x with 0 where `chosen` is false. chosen: a bool for each sequence, or one for all."""
     return jnp.where(chosen.reshape(-1, *[1] * (x.ndim - 1)), x, 0)

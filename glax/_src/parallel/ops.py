@@ -28,7 +28,7 @@ ARRAYS = tuple(
 
 
 def recurrent_on_mesh(arguments: dict, places: dict) -> Outputs:
-    """Return the results of `glax.recurrent` with these arguments on the mesh and the axes of `places`."""
+    """Return the results of `glax.recurrent(**arguments)` on a mesh. places: the fields of `Spread` by name."""
     arrays = {name: arguments.get(name) for name in ARRAYS}
     options = ScanOptions(**{name: arguments[name] for name in OPTIONS if name in arguments})
     platform, cfg = arguments.get("platform"), arguments.get("cfg")
@@ -56,7 +56,8 @@ def bind_and_solve(choice: Choice, spread: Spread, options: ScanOptions, arrays:
 
 
 def on_mesh(function: Callable, doc: str = "") -> Callable:
-    """Return a function of `glax` on a mesh: of the same arguments and of those of `Spread`."""
+    """Return `function`, a function of `glax`, with arrays sharded over a mesh: it takes the arguments of `Spread`, too. doc:
+    its docstring."""
     signature, variant = inspect.signature(function), inspect.unwrap(function)
 
     def bound(*args, **options) -> dict:
@@ -91,7 +92,7 @@ ON_MESH = """On a mesh: the arrays have the shapes of the whole problem and any 
 
 
 def doc_on_mesh(function: Callable) -> str:
-    """Return the docstring of `function` with the arguments of a mesh, and with its example on a mesh."""
+    """Return the docstring of `function`, to which the arguments of a mesh are added, and an example on a mesh."""
     text, example = (function.__doc__ or "").split(">>> ", 1)
     called = example.replace(f"glax.{function.__name__}(", f"glax.parallel.{function.__name__}(")
     return f"{text}{ON_MESH}>>> {called.replace(').', ', **axes).')}"

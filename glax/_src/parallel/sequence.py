@@ -130,7 +130,8 @@ def gradient_of_delta_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, d_
 
 
 def entered_rows(r: Recurrence, shard: Shard, entered: Array) -> Recurrence:
-    """Return the shard's rows from the state that enters them."""
+    """Return the recurrence of the shard's rows, with the arriving state `entered` as initial state of the sequence that
+    enters."""
     begun = of_sequences(shard.begins, r.start_state)
     started = shard.enter.add(begun, entered, r.boundaries is not None)
     return shard.rows_of(r).replace(initial_state=started)
@@ -212,10 +213,11 @@ def mixes_segments(resolution: Resolution, own: Recurrence) -> bool:
 
 
 def apart(axis: Axis, run: Callable, own: Recurrence, mixes: bool) -> Callable:
-    """Return `run`, a kernel for a shard's own rows, so that each sequence and segment of these depends on its rows alone.
+    """Return `run`, changed so that each sequence and segment of the shard's rows depends on its own rows alone.
 
-    run: (own, *given) -> results. mixes: whether it lets NaN or inf pass from one to another. Where a result in one shard is then
-    not finite, all shards are computed token by token. A number that overflows in one of them may only be large in another.
+    run: (own, *given) -> results, a kernel for a shard's rows. mixes: whether it lets NaN or inf pass from one sequence or
+    segment to another. If a result in one shard is then not finite, all shards are computed token by token. A number that
+    overflows in one of them may only be large in another.
     """
     if not mixes:
         return run
@@ -260,7 +262,7 @@ def gradient_of_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output
 
 
 def plain_gradient(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output, d_final) -> Recurrence:
-    """Return the gradient of `plain`, which has gradients of any order."""
+    """Return the gradient of `plain`, by JAX. It has gradients of any order."""
 
     def outputs(rows: Recurrence) -> Outputs:
         return plain(choice, axis, n, rows.with_integers(r))

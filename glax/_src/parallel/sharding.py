@@ -97,8 +97,8 @@ class Spread:
 
     @property
     def for_packed(self) -> "Spread":
-        """Return the layout of packed arrays, whose B is 1. The axes of the batch divide T first, then the axis of the
-        sequence."""
+        """Return the layout for packed arrays, whose B is 1: T is divided over the axes of batch_axis first, and then over
+        sequence_axis."""
         axes = (*flat_axes(self.batch_axis), *flat_axes(self.sequence_axis))
         return dataclasses.replace(self, batch_axis=None, sequence_axis=axes or None)
 
@@ -198,7 +198,7 @@ def append_rows(r: Recurrence, rows: int) -> Recurrence:
 
 
 def repeat_heads(r: Recurrence, shards: int) -> Recurrence:
-    """Return r with repeated heads of queries, keys and values, so that `shards` divides their numbers and a shard reads only
-    its own."""
+    """Return r with heads of queries, keys and values repeated, such that `shards` divides their numbers and a shard reads only
+    its own heads."""
     q, k, v = (spread_heads(x, math.lcm(x.shape[2], shards)) for x in (r.q, r.k, r.v))
     return r.replace(q=q, k=k, v=v)
