@@ -9,14 +9,15 @@ from glax._src.solve.lowering import Kernel
 
 
 def by_kernel(kernel: Callable, by_xla: Callable, backend: Backend) -> Callable:
-    """Return a function that computes what `by_xla` does, by `kernel` where the program is for one device of that backend.
+    """Return a function that calls `kernel` if the program is for one device of that backend, and else `by_xla`. Both compute
+    the same.
 
     The operands and the results of both are trees of arrays. Gradients, vmap, and programs that XLA divides over devices take
     `by_xla`.
     """
 
     def again(platform: Platform | None, results, *operands):
-        """Compute the results in a program for another backend than predicted, or where XLA must see into the call."""
+        """Compute the results by XLA, in a program for another backend than predicted, or one that XLA divides over devices."""
         is_able = Backend.here() is backend and platform is not Platform.XLA
         return kernel(*operands) if is_able else by_xla(*operands)
 

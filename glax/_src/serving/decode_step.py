@@ -98,7 +98,7 @@ def bind_and_step(choice: Choice, options: ScanOptions, arrays: dict):
 
 
 def step_on_device(choice: Choice, options: ScanOptions, arrays: dict):
-    """Compute a step. arrays: by the names of the public arguments."""
+    """Return the output and the states of a step, for arrays on one device. arrays: the public arguments by name."""
     named = dict(arrays)
     state, slots, bonus, rounding_key = (named.pop(name) for name in ("state", "slots", "bonus", "rounding_key"))
     r = bind(**named, **options.of_bind, one_token=True)
@@ -109,7 +109,8 @@ def step_on_device(choice: Choice, options: ScanOptions, arrays: dict):
 
 
 def with_states(r: Recurrence, state, slots) -> tuple[Recurrence, Array | None]:
-    """Return r with the states of a step, and the slots, of which those without a sequence are the size of the pool."""
+    """Return (r with the states of a step as initial states, the slots), in which P, the size of the pool, marks a row without
+    a sequence."""
     if slots is not None:
         slots, _ = usable(slots, state.shape[0], r.num_sequences, ("B", "query"))
     check_states("state", state, r.state_shape, pooled=slots is not None)
@@ -117,7 +118,8 @@ def with_states(r: Recurrence, state, slots) -> tuple[Recurrence, Array | None]:
 
 
 def advance_rounded(choice: Choice, r: Recurrence, slots, rounding_key) -> Outputs:
-    """Return the output [B, T, H, V] and the pool behind r's tokens, rounded by the key where it is given and drops digits."""
+    """Return the output [B, T, H, V] and the pool behind r's tokens. The states are rounded stochastically if there is a key
+    and rounding loses digits, else to nearest."""
     if rounding_key is None or str(pool_of(r).dtype) not in DROPPED:
         return advance(choice, r, slots)
     return advance_and_round(choice, r, slots, rounding_key)
@@ -151,7 +153,8 @@ LARGE = 2**14  # elements of one sequence's state
 
 
 def gathered(choice: Choice, r: Recurrence, slots) -> Outputs:
-    """Return the output [B, T, H, V] and the pool behind r's tokens, by the kernels for whole sequences."""
+    """Return the output [B, T, H, V] and the pool behind r's tokens, by the kernels for whole sequences on states gathered from
+    the pool."""
     pool = pool_of(r)
     if slots is None:
         return unpooled(choice, r)
@@ -168,7 +171,7 @@ def unpooled(choice: Choice, r: Recurrence) -> Outputs:
 
 
 def one_row_at_a_time(choice: Choice, r: Recurrence, slots) -> Outputs:
-    """Advance the rows of a pool in a loop.
+    """Return the output and the pool of a step, of which a loop advances one row at a time.
 
     On CPUs each row then stays in the cache from its read to its write. All rows together would pass through memory three
     times.

@@ -21,12 +21,12 @@ STATES = {"state", "pool"}  # [P, H, K, V]
 
 
 def on_shards(run: Callable, arrays: dict[str, Any], results: Callable[[Any], Any]) -> Any:
-    """Return run(arrays). Where an array is sharded along an explicit axis, run it on each device, with the device's heads.
+    """Return run(arrays). If an array is sharded along an explicit axis, each device runs it on its own heads.
 
-    arrays: by the names of the public arguments, with "query" and "slots" among them. If slots is None, there is no pool, and
-    nothing is divided here. results: (the axis of heads) -> the PartitionSpecs of the results.
+    arrays: the public arguments by name, with "query" and "slots" among them. If slots is None, there is no pool, and nothing
+    is divided here. results: a function from the axis of heads to the PartitionSpecs of the results.
 
-    Raises ValueError where a pool is sharded otherwise than by heads, or where the axis does not divide the heads.
+    Raises ValueError if a pool is sharded otherwise than by heads, or if the axis does not divide the heads.
     """
     if is_whole(arrays):
         return run(arrays)
@@ -46,8 +46,12 @@ def on_shards(run: Callable, arrays: dict[str, Any], results: Callable[[Any], An
 
 
 def gathered(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Return the arrays with the tokens of all sequences on every device that has their heads, for code that the types of the
-    arrays divide over devices. Arguments and errors are as in `on_shards`."""
+    """Return the arrays such that every device has the tokens of all sequences, for its own heads. Code after it may be divided
+    by the types of the arrays.
+
+    arrays: the public arguments by name. Raises ValueError if a pool is sharded otherwise than by heads, or if the axis does
+    not divide the heads.
+    """
     if is_whole(arrays):
         return arrays
     mesh, _, specs = layout_of(arrays)
@@ -60,14 +64,14 @@ def is_whole(arrays: dict[str, Any]) -> bool:
 
 
 def layout_of(arrays: dict[str, Any]) -> tuple[Any, Any, dict[str, P]]:
-    """Return the mesh, the axis of the heads, and the PartitionSpec of each array that is given."""
+    """Return (the mesh, the axis of the heads, the PartitionSpec of each array that is not None)."""
     mesh = next(mesh for x in jax.tree.leaves(arrays) if not (mesh := jax.typeof(x).sharding.mesh).empty)
     axis, tokens = axis_of_heads(mesh, arrays), arrays["query"].ndim
     return mesh, axis, {name: head_spec(name, x, tokens, axis) for name, x in arrays.items() if x is not None}
 
 
 def placed(mesh, arrays: dict[str, Any], specs: dict[str, P]) -> dict[str, Any]:
-    """Return the arrays that have specs, resharded as they say."""
+    """Return the arrays, resharded by their specs. Arrays without a spec are left out."""
 
     def place(name: str, spec: P):
         return jax.tree.map(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, spec)), arrays[name])
@@ -76,8 +80,11 @@ def placed(mesh, arrays: dict[str, Any], specs: dict[str, P]) -> dict[str, Any]:
 
 
 def axis_of_heads(mesh, arrays: dict[str, Any]):
-    """Return the mesh axis, or axes, along which the heads of the pool are sharded, or else those of the first array that has
-    sharded heads. Raises ValueError as `on_shards` does."""
+    """Return the mesh axis, or axes, along which the heads of the pool are sharded; without sharded heads there, those of the
+    first array that has them.
+
+    Raises ValueError if a pool is sharded otherwise than by heads, or if the axis does not divide the heads.
+    """
     found = None
     given = [
         (name, x, head_dimension(name, x.ndim, arrays["query"].ndim))

@@ -15,7 +15,7 @@ from glax._src.solve.dispatch import Choice, pooled_kernel, run_pooled
 
 
 def pool_of(r: Recurrence) -> Float[Array, "P H K V"]:
-    """Return the states, which callers set as r's initial states: of a pool, or of each sequence in order."""
+    """Return r's initial states, which callers have set to a pool [P, H, K, V], or to the states of the sequences in order."""
     assert r.initial_state is not None
     return r.initial_state
 
@@ -48,7 +48,7 @@ def in_one_pass(role: Role, gathered: Callable[..., Any]) -> Callable[..., Any]:
         return results if role is Role.STEP else Outputs(results, pool_of(r))
 
     def by_example(choice: Choice, size: int, batched, *operands):
-        """Run vmapped calls, each with a pool of its own, by gathering: the gathered states then merge into one batch."""
+        """Run calls under vmap, each with a pool of its own, by `gathered`, whose gathered states merge into one batch."""
         axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, tuple(batched))
         results = jax.vmap(functools.partial(gathered, choice), axes, axis_size=size)(*operands)
         return results, jax.tree.map(lambda _: True, results)

@@ -122,7 +122,7 @@ OWN = "pool", "slots", "fresh", "write_slots", "state_slots", "rounding_key"
 
 
 def prefill_on_device(choice: Choice, options: ScanOptions, arrays: dict):
-    """Compute the output and the pool. arrays: by the names of the public arguments."""
+    """Return the output and the pool, for arrays on one device. arrays: the public arguments by name."""
     pool, slots, fresh, write_slots, state_slots, rounding_key = (arrays[name] for name in OWN)
     arrays = {name: x for name, x in arrays.items() if name not in OWN}
     query, r = arrays["query"], bind(**{name: x for name, x in arrays.items() if name != "bonus"}, **options.of_bind)

@@ -19,7 +19,7 @@ from glax._src.serving.state_pool import check_slot_values, in_bounds, put, take
 
 @dataclasses.dataclass(eq=False)
 class Block:
-    """Hold a block of tokens that follows its parent's: the slot of the state after it, and the blocks that follow it.
+    """Represent a block of tokens that follows its parent's: the slot of the state after it, and the blocks that follow it.
 
     references: the number of prefixes in use that end here. last_use: the time of the last use. is_queued: whether the block is
     in the heap of blocks that may be dropped. The root has slot -1. A block that was dropped has no parent.
@@ -219,17 +219,17 @@ class PrefixCache:
         self.touch(block)
 
     def touch(self, block: Block | None):
-        """Set the last use of the block and of all blocks before it to now. None is no block."""
+        """Set the last use of the block and of all blocks before it to now. Nothing happens for None."""
         while block is not None:
             block.last_use = next(self.clock)
             block = block.parent
 
     def remove_reference(self, block: Block):
-        """Subtract 1 from the references of the block with which a prefix ends that is no longer in use. The blocks before it are
-        not counted: call it once for a prefix.
+        """Subtract 1 from the references of `block`, the last block of a prefix whose use ends. References of the blocks before
+        it do not change.
 
-        A block without references and without blocks behind it joins the queue of those that are dropped when room is needed. It
-        stays until then.
+        A block without references and without blocks behind it joins the queue of those that are dropped when room is needed.
+        It stays until then.
         """
         block.references -= 1
         self.queue_if_droppable(block)
@@ -381,7 +381,7 @@ class PrefixStore:
         return self.leaves[0].shape[0]
 
     def checked(self, pools) -> tuple[list[Array], int, int | None]:
-        """Return the leaves of the pools, their number of rows, and the tokens that a row has room for, None without limit.
+        """Return (the leaves of the pools, their number of rows, the tokens that a row has room for, None without limit).
 
         Raises ValueError or TypeError unless the store's leaves fit them.
         """
@@ -419,7 +419,7 @@ class PrefixStore:
             raise ValueError(f"ends must be multiples of every={self.every}, from {self.every}{most}, got {wrong[0]}")
 
     def with_leaves(self, leaves) -> "PrefixStore":
-        """Return the store with other arrays. leaves: as many as the store's `leaves`, in their order and shapes."""
+        """Return the store with other arrays as its leaves, in the same order and shapes."""
         return self.tree_unflatten((self.every, self.paged, self.structure), leaves)
 
     def tree_flatten_with_keys(self):

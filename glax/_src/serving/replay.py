@@ -52,8 +52,8 @@ def state_after(S: Float[Array, "B H K V"], ring: Ring) -> Float[Array, "B H K V
 
 
 class Spans(NamedTuple):
-    """Hold sums of log decays up to each of T tokens: from the first token on, [B, T, ...], or from after each of M tokens on,
-    [B, T, M, ...]. A field is None where the decay has no such gate."""
+    """Hold sums of log decays up to each of T tokens: from the first token on, [B, T, ...], or from behind each of M tokens on,
+    [B, T, M, ...]. A field is None if the decay has no such gate."""
 
     head: Array | None
     key: Array | None
@@ -88,10 +88,10 @@ def spans_of(decay: Decay, last: Int[Array, "T"]) -> tuple[Spans, Spans]:
 
 
 class PartialRead(NamedTuple):
-    """Hold what T vectors read of a state before the values of the ring's M tokens are known.
+    """Hold what T query or erase vectors read of a state, before the values of the ring's M tokens are known.
 
-    base: what they read of S_0, [B, T, H, V]. weights: by how much each reads the value of each token, [B, T, M, H], one array
-    for each of `Ring.pairs`. value_factors: the decays of these values, [B, T, M, H, V]; None for 1.
+    base: what they read of S_0, [B, T, H, V]. weights: the factor with which each reads the value of each token, [B, T, M, H],
+    one array for each of `Ring.pairs`. value_factors: the decays of these values, [B, T, M, H, V]; None for 1.
     """
 
     base: Array
@@ -99,7 +99,8 @@ class PartialRead(NamedTuple):
     value_factors: Array | None
 
     def with_values(self, values: list[Array]) -> Float[Array, "B H V"]:
-        """Return what one vector reads. values: [B, M, H, V], one array for each of `Ring.pairs`. The fields lack the axis T."""
+        """Return what one vector reads, base + sum_m weights_m values_m, [B, H, V]. values: [B, M, H, V], one array for each of
+        `Ring.pairs`. The fields lack the axis T."""
         found = self.base
         for weight, u in zip(self.weights, values, strict=True):
             found += (weight[..., None] * (u if self.value_factors is None else u * self.value_factors)).sum(1)
@@ -113,7 +114,8 @@ def partial_read(
     last_term: Int[Array, "T"],
     last_decay: Int[Array, "T"],
 ) -> PartialRead:
-    """Return how vector x[t] reads the sum of the terms up to token last_term[t], decayed up to token last_decay[t].
+    """Return what each vector x[t] reads of the state that has the terms of tokens up to last_term[t], decayed through token
+    last_decay[t].
 
     S: the stored states; None if the caller sets `base`.
     """
@@ -131,13 +133,14 @@ def partial_read(
 
 
 class InPool(NamedTuple):
-    """Name states that kernels read or write where they lie: a pool, and the slot of each row of a call, P for none."""
+    """Name states that kernels read or write in the pool itself: the pool, and the slot of each row of a call, P for no slot."""
 
     states: Float[Array, "P H K V"]
     slots: Int[Array, "B"]
 
     def read(self, ring: Ring, x: Float[Array, "B R H K"], decay: Decay) -> Float[Array, "B R H V"]:
-        """Return what each vector of x reads of the state after the ring's tokens, decayed by its own `decay` too."""
+        """Return what each vector of x reads of the state after the ring's tokens, decayed further by the vector's own log
+        decay."""
         r = recurrence_of(ring, x, decay, self.states)
         return outputs_of(Choice(), differentiable(r), self.slots)[:, -x.shape[1] :]
 
@@ -163,7 +166,7 @@ class InPool(NamedTuple):
     def for_reads(cls, states: Any, slots: Int[Array, "B"], old: Ring, r: Recurrence) -> "InPool | None":
         """Return the states if a kernel reads them in the pool, together with the ring `old`, for the tokens of r; else None.
 
-        On explicit axes the vectors that are read may be sharded in several ways, which no call of a kernel joins: None.
+        On explicit axes the result is None: the vectors may be sharded in several ways, which one call of a kernel cannot have.
         """
         if not isinstance(states, jax.Array) or 0 in (*states.shape, *r.q.shape) or is_spread_by_type(states):
             return None
@@ -181,9 +184,10 @@ def twice(x: Array) -> Array:
 
 
 def recurrence_of(ring: Ring, x, decay: Decay | None, states) -> Recurrence:
-    """Return the recurrence of the ring's tokens, from the states of a pool on, followed by R tokens that write nothing.
+    """Return the recurrence of the ring's tokens, followed by R tokens that only read. Its initial states are a pool, [P, H, K,
+    V].
 
-    x: [B, R, H, K], the queries of these R tokens, and decay their log decays; R is 0 if both are None. states: [P, H, K, V].
+    x: [B, R, H, K], the queries of these R tokens. decay: their log decays. R is 0 if both are None.
     """
     H = states.shape[1]
     pairs, logs = ring.pairs(H), ring.decay
@@ -281,9 +285,10 @@ def joined(vectors: list[Array]) -> Float[Array, "B R H K"]:
 
 
 def place_of_decay(r: Recurrence, bonus):
-    """Return a function from log decays [B, T, ...] to those of the reads, [B, R, ...], in the order of `joined`.
+    """Return a function from the log decays of tokens, [B, T, ...], to those of their reads, [B, R, ...], in the order of
+    `joined`.
 
-    A token's log decay stands at its first read that follows its decay. The other reads have zeros.
+    A token's log decay is that of its first read that follows the decay. Its other reads have zeros.
     """
     if bonus is not None:  # the one token reads before its decay
         return jnp.zeros_like

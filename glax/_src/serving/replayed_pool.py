@@ -42,7 +42,7 @@ ERASURES = ("beta", "erase", "erase+write", "erase+along", "erase+write+along")
 
 
 class TokenOptions(TypedDict, total=False):
-    """List the arguments of a token beside its query, key and value: those of `recurrent_step`, by name.
+    """List the arguments of a token other than its query, key and value: those of `recurrent_step`, by name.
 
     Of the gates and of beta to erase_along, give exactly those that the pool's `form` names: ValueError else. softmax_scale is
     K ** -0.5 if None, and the flags are False by default. For `verify` arrays of a token have an axis of T tokens after B;
@@ -68,7 +68,7 @@ class TokenOptions(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Hold what is known of a pool while tracing. heads: the numbers of heads of keys, of values and of states."""
+    """Hold the static properties of a pool, known while tracing. heads: the numbers of heads of keys, of values and of states."""
 
     heads: tuple[int, int, int]
     widths: tuple[int, int]
@@ -79,11 +79,11 @@ class Layout:
 
     @property
     def sums(self) -> jnp.dtype:
-        """Return the dtype of sums."""
+        """Return the dtype in which sums are formed."""
         return promoted(self.token_dtype, jnp.float32)
 
     def ring(self, slots: int) -> Ring:
-        """Return the empty ring of `slots` slots."""
+        """Return an empty replay ring for each of `slots` slots."""
         (Hk, Hv, H), (K, V), places = self.heads, self.widths, self.replay - 1 + self.drafts
         parts = self.form.split("+")
 
@@ -319,7 +319,7 @@ class StatePool:
     # ---- for the functions below -------------------------------------------------------------------------------------
 
     def replace(self, **changes) -> "StatePool":
-        """Return the pool with other attributes."""
+        """Return the pool with changed attributes, given by name."""
         pool = object.__new__(StatePool)
         vars(pool).update(vars(self) | changes)
         return pool
@@ -419,8 +419,11 @@ class StatePool:
         return take(self.states, slots).astype(promoted(self.states.dtype, dtype))
 
     def states_to_read(self, slots: Int[Array, "B"], dtype) -> Float[Array, "B H K V"]:
-        """Return what outputs are formed from: `stored_states`, but those in 8 bits without the rests that rounding left. slots,
-        dtype: as there."""
+        """Return the states [B, H, K, V] from which outputs are formed: as stored, without the tokens of the rings, and in 8
+        bits without the rests.
+
+        slots: as `usable_slots` returns them. dtype: the least precise dtype of the result; more precise states keep theirs.
+        """
         if isinstance(self.states, CompactStates):
             return self.states.without_rests(slots).astype(promoted(self.states.dtype, dtype))
         return self.stored_states(slots, dtype)
@@ -437,7 +440,7 @@ class StatePool:
         return jax.tree.map(put, self.ring, new)
 
     def as_sums(self, ring: Ring, length: Int[Array, "B"]) -> Ring:
-        """Return a ring in the dtype of sums, with zeros after the first `length` tokens of each row."""
+        """Return a ring in the dtype in which sums are formed, with zeros after the first `length` tokens of each row."""
         return jax.tree.map(lambda x: x.astype(self.layout.sums), ring.cleared(length))
 
     def advanced_states(
@@ -482,7 +485,8 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def checked_sizes(name: str, x, count: int) -> tuple[int, ...]:
-    """Return `count` numbers of at least 1: x, or x for each."""
+    """Return `count` integers of at least 1: those of the tuple x, or x itself `count` times. Raises TypeError or ValueError,
+    which names the argument."""
     given = x if isinstance(x, tuple | list) else (x,) * count
     if len(given) != count:
         raise ValueError(f"{name} must be one number or {count}, got {x!r}")
@@ -520,7 +524,7 @@ def bind_and_step(options: ScanOptions, pool: StatePool, tokens: dict, slots, bo
 def step_by_parts(
     r: Recurrence, pool: StatePool, slots, bonus=None, rounding_key=None
 ) -> tuple[Float[Array, "B H V"], StatePool]:
-    """Compute a step by reads of states and rings, their sums by XLA, and writes."""
+    """Return the output and the pool of a step, computed by separate reads of states and rings, sums by XLA, and writes."""
     rows, used = pool.usable_slots(slots, r.q.shape[0])
     old, length = pool.rings_of(rows)
     in_pool = InPool.for_reads(pool.states, rows, old, r)
@@ -538,10 +542,10 @@ def step_by_parts(
 
 
 def replay_kernel(r: Recurrence, pool: StatePool, rounding_key) -> KernelSpec | None:
-    """Return the kernel that reads and writes the states and rings of a step in the pool, or None.
+    """Return the kernel that computes a whole step on the states and rings of the pool, or None if none is able.
 
-    It rounds states to nearest, and sums in float32. On explicit axes the arrays of a ring are sharded in several ways, which no
-    call of it joins.
+    It rounds states to nearest, and sums in float32. On explicit axes the result is None: the arrays of a ring are sharded in
+    several ways, which one call of a kernel cannot have.
     """
     is_drawn = rounding_key is not None and str(pool.states.dtype) in DROPPED
     if is_drawn or pool.layout.sums != jnp.float32 or is_spread_by_type((r, pool.states)):
@@ -552,13 +556,13 @@ def replay_kernel(r: Recurrence, pool: StatePool, rounding_key) -> KernelSpec | 
 
 
 def with_stored(r: Recurrence, pool: StatePool) -> Recurrence:
-    """Return tokens r with the states as they are stored, in the place of initial states."""
+    """Return r with the pool's states, as they are stored, as its initial states."""
     states = pool.states
     return r.replace(initial_state=states.values if isinstance(states, CompactStates) else states)
 
 
 def step_by_kernel(spec: KernelSpec, r: Recurrence, pool: StatePool, slots) -> tuple[Float[Array, "B H V"], StatePool]:
-    """Compute a step by the kernel `spec`, and by parts where that cannot run."""
+    """Return the output and the pool of a step, computed by the kernel `spec`, or by `step_by_parts` where that cannot run."""
 
     def kernel(r: Recurrence, pool: StatePool, slots):
         ringed = pool.ringed()

@@ -77,7 +77,7 @@ class Draft:
         return dict(key=self.key, value=self.value, slots=self.slots) | gates | erasing
 
     def from_arguments(self, x: dict[str, Any]) -> "Draft":
-        """Return the draft with other arrays, as `as_arguments` names them."""
+        """Return the draft with the arrays of x in place of its own. x: {name: array}, as `as_arguments` returns it."""
         decay, erasure = Decay(x["g_gamma"], x["g"], x["gk"], x["gv"]), self.erasure
         if erasure is not None:
             erasure = erasure.replace(beta=x["beta"], erase=x["erase"], write=x["write"], along=x["erase_along"])
@@ -158,8 +158,8 @@ def bind_and_verify(choice: Choice, options: ScanOptions, arrays: dict):
 
 
 def verify_on_device(choice: Choice, options: ScanOptions, state_shape: tuple[int, int, int, int], arrays: dict):
-    """Compute the outputs, the draft, and with state_slots the pool. state_shape: of the states on all devices. arrays: by the
-    names of the public arguments."""
+    """Return the outputs, the draft, and with state_slots the pool, for arrays on one device. state_shape: the shape of the
+    states on all devices. arrays: the public arguments by name."""
     named = dict(arrays)
     query, state, slots, state_slots = named["query"], *(named.pop(name) for name in ("state", "slots", "state_slots"))
     r = bind(**named, **options.of_bind)
@@ -192,7 +192,7 @@ outputs_of = in_one_pass(Role.VERIFY, outputs_gathered)
 
 
 def verified_with_states(choice: Choice, r: Recurrence, pool, slots, state_slots, draft: Draft):
-    """Return the outputs, the draft, and the pool with the state behind each token in `state_slots`."""
+    """Return (the outputs, the draft, the pool with the state behind each token in its slot of `state_slots`)."""
     B, T = r.q.shape[:2]
     check_integers("state_slots", state_slots)
     if state_slots.shape != (B, T):
@@ -264,7 +264,8 @@ def bound_commit(state, draft: Draft, accepted, rounding_key):
 
 
 def commit_on_device(draft: Draft, arrays: dict):
-    """Return the state, or pool, behind the accepted tokens. arrays: those of the draft, and of the public arguments, by name."""
+    """Return the state, or pool, behind the accepted tokens, for arrays on one device. arrays: those of the draft, and the
+    public arguments, by name."""
     draft = draft.from_arguments(arrays)
     state, accepted, rounding_key = (arrays[name] for name in ("state", "accepted", "rounding_key"))
     pool, decay, places = state, draft.decay, None
@@ -285,7 +286,7 @@ def commit_on_device(draft: Draft, arrays: dict):
     rows = decay.key if head is None else head[..., None]
 
     def behind(log):
-        """Return the decay after each token, and the decay through all tokens.
+        """Return (the decay from behind each token through the last, the decay through all tokens) of log decays.
 
         The exponents are sums of at most T logs. A difference of two longer sums would cancel.
         """
@@ -328,9 +329,10 @@ def state_after(draft: Draft, taken: Bool[Array, "B T 1 1"], state: Float[Array,
 
 
 def taken_alone(draft: Draft, taken: Bool[Array, "B T 1 1"], state: Float[Array, "_ H K V"]) -> Recurrence:
-    """Return the recurrence of the taken tokens of a draft. The others get no key and no decay, so they change nothing.
+    """Return the recurrence of a draft's tokens in which those that are not taken have k = 0 and no decay, so they change
+    nothing.
 
-    state: the states, or a pool of them. Keys, spread over all heads, stand for the queries, which a draft does not have.
+    state: the states, or a pool of them. Keys, repeated for all heads, stand for the queries, which a draft does not have.
     """
     (B, T), H = draft.key.shape[:2], state.shape[1]
 

@@ -17,7 +17,8 @@ from glax._src.core.stored_states import CompactStates, check_state_dtype, rows_
 def check_known_slots(
     slots, pool, name: str = "state", argument: str = "slots", rank: int = 1, may_repeat: bool = False
 ):
-    """Check the values of slots where they are known. `usable` and `check_states` check shapes and dtypes."""
+    """Raise ValueError for slots out of range, or that repeat, if their values are known. Shapes and dtypes are checked in
+    `usable` and `check_states`."""
     if slots is None or isinstance(slots, Tracer) or not jnp.issubdtype(slots.dtype, jnp.integer):
         return
     if np.ndim(slots) == rank and np.ndim(pool) == 4:
@@ -39,7 +40,8 @@ def check_slot_values(slots, rows: int, name: str, argument: str = "slots", may_
 
 
 def check_states(name: str, x, shape: tuple[int, int, int, int], pooled: bool):
-    """Check states [B, H, K, V], or a pool of them [P, H, K, V], against the shape that query, key and value imply."""
+    """Raise TypeError or ValueError unless x is states [B, H, K, V], or if `pooled` a pool [P, H, K, V], of the shape that
+    query, key and value imply."""
     letters = "PHKV" if pooled else "BHKV"
     check_state_dtype(name, x.dtype)
     if x.ndim != 4 or x.shape[pooled:] != shape[pooled:]:
@@ -51,7 +53,7 @@ def check_states(name: str, x, shape: tuple[int, int, int, int], pooled: bool):
 def usable(
     slots, rows: int, N: int, by: tuple[str, str], argument: str = "slots"
 ) -> tuple[Int[Array, "N"], Bool[Array, "N"]]:
-    """Return the slots with unused ones replaced by `rows`, and which of them are used, [N].
+    """Return (the slots, with unused ones replaced by `rows`; a mask of those that are used), [N] each.
 
     `rows` is out of bounds, so that reads give zeros and writes are dropped. by: the letter of the axis and the argument that
     gives N, for the message of ValueError.
@@ -63,7 +65,7 @@ def usable(
 
 
 def in_bounds(slots: Int[Array, "*shape"], rows: int) -> tuple[Int[Array, "*shape"], Bool[Array, "*shape"]]:
-    """Do the same as `usable` for slots that are already checked."""
+    """Return (the slots, with those outside of 0 to rows - 1 replaced by `rows`; a mask of the others). Nothing is checked."""
     slots = to_int32(slots)  # `rows`, which stands for an unused slot, need not fit the dtype of slots
     used = (slots >= 0) & (slots < rows)
     return jnp.where(used, slots, rows), used

@@ -1,5 +1,5 @@
-"""Read and write whole rows of a pool of states: on TPUs by kernels that copy the rows of the slots alone, else as `take` and
-`put` do."""
+"""Read and write whole rows of a pool of states: on TPUs by kernels that copy only the rows of the slots, else by gathers and
+scatters of XLA."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -12,7 +12,7 @@ from glax._src.solve.dispatch import Choice
 
 
 def read_rows(choice: Choice, pool, slots: Int[Array, "N"]) -> Float[Array, "N *state"]:
-    """Return `take(pool, slots)`."""
+    """Return pool[slots], [N, ...], with zeros for a slot out of bounds."""
     if not copies(choice, pool, slots):
         return take(pool, slots)
 
@@ -27,7 +27,8 @@ def read_rows(choice: Choice, pool, slots: Int[Array, "N"]) -> Float[Array, "N *
 
 
 def write_rows(choice: Choice, pool, slots: Int[Array, "N"], states: Float[Array, "N *state"], rounding_key=None):
-    """Return `put(pool, slots, states, rounding_key)`."""
+    """Return the pool with states [N, ...] in rows `slots`, in the pool's dtype: rounded to nearest or, with a key,
+    stochastically. A slot out of bounds writes nothing."""
     if not copies(choice, pool, slots):
         return put(pool, slots, states, rounding_key)
 
@@ -40,7 +41,7 @@ def write_rows(choice: Choice, pool, slots: Int[Array, "N"], states: Float[Array
 
 
 def copies(choice: Choice, pool, slots) -> bool:
-    """Return whether a TPU kernel copies the rows of this pool."""
+    """Return whether a TPU kernel copies rows of this pool, rather than XLA."""
     return (
         Backend.here() is Backend.TPU
         and choice.platform in (None, Platform.PALLAS)
