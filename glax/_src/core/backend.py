@@ -67,7 +67,8 @@ def target_platform() -> str:
 
 
 def driver_of(platform: str) -> str:
-    """Return "rocm" for the platform "gpu", as JAX names the GPUs of every vendor, where this process has AMD's."""
+    """Return JAX's platform of a device, with "rocm" for "gpu" where this process has GPUs of AMD: JAX names those of every
+    vendor "gpu"."""
     if platform != "gpu":
         return platform
     try:
@@ -91,7 +92,7 @@ def jax_option(name: str) -> Any:
 
 
 def computes_on() -> str:
-    """Return a phrase that names `target_platform`, for the reason why a kernel is refused."""
+    """Return a phrase that names the target platform, which a refusal contains."""
     lowered = lowering_platform.value is not None
     return f"the program is lowered for {target_platform()}" if lowered else f"JAX computes on {target_platform()} here"
 

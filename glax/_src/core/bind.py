@@ -70,12 +70,12 @@ class ScanOptions:
 
     @property
     def of_bind(self) -> dict:
-        """Return the options that `bind` takes, by name."""
+        """Return the options that `bind` takes as arguments, by name."""
         return dict(reverse=self.reverse, pad_id=self.pad_id, **self.flags)
 
     @property
     def flags(self) -> dict:
-        """Return the options of a token, by name."""
+        """Return the boolean options of a token, use_qk_l2norm and erase_before_decay, by name."""
         return dict(use_qk_l2norm=self.use_qk_l2norm, erase_before_decay=self.erase_before_decay)
 
     def check(self, has_segments: bool):
@@ -151,7 +151,7 @@ def bind(
 
 
 def l2_normalized(r: Recurrence, x: Float[Array, "B T _ K"]) -> Float[Array, "B T _ K"]:
-    """Divide each row of r's x by its norm: x * rsqrt(sum x^2 + 1e-6), in the dtype of sums. Padding becomes zeros."""
+    """Return x with each row divided by its norm, x * rsqrt(sum x^2 + 1e-6), in the dtype of sums of r. Padding becomes zeros."""
     if r.boundaries is not None:
         x = jnp.where(r.is_token[:, None, None], x, 0)
     elif r.segments is not None:
@@ -324,14 +324,15 @@ def check_memory(name: str, x: np.ndarray):
 
 
 def check_memory_of_leaves(name: str, tree):
-    """Do the same as `check_memory` for every NumPy array of a tree, such as a state or a pool."""
+    """Raise TypeError for a NumPy array of a tree, such as a state or a pool, that has another byte order than this machine's,
+    or a mask."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(x, np.ndarray):
             check_memory(name + jax.tree_util.keystr(path), x)
 
 
 def check_integers(name: str, x):
-    """Raise TypeError unless x is an array of integers. Any dtype of integers will do: `to_int32` makes them alike."""
+    """Raise TypeError unless x is an array of integers, of any dtype."""
     check_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} must hold integers, got {x.dtype}")
@@ -351,9 +352,9 @@ def check_ids(name: str, x):
 
 
 def known_values(x) -> np.ndarray | None:
-    """Return the values of an array of integers, narrow dtypes as int64: what they are compared with need not fit them.
+    """Return the values of an array of integers, or None if it is traced or lies on the devices of another process.
 
-    Return None if the array is traced or lies on the devices of another process.
+    Narrow dtypes are converted to int64, so that values can be compared with numbers that do not fit the dtype.
     """
     if not isinstance(x, np.ndarray | np.generic) and not (is_known(x) and x.is_fully_addressable):
         return None
@@ -362,7 +363,7 @@ def known_values(x) -> np.ndarray | None:
 
 
 def check_flag(name: str, x):
-    """Raise TypeError unless x is True or False; Python would accept any value as one of them."""
+    """Raise TypeError unless x is True or False."""
     if not isinstance(x, bool | np.bool_):
         got = f"an array of {x.dtype}" if is_array(x) else repr(x)
         raise TypeError(f"{name} must be True or False, known while tracing, got {got}")

@@ -7,10 +7,10 @@ import jax
 
 
 def start_compiling(programs: Iterable[jax.stages.Lowered]) -> list[Future]:
-    """Begin to compile each program in a thread, and return what ends when it is compiled.
+    """Begin to compile each program in a thread. Return a future for each, which is done when it is compiled.
 
-    JAX stores what is compiled, and a call of the same function and shapes finds it. A call before that compiles anew. programs:
-    each is taken when those before it are being compiled. So it may be traced and lowered then.
+    JAX stores what is compiled, and a call of the same function and shapes finds it. A call before that compiles anew. Each of
+    `programs` is taken only once those before it are being compiled, so it may be traced and lowered then.
     """
     # Not the threads of `kernels.common.gpu`: these programs may wait for kernels that those compile.
     threads = ThreadPoolExecutor(thread_name_prefix="glax_compiles")
@@ -20,7 +20,8 @@ def start_compiling(programs: Iterable[jax.stages.Lowered]) -> list[Future]:
 
 
 def beside(compiles: Callable[[], None], reads: Callable[[], None]):
-    """Call both, the first in a thread, and return when both have ended. Raises an error of `reads`, or else of `compiles`."""
+    """Call `compiles` in a thread and `reads` in this one, and return when both have ended. Raises an error of `reads`, or else
+    of `compiles`."""
     with ThreadPoolExecutor(1) as thread:
         compiling = thread.submit(compiles)
         reads()

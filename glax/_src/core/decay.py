@@ -79,7 +79,7 @@ class Decay:
         return self.form not in ("none", "constant")
 
     def map_tokens(self, f: Callable[[Array], Array]) -> "Decay":
-        """Apply f to every part with an axis of tokens."""
+        """Return the decay with f applied to every part that has an axis of tokens."""
         return dataclasses.replace(jax.tree.map(f, dataclasses.replace(self, constant=None)), constant=self.constant)
 
     def with_tokens(self, to_tokens: Callable[[Array], Array]) -> "Decay":

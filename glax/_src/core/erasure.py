@@ -64,7 +64,7 @@ class Erasure:
     def vectors(self, k: Float[Array, "*rows K"]) -> tuple[Array, Array | None]:
         """Return e [*rows, K] and w. The shape of w is [*rows, V] or [*rows, 1], and w is None where it is 1.
 
-        Every array has the rows of k, and beta is [*rows, 1].
+        The erasure's arrays are by row, [*rows, width], with beta as [*rows, 1].
         """
         if self.beta is not None:
             return self.beta * k, self.beta
@@ -72,11 +72,11 @@ class Erasure:
         return self.erase, self.write
 
     def gradient(self, de: Float[Array, "*rows K"], d_written: Float[Array, "*rows V"], k, v):
-        """Return the gradient of the erasure and the term that it adds to the gradient of k.
+        """Return (the gradient of the erasure, the term that it adds to the gradient of k).
 
         de: the gradient of e. d_written: the gradient of the written value w * v. Every array has the rows of k, and beta is
-        [*rows, 1]. The term of dk is beta * de for the form "beta", and None for the other forms. The result's `along` is
-        still this erasure's own: callers replace it by its gradient.
+        [*rows, 1]. The term of dk is beta * de for the form "beta", and None for the other forms. `along` of the result is not
+        a gradient: it is this erasure's own, which callers replace.
         """
         if self.beta is not None:
             d_beta = (de * k).sum(-1, keepdims=True) + (d_written * v).sum(-1, keepdims=True)

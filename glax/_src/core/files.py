@@ -64,7 +64,7 @@ def is_edited() -> bool:
 
 
 class ContentError(ValueError):
-    """A cache file holds content that glax never writes."""
+    """Say that a cache file holds content that glax never writes."""
 
 
 def stamp_of(found: os.stat_result) -> Stamp:
@@ -112,7 +112,8 @@ def read_trusted(path: pathlib.Path, base: pathlib.Path) -> bytes:
 
 
 def check_trusted(path: pathlib.Path, found: os.stat_result, is_of_kind: Callable[[int], bool]):
-    """Raise OSError unless `found` is of that kind, belongs to this user or to root, and nobody else may write to it."""
+    """Raise OSError unless is_of_kind(found.st_mode), the file belongs to this user or to root, and nobody else may write to
+    it."""
     if not is_of_kind(found.st_mode):
         kind = KINDS.get(stat.filemode(found.st_mode)[0], "a regular file")
         raise OSError(errno.EINVAL, f"Not what glax makes there, but {kind}", str(path))
@@ -217,8 +218,8 @@ def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def replacing_together(folder: pathlib.Path) -> Iterator[tuple[pathlib.Path, set[str]]]:
-    """Yield a temporary folder and an empty set. At the end, the files written there replace those of the same names in
-    `folder`, and the files whose names were added to the set go, in one step.
+    """Yield a temporary folder and an empty set. At the end, in one step, the files written there replace those of the same
+    names in `folder`, and the files whose names were added to the set are removed.
 
     The step is the temporary folder's new name, COMMITTED. Before it, `folder` is unchanged. After it, `newest` finds every new
     file, whether it was moved to its place already or not. Moves that a kill prevented are done by the next call.
@@ -279,8 +280,8 @@ def flush(path: pathlib.Path):
 def staging(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yield a new folder inside `folder` that only this user can enter, and remove it at the end.
 
-    It has a random name and did not exist before, so it contains no link that someone else has made. What processes that were
-    killed left behind is removed first: a folder of this user that no living process has locked.
+    It has a random name and did not exist before, so it contains no link that someone else has made. First, folders that killed
+    processes left behind are removed: those of this user that no living process has locked.
     """
     remove_abandoned(folder)
     private, lock = locked_folder(folder)

@@ -54,7 +54,7 @@ SLOWED: list[Denial] = [
 
 
 def known_slowdown() -> str | None:
-    """Return what slows kernels down here, or None."""
+    """Return a description of what slows kernels down on this machine, or None."""
     linkers = [version_of(name) for name in ("nvidia-nvjitlink", "nvidia-nvjitlink-cu12")]
     return next((x.reason for x in SLOWED if any(linkers) and applies_here(x)), None)
 

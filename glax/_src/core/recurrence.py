@@ -66,7 +66,7 @@ class Recurrence:
 
     @property
     def erasing(self) -> Erasure:
-        """Return the erasure. The caller knows that there is one."""
+        """Return the erasure, which is not None. The caller knows that there is one."""
         assert self.erasure is not None
         return self.erasure
 
@@ -139,7 +139,7 @@ class Recurrence:
 
     @property
     def floats(self) -> "Recurrence":
-        """Return the recurrence without boundaries and segments: the arrays that have gradients."""
+        """Return the recurrence without boundaries and segments, so that it has only the arrays that have gradients."""
         return self.replace(boundaries=None, segments=None)
 
     def with_integers(self, r: "Recurrence") -> "Recurrence":
@@ -161,7 +161,7 @@ class Recurrence:
         return self.replace(decay=decay, initial_state=r.initial_state, boundaries=r.boundaries, scale=r.scale)
 
     def map_tokens(self, f: Callable[[Array], Array]) -> "Recurrence":
-        """Apply f to every array with an axis of tokens."""
+        """Return the recurrence with f applied to every array that has an axis of tokens."""
         return jax.tree.map(f, self.tokens_alone).with_whole(self)
 
     # ---- packed sequences ----------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ class OutputsWithStates(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """Hold what a forward saves for its gradient beside its operands: states at chunks, and one flag for each chunk.
+    """Hold what a forward saves for its gradient in addition to its operands: states at chunks, and one flag for each chunk.
 
     The kernel defines the chunks, which of them have a state, the padded widths K and V, and the meaning of the flags. Under
     Hopper's delta rule the states have C more rows or columns: what each token of the chunk writes.
@@ -369,8 +369,8 @@ def bucket(n: int) -> int:
 
 
 def describe(r: Recurrence) -> str:
-    """Return the shapes and dtypes of r as text, the key of a measured config. T and a packed N are rounded up to powers of
-    two."""
+    """Return the shapes and dtypes of r as text, the key under which configs are stored. T and a packed N are rounded up to
+    powers of two."""
     B, T, Hq, K = r.q.shape
     parts = [f"B{B} T{bucket(T)} Hq{Hq} Hk{r.k.shape[2]} Hv{r.v.shape[2]} K{K} V{r.v.shape[3]} {r.q.dtype}"]
     parts += [f"{name}={gate.dtype}" for name, gate in vars(r.decay).items() if gate is not None]

@@ -51,7 +51,8 @@ class Platform(enum.StrEnum):
 
 
 class Role(enum.StrEnum):
-    """Name what a kernel computes of a recurrence; the suffix of its algorithm's name, but for FORWARD."""
+    """Name what a kernel computes of a recurrence. A value is the suffix of the algorithm's name, except for FORWARD, which has
+    none."""
 
     FORWARD = enum.auto()
     VJP = enum.auto()
@@ -63,7 +64,8 @@ class Role(enum.StrEnum):
 
 
 def refused_form(form: str, forms: Iterable[str], what: str = "decays") -> str:
-    """Return the refusal of a form of decay by what computes `forms` alone: what it takes, and what came."""
+    """Return the refusal of a decay form by a kernel or function that computes only `forms`. what: what has the form, for the
+    text."""
     gates = [PARTS[part].argument if part in PARTS else part for part in form.split("+") if part != "none"]
     came = f"{form} (given by {' and '.join(gates)})" if gates else form
     return f"takes {what} of the form {', '.join(forms)}; got {came}"
@@ -211,11 +213,11 @@ class KernelSpec:
 
     @property
     def is_gradient(self) -> bool:
-        """Return whether it is the gradient of an algorithm."""
+        """Return whether the kernel is the gradient of an algorithm, with the suffix ".vjp"."""
         return self.role is Role.VJP
 
     def is_gradient_of(self, other: "KernelSpec") -> bool:
-        """Return whether it is the gradient of the other's algorithm, on the same platform."""
+        """Return whether this kernel is the gradient of `other`'s algorithm, on the same platform."""
         return (self.algorithm, self.platform) == (f"{other.algorithm}.vjp", other.platform)
 
     @property
@@ -238,10 +240,10 @@ class KernelSpec:
         return self.refusal_by_traits(r, config, Facts.of(r)) or known_miscompile(self.name) or self.supports(r)
 
     def refusal_by_traits(self, r: Recurrence, config: Config | None, facts: "Facts") -> str | None:
-        """Return why the fields of this kernel refuse r here, before `supports` is asked. Return None if they do not.
+        """Return why this kernel's platform, backend, forms, class of configs or stored states refuse r here; None if they do
+        not.
 
-        These are its platform and backend, its forms, its class of configs, and whether it stores states. facts: `Facts.of(r)`,
-        which a caller forms once for all kernels.
+        `supports` is called only after this. facts: `Facts.of(r)`, which a caller forms once for all kernels.
         """
         if self.backend not in (facts.here, Backend.ANY):
             return f"needs a {self.backend}, {facts.computes_on}"
@@ -258,7 +260,7 @@ class KernelSpec:
         return None
 
     def other_form(self, r: Recurrence, form: str) -> str | None:
-        """Return why this kernel refuses the decay or the erasure of r. Return None if it computes both.
+        """Return why this kernel refuses the decay form or the erasure of r; None if it computes both.
 
         form: `r.decay.form`, such as "key", which a caller forms once for all kernels.
         """
@@ -284,7 +286,7 @@ class KernelSpec:
         return self.name
 
     def get_impl(self, cfg: Config) -> Callable[..., Any]:
-        """Return `run` with that config."""
+        """Return `run` as a function of the other arguments, with config=cfg."""
         return functools.partial(self.run, config=cfg)
 
     runner = get_impl
@@ -308,7 +310,7 @@ class KernelSpec:
 
 
 def under_usual_options(spec: KernelSpec) -> KernelSpec:
-    """Make spec's functions trace under JAX's default promotion of dtypes and ranks, whatever the caller has set.
+    """Return spec with functions that trace under JAX's default promotion of dtypes and ranks, whatever the caller has set.
 
     Kernels multiply bfloat16 operands by float32 decays and rely on a float32 product. Kernels of accelerators take no 64-bit
     values: they are traced without jax_enable_x64, so that their indices have 32 bits.
@@ -340,9 +342,10 @@ def under_usual_options(spec: KernelSpec) -> KernelSpec:
 
 
 class Facts(NamedTuple):
-    """Hold what kernels ask of a recurrence and of this machine before they are asked themselves.
+    """Hold facts on a recurrence and this machine that every kernel's refusal depends on, formed once for all kernels.
 
-    gpu_is_unknown: whether the program is lowered for a GPU that this machine does not have. form: `Decay.form`.
+    here, computes_on: the backend, and a phrase that names the platform. gpu_is_unknown: whether the program is lowered for a
+    GPU that this machine does not have. is_symbolic: whether a size is a symbol. form: the decay form.
     """
 
     here: Backend
@@ -370,7 +373,8 @@ class UnsupportedError(NotImplementedError):
 
 
 def check_form(r: Recurrence, what: str, forms: tuple[str, ...] = USUAL_FORMS):
-    """Raise UnsupportedError unless the decay of r has one of the forms that `what`, which no kernel is, handles part by part."""
+    """Raise UnsupportedError unless the decay of r has one of `forms`. what: the function, other than a kernel, that handles
+    decays part by part."""
     if r.decay.form not in forms:
         raise UnsupportedError(f"{what} {refused_form(r.decay.form, forms)}")
 

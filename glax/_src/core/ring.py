@@ -1,4 +1,4 @@
-"""Hold the tokens since the states of a pool were written, in replay rings: the operands of a replay kernel."""
+"""Define replay rings, which hold the tokens since the states of a pool were written. They are operands of a replay kernel."""
 
 import dataclasses
 import math
@@ -19,8 +19,8 @@ from glax._src.core.segments import expanded
 class Ring:
     """Hold the tokens since the states were written: C places for each of the P slots of a pool, or of the P rows of a call.
 
-    key: k_i. value: u_i. decay: the log decays, of which a constant one is repeated in `head` for every token.
-    along, erased: with `Erasure.along`, the keys b_i and the values y_i of the second term; else None.
+    key: k_i. value: u_i, what token i writes. decay: the log decays; a constant decay is repeated in `head` for every token.
+    along, erased: with `Erasure.along`, the keys b_i and the values y_i of the second term b_i y_i^T; else None.
     """
 
     key: Float[Array, "P C Hk K"]
@@ -30,11 +30,12 @@ class Ring:
     erased: Float[Array, "P C H V"] | None = None
 
     def followed_by(self, new: "Ring", length: Int[Array, "P"]) -> "Ring":
-        """Return a ring of C + T places, in the dtypes of `new`: these C, cleared after `length` tokens, and the T new tokens."""
+        """Return a ring of C + T places, in the dtypes of `new`: the C places of this ring, with zeros after its first `length`
+        tokens, and the T tokens of `new`."""
         return jax.tree.map(lambda x, y: jnp.concatenate([x, y], 1), self.cleared_as(new, length), new)
 
     def cleared_as(self, new: "Ring", length: Int[Array, "P"]) -> "Ring":
-        """Return `cleared` in the dtypes of `new`."""
+        """Return this ring in the dtypes of `new`, with zeros after the first `length` tokens of each row."""
         return jax.tree.map(lambda x, y: x.astype(y.dtype), self.cleared(length), new)
 
     def cleared(self, length: Int[Array, "P"]) -> "Ring":

@@ -44,7 +44,7 @@ class Segments:
 
     @property
     def of_one_run(self) -> "Segments":
-        """Return segments of the same shapes in which each row is one segment without padding; for the tuner."""
+        """Return segments of the same shapes in which each row is one segment without padding, for measurements by the tuner."""
         is_token = None if self.is_token is None else jnp.ones(self.is_token.shape, bool)
         return Segments(jnp.zeros(self.resets.shape, bool), is_token)
 
@@ -72,9 +72,9 @@ class Segments:
 
 
 def differs_from_padding(ids: Int[Array, "B T"], pad_id: int | None) -> Bool[Array, "B T"] | None:
-    """Return which ids are not pad_id. Return None if no id can be: the ids then have no padding.
+    """Return a mask of the ids that are not pad_id. Return None if no id can be pad_id, so that there is no padding.
 
-    A pad_id that the dtype of the ids cannot hold is no id. A conversion to that dtype would make it one.
+    A pad_id that the dtype of the ids cannot hold is equal to no id. A conversion to that dtype could make it equal to one.
     """
     limits = jnp.iinfo(ids.dtype)
     if pad_id is None or not limits.min <= pad_id <= limits.max:
@@ -87,7 +87,7 @@ def expanded(mask: Bool[Array, "B T"], rank: int) -> Bool[Array, "B T *ones"]:
 
 
 def whole_rows(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Return ids with an unsharded axis of T. Neighbouring ids are compared, so a row must lie on one device."""
+    """Return ids such that the axis of T is not sharded. Neighbouring ids are compared, so a row must lie on one device."""
     sharding = jax.typeof(ids).sharding
     if sharding.mesh.empty or sharding.spec[1] is None:
         return ids

@@ -85,7 +85,7 @@ LEAST_SCALE = float(jnp.finfo(jnp.float32).tiny)
 
 
 def scaled_rows(K: int) -> int:
-    """Return how many of a state's K rows share a scale."""
+    """Return the number of a state's K rows that share a scale."""
     return math.gcd(K, 32)
 
 
@@ -144,19 +144,21 @@ class CompactStates:
         return self.values.shape[0]
 
     def without_rests(self, slots: Int[Array, "N"]) -> Float[Array, "N H K V"]:
-        """Return the states of the slots without their rests, which are not read; zeros for a slot out of bounds."""
+        """Return scale * values of the slots, without the rests, which are not read; zeros for a slot out of bounds. [N, H, K,
+        V]"""
         values, scale = (rows_of(x, slots) for x in (self.values, self.scale))
         return values.astype(jnp.float32) * by_row(scale, values.shape[2])
 
     def whole(self) -> Float[Array, "P H K V"]:
-        """Return the states with their rests."""
+        """Return the states with their rests, scale * (values + rests / factor)."""
         _, factor = COMPACT[str(self.values.dtype)]
         x = self.values.astype(jnp.float32) + self.rests.astype(jnp.float32) / factor
         return x * by_row(self.scale, self.values.shape[2])
 
 
 def rows_of(x: Shaped[Array, "P *rest"], slots: Int[Array, "N"]) -> Shaped[Array, "N *rest"]:
-    """Return rows of x, zeros for a slot of P or more. `in_bounds` returns P for -1, which JAX would count from the end."""
+    """Return x[slots], [N, ...], with zeros for a slot of P or more. JAX would count a slot of -1 from the end, so `in_bounds`
+    has replaced it by P."""
     if x.shape[0] == 0:  # XLA takes no row of an empty array, not even with a fill value
         return jnp.zeros((*slots.shape, *x.shape[1:]), x.dtype)
     return x.at[slots].get(mode="fill", fill_value=0)
@@ -168,7 +170,7 @@ def by_row(scale: Float[Array, "P H K_blocks"], K: int) -> Float[Array, "P H K 1
 
 
 def narrowed(x: Float[Array, "*shape"], dtype) -> Shaped[Array, "*shape"]:
-    """Round to the nearest number of a dtype of 8 bits. Numbers beyond its largest become the largest."""
+    """Return x rounded to the nearest number of a dtype of 8 bits. Numbers beyond the dtype's largest become the largest."""
     largest, _ = COMPACT[str(jnp.dtype(dtype))]
     x = jnp.clip(x, -largest, largest)
     return (jnp.round(x) if jnp.issubdtype(dtype, jnp.integer) else x).astype(dtype)

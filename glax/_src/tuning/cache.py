@@ -255,8 +255,8 @@ def is_format(x) -> bool:
 
 
 def check_entry(entry):
-    """Raise ValueError if an entry of a cache file is not what `put` writes. The fields of the config itself are not checked
-    here."""
+    """Raise ValueError unless an entry of a cache file has the format that `put` writes. The fields of the config are not
+    checked."""
     if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict) or not is_ms(entry.get("ms")):
         raise ValueError(f"it must have a config and its ms, got {entry!r:.80}")
     if not isinstance(entry.get("type"), str) or not isinstance(entry.get("candidates", {}), dict):
@@ -327,7 +327,8 @@ def subclasses(of: type) -> list[type]:
 
 @contextlib.contextmanager
 def stacked(layer: tuple):
-    """Put a (hashable) layer above the others inside the context, and make jit trace again where layers differ."""
+    """Put `layer`, which is hashable, above the others inside the context. Inside of different layers, jit traces a function
+    anew."""
     token = layers.set((layer, *layers.get()))
     try:
         with traced_layers(layers.get()):

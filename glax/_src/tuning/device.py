@@ -11,7 +11,7 @@ from glax._src.core.known_miscompiles import version_of
 
 
 def device_kind() -> str:
-    """Return the name of the device that kernels are chosen for, as part of a file name: "nvidia_h100_80gb_hbm3",
+    """Return the name of the device that kernels are chosen for, as part of a file name, such as "nvidia_h100_80gb_hbm3" or
     "cpu_amd_epyc_2_cores"."""
     device = local_device()
     return named(f"{target_platform()} elsewhere" if device is None else device.device_kind)

@@ -111,14 +111,15 @@ def is_listening() -> bool:
 
 
 def is_recorded() -> bool:
-    """Return whether decisions are recorded, or logged, with the reasons against other kernels."""
+    """Return whether decisions are recorded or logged, so that the reasons against other kernels are needed."""
     return is_listening() or logger.isEnabledFor(logging.DEBUG)
 
 
 def compiled(static_argnums: tuple[int, ...] = ()) -> Callable[[Callable], Callable]:
-    """Decorate a function of glax that makes its calls of kernels: jax.jit, inlined into the programs of callers.
+    """Return a decorator for a function of glax that calls kernels: jax.jit, inlined into the programs of callers.
 
-    Where decisions are recorded it is traced anew, so that each call is recorded, and under one cache key (`one_key`).
+    Where decisions are recorded the function is traced anew, so that each call is recorded, and under one cache key
+    (`one_key`).
     """
 
     def decorate(f: Callable) -> Callable:
@@ -144,10 +145,10 @@ def arrays_of(tree):
 
 @contextlib.contextmanager
 def one_key():
-    """Trace what is inside under one cache key, where decisions are recorded.
+    """Trace the functions that are called inside under one cache key, if decisions are recorded.
 
-    JAX stores what it traces by that key, every function of jnp included, and never drops it. A key of its own for each
-    `listening` is for the functions of callers, which jit may have traced before.
+    JAX stores what it traces by that key, every function of jnp included, and never drops it. Functions of callers, which jit
+    may have traced before, get a new key for each `listening` instead.
     """
     if not is_listening():
         yield

@@ -92,7 +92,7 @@ class FunctionKernel(Kernel):
 
 
 def example_of(operands):
-    """Return random arrays in place of shapes.
+    """Return the operands, a tree, with random arrays in place of shapes.
 
     A Recurrence gets log-sigmoid gates, sequences of equal length and its usual scale. Its rows have one segment each, because
     the best config does not depend on where other segments begin.

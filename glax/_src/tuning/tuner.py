@@ -25,7 +25,7 @@ TOLERANCES = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 2e-2, "float16": 5e-
 
 
 class CandidateError(Exception):
-    """A candidate is rejected, for the reason in the message."""
+    """Say why a candidate is rejected."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +124,7 @@ def example(inv: Invocation) -> tuple:
 
 
 def inv_impl(inv: Invocation, config):
-    """Return the kernel with this config as a function of the arrays alone."""
+    """Return the kernel of an Invocation with this config, as a function of the arrays alone."""
     leaves, structure = jax.tree.flatten((inv.args, inv.kwargs))
 
     def run(*arrays):
@@ -136,8 +136,8 @@ def inv_impl(inv: Invocation, config):
 
 
 def results(inv: Invocation, config, validate_backward: bool):
-    """Return a function that computes what is compared: the outputs and, with `validate_backward`, the gradient of the sum of
-    their squares in all floats."""
+    """Return a function that computes the results to compare: the outputs and, with `validate_backward`, the gradient of the
+    sum of their squares in all floats."""
     run = inv_impl(inv, config)
     if not validate_backward:
         return run
@@ -170,14 +170,14 @@ def differentiable(inv: Invocation, operands) -> bool:
 
 
 def registered(inv: Invocation) -> bool:
-    """Return whether this is a registered kernel. Its gradient is a kernel of its own, "<algorithm>.vjp", tuned and checked as
-    such."""
+    """Return whether the Invocation is of a registered kernel. Its gradient is then a separate kernel, "<algorithm>.vjp", which
+    is tuned and checked by itself."""
     return bool(inv.args) and isinstance(inv.args[0], Recurrence)
 
 
 def yardstick(inv: Invocation, validate_backward: bool):
-    """Return the function whose results candidates must equal: another XLA kernel if there is one, else this kernel with the
-    guessed config."""
+    """Return the function whose results candidates must equal: another kernel of XLA if there is one, else this kernel with its
+    heuristic's config."""
     guess = jax.jit(results(inv, inv.kernel.heuristic_cfg(inv), validate_backward))
     if not registered(inv) or inv.kernel.is_pooled:
         return guess
