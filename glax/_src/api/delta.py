@@ -9,7 +9,7 @@ from glax._src.core.bind import check_array
 
 
 class DeltaOptions(Options, total=False):
-    """List the options of `recurrent`, and one more.
+    """List the options of `recurrent`, and use_qk_l2norm.
 
     use_qk_l2norm: whether to divide each query and key by its norm, x * rsqrt(sum x^2 + 1e-6). False by default.
     """

@@ -66,7 +66,7 @@ def explain(fn, *args, **kwargs) -> Explanation:
 
 
 def distinct(found: Iterable[Decision]) -> Explanation:
-    """Return the decisions of which none stands for the same kernel on the same shapes as an earlier one."""
+    """Return the decisions without repetitions: of those with the same kernel and shapes only the first."""
     first: dict[tuple[str, str], Decision] = {}
     for decision in found:
         first.setdefault((decision.kernel, decision.invocation.key), decision)

@@ -129,8 +129,8 @@ def mamba3(
 def mamba3_by(
     recurrence: Callable[..., Outputs], arrays: dict[str, Array], **options: Unpack[Mamba3Options]
 ) -> Outputs:
-    """Compute `mamba3` of its arrays by name, by a function that solves S, such as `recurrent` or `glax.parallel.recurrent` with
-    its mesh."""
+    """Return the results of `mamba3`, with S solved by the function `recurrence`, such as `recurrent` or
+    `glax.parallel.recurrent` with its mesh. arrays: the array arguments by name."""
     V = arrays["V"]
     state = four_states("initial_state", options.get("initial_state"))
     check_shapes(arrays, one_token=False)
@@ -231,8 +231,11 @@ def check_shapes(arrays: dict[str, Any], one_token: bool):
 
 
 class Parts(NamedTuple):
-    """Hold what tokens need of the arguments, in the dtype of sums: q, k [B, T, R, H, K], not rotated; v and the output's gate z
-    [B, T, R, H, V]; and by token and head the log decay, gamma, c [B, T, H] and the turn of the angle [B, T, H, A]."""
+    """Hold the operands of the recurrence, by token and head, in the dtype of sums.
+
+    q, k: [B, T, R, H, K], not rotated. v, z: [B, T, R, H, V], the values and the output's gate. log_decay, gamma, c: [B, T, H].
+    turn: [B, T, H, A], by how much the angle grows.
+    """
 
     q: Array
     k: Array
@@ -245,13 +248,13 @@ class Parts(NamedTuple):
 
 
 def with_bias(x: Float[Array, "B T *R G K"], bias: Float[Array, "H *R K"]) -> Float[Array, "B T R H K"]:
-    """Return keys or queries by head, with the biases of the heads."""
+    """Return keys or queries with the bias of each head added, [B, T, R, H, K]."""
     x, bias = (x, jnp.moveaxis(bias, 1, 0)) if x.ndim == 5 else (x[:, :, None], bias[None])
     return spread_heads(x, bias.shape[1], axis=3) + bias[None, None]
 
 
 def parts_of(a: dict[str, Array], scale) -> Parts:
-    """Return the parts of the arguments, of which those by token are [B, T, ...]."""
+    """Return the `Parts` of the arguments. a: the arguments by name, those by token as [B, T, ...]."""
     dtype = promoted(a["Q"].dtype, jnp.float32)
     a = {name: x.astype(dtype) for name, x in a.items()}
 
@@ -275,12 +278,13 @@ def parts_of(a: dict[str, Array], scale) -> Parts:
 
 @jax.checkpoint
 def turn_of(angles: Float[Array, "*rows A"], dt: Float[Array, "*rows"]) -> Float[Array, "*rows A"]:
-    """Return by how much a token turns its key. The gradient forms tanh again, which no program stores for it."""
+    """Return pi tanh(angles) dt, the angle by which a token turns its key. The gradient computes tanh again, so that none is
+    stored for it."""
     return math.pi * jnp.tanh(angles) * dt[..., None]
 
 
 def wrapped(angle: Array) -> Array:
-    """Return the angle in [0, 2 pi). The gradient is the angle's own."""
+    """Return the angle in [0, 2 pi). Its gradient is the gradient of the angle."""
     return angle - 2 * math.pi * lax.stop_gradient(jnp.floor(angle / (2 * math.pi)))
 
 
@@ -295,8 +299,11 @@ def centred(angle: Array) -> Array:
 
 @jax.custom_vjp
 def each_twice(x: Float[Array, "*rows A"]) -> Float[Array, "*rows 2*A"]:
-    """Return x with each of its columns twice. The gradient adds the columns as slices, which XLA fuses into their reader; a sum
-    over an axis of 2 would be a kernel of its own."""
+    """Return x with each of its columns repeated once, next to itself.
+
+    The gradient adds the columns as slices, which XLA fuses into their reader; a sum over an axis of 2 would be a kernel of its
+    own.
+    """
     return jnp.repeat(x, 2, axis=-1)
 
 
@@ -304,8 +311,11 @@ each_twice.defvjp(lambda x: (each_twice(x), None), lambda _, d: (d[..., ::2] + d
 
 
 class Rotation(NamedTuple):
-    """Hold what each column of a key is multiplied by, and what the other column of its pair, [*rows, K]: the cosine, and the
-    sine with a minus for even columns. Columns behind the last angle have 1 and 0."""
+    """Hold the factors of a rotation of pairs of columns: x * of_own + (the other column of each pair) * of_other.
+
+    of_own: [*rows, K], cosines. of_other: [*rows, K], sines, negated for even columns. Columns behind the last angle have 1 and
+    0.
+    """
 
     of_own: Array
     of_other: Array
@@ -330,13 +340,14 @@ def of_pairs(q: Array, k: Array, v: Array, weight: Array) -> Array:
 
 
 def unseen(rank: int, reverse: bool) -> Bool[np.ndarray, "R R"]:
-    """Return whether row r of a token lies behind row j in the scan, [j, r]."""
+    """Return a mask [j, r]: whether row r of a token comes after row j in the scan."""
     above = np.triu(np.ones((rank, rank), bool), 1)
     return above.T if reverse else above
 
 
 def gated_output(out: Array, p: Parts, a: dict[str, Array], dtype) -> Array:
-    """Return the output [B, T, (R,) H, V] from what the queries read, [B, T, R, H, V]."""
+    """Return the output [B, T, (R,) H, V] from what the queries read, out [B, T, R, H, V]: with the skip D v, the gate and the
+    sum over rows."""
     if "D" in a:
         out = out + a["D"].astype(out.dtype)[None, None, None, :, None] * p.v
     if p.z is not None:
@@ -382,8 +393,7 @@ def check_states(name: str, state: Mamba3State, a: dict[str, Array], rows: int):
 
 
 class Places(NamedTuple):
-    """Hold where sequences begin and end in scan order: the first and the last token of each, by batch row and row, and whether
-    it has any."""
+    """Hold where each sequence lies: its batch row, its first and its last token in scan order, and whether it has any token."""
 
     batch: Int[Array, "N"]
     first: Int[Array, "N"]
@@ -404,7 +414,7 @@ class Places(NamedTuple):
         return cls(jnp.arange(B), high if reverse else low, low if reverse else high, used.any(1))
 
     def pick(self, x: Float[Array, "B T *rest"], at: Array, otherwise) -> Float[Array, "N *rest"]:
-        """Return x at one row of each sequence, or `otherwise` [N, *rest] where it has no token."""
+        """Return x at token `at` of each sequence, or `otherwise` [N, *rest] for a sequence without a token."""
         found = x[self.batch, at]
         return jnp.where(expanded(self.has_tokens[:, None], found.ndim + 1)[:, 0], found, otherwise)
 
@@ -423,7 +433,8 @@ def angles_of(r: Recurrence, turn: Float[Array, "B T H A"], start: Float[Array, 
 def running_sums(
     reverse: bool, is_centred: bool, x: Float[Array, "B T H A"], resets: Bool[Array, "b T 1 1"] | None
 ) -> Float[Array, "B T H A"]:
-    """Return the sums of x through every token in scan order, anew from each reset; as angles in [-pi, pi] if is_centred."""
+    """Return the sums of x through every token in scan order, which start again at each reset; as angles in [-pi, pi] if
+    is_centred."""
     x, resets = jax.tree.map(lambda each: jnp.flip(each, 1) if reverse else each, (x, resets))
     found = sums_by_group(centred(x), resets, centred) if is_centred else sums_by_group(x, resets, lambda y: y)
     return jnp.flip(found, 1) if reverse else found
@@ -444,8 +455,8 @@ running_sums.defvjp(_sums_fwd, _sums_bwd)
 
 
 def sums_by_group(x: Array, resets: Array | None, finish: Callable[[Array], Array]) -> Array:
-    """Return `running_sums` in the order of axis 1: within groups of tokens, then over the groups, then of both. finish: what
-    becomes of each sum.
+    """Return the running sums of x along axis 1, in order of that axis: first within groups of tokens, then over the groups.
+    finish: a function applied to each sum.
 
     A group of sums has two kernels, which touch every number once. `lax.associative_scan` has two for each power of two.
     """
@@ -474,9 +485,10 @@ def sums_by_group(x: Array, resets: Array | None, finish: Callable[[Array], Arra
 
 
 def next_in_scan(r: Recurrence, c: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
-    """Return c of the token that follows each token in its sequence, or 0 where none does.
+    """Return, for each token, c of the next token of its sequence in scan order; 0 for the last.
 
-    0 also for a c that is not finite, whose token's gamma is not finite either: no output of the tokens before it reads it.
+    The result is also 0 for a c that is not finite. Its token's gamma is not finite either, so outputs of the tokens before
+    need not read it.
     """
     to_next = 1 if r.reverse else -1
     follows = ~r.ends(scan_end=True)[None, :, None]

@@ -96,8 +96,8 @@ def mlstm(
 def mlstm_by(
     recurrence: Callable[..., Outputs], arrays: dict[str, Array], *, eps: float, **options: Unpack[MLSTMOptions]
 ) -> Outputs:
-    """Compute `mlstm` of its arrays by name, by a function that solves C and n, such as `recurrent` or `glax.parallel.recurrent`
-    with its mesh."""
+    """Return the results of `mlstm`, with C and n solved by the function `recurrence`, such as `recurrent` or
+    `glax.parallel.recurrent` with its mesh. arrays: the array arguments by name."""
     check_real("eps", eps)
     state = three_states("initial_state", options.get("initial_state"))
     given = {**options, "initial_state": None if state is None else state.C}
@@ -164,7 +164,7 @@ def check_normaliser(name: str, state: MLSTMState, shape: tuple[int, ...]):
 
 
 class Pair(NamedTuple):
-    """Hold a number as the sum of two of its dtype, of which `low` is what `high` rounds off."""
+    """Hold a number as high + low, two of its dtype: `low` is the rounding error of `high`."""
 
     high: Array
     low: Array
@@ -187,7 +187,8 @@ class Pair(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Hold the logarithms of a token's weights, [B, T, H]: of the states before it and of its own key; and m, rounded."""
+    """Hold the logarithms of a token's weights, [B, T, H]: log_decay of the state before it, and log_key of its own key; and m,
+    rounded."""
 
     log_decay: Array
     log_key: Array
@@ -195,14 +196,14 @@ class Weights(NamedTuple):
 
 
 def weights(i: Array, g: Array, m_before: Array, m: Array) -> Weights:
-    """Return the weights of tokens, whose m are any. i and g have gradients, m has none."""
+    """Return the weights of tokens for any m, given m before each token and m behind it. i and g have gradients, m has none."""
     m_before, m = lax.stop_gradient((m_before, m))
     change = Pair.sum_of(m_before, -m)
     return Weights((g + change.high) + change.low, i - m, m)
 
 
 def lowest(dtype) -> float:
-    """Return a finite m for states that are 0, far below all others."""
+    """Return a finite number far below all others, the m of states that are 0."""
     return float(jnp.finfo(dtype).min) / 4
 
 
@@ -235,7 +236,7 @@ def largest_weights(r: Recurrence, i: Array, g: Array, m_0: Float[Array, "N H"])
 
 
 def last_of(r: Recurrence, m: Float[Array, "B T H"], m_0: Float[Array, "N H"]) -> Float[Array, "N H"]:
-    """Return m behind each sequence's last token in scan order, or m_0 for an empty sequence."""
+    """Return m behind each sequence's last token in scan order, [N, H]; m_0 for an empty sequence. m: behind every token."""
     if r.boundaries is None:
         return m[:, 0 if r.reverse else -1]
     begin, end = r.boundaries[:-1], r.boundaries[1:]
@@ -245,7 +246,7 @@ def last_of(r: Recurrence, m: Float[Array, "B T H"], m_0: Float[Array, "N H"]) -
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def change_of_m(reverse: bool, is_own: Array, begins: Array, i: Array, g: Array) -> Array:
-    """Return zeros with the gradient of m, [B, T, H]:   m_t = i_t if is_own_t, else g_t + m_{t-1}.
+    """Return zeros whose gradient is the gradient of m, [B, T, H], where m_t = i_t if is_own_t, else g_t + m_{t-1}.
 
     begins: whether m_{t-1} belongs to the initial state, whose m has no gradient.
     """
@@ -278,7 +279,7 @@ def normalised_output(numerator: Array, n_read: Array, m: Array, eps: Array, dty
 
 
 def operand_dtype(q: Array) -> jnp.dtype:
-    """Return the dtype of the operands of C's recurrence: the query's on GPUs, whose kernels are for it, else the dtype of sums.
+    """Return the dtype of the operands of C's recurrence: on GPUs, whose kernels take it, the query's; else the dtype of sums.
 
     In the query's dtype the weighted keys, the numerators and their cotangents are rounded once more than the results.
     """

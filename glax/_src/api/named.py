@@ -62,7 +62,7 @@ class DeltaStepOptions(StepOptions, total=False):
 
 
 class StepCall(NamedTuple):
-    """Hold what a step is called with beside its arrays and states, checked."""
+    """Hold the checked arguments of a step other than its arrays and states."""
 
     choice: Choice
     options: ScanOptions
@@ -120,7 +120,7 @@ def gated_delta_rule_2(
 
 
 def gated_delta_rule_2_recipe(a: Arrays, options: ScanOptions) -> dict[str, Any]:
-    """Return the arguments of `recurrent` for `gated_delta_rule_2`."""
+    """Return the arguments of `recurrent` that compute `gated_delta_rule_2`, from its arrays by name."""
     q, k = normalised(a["query"], options), normalised(a["key"], options)
     erase = scaled(k, a["erase_gate"])
     return dict(query=q, key=k, value=a["value"], gk=a["g"], erase=erase, write=a["write_gate"])
@@ -160,7 +160,7 @@ def comba(
 
 
 def comba_recipe(a: Arrays, options: ScanOptions) -> dict[str, Any]:
-    """Return the arguments of `recurrent` for `comba`."""
+    """Return the arguments of `recurrent` that compute `comba`, from its arrays by name."""
     q, k, p = (normalised(a[name], options) for name in ("query", "key", "erase_key"))
     beta = a["beta"][..., None]
     return dict(
@@ -224,7 +224,7 @@ def rwkv7_step(
 
 
 def rwkv7_recipe(x: Arrays, options: ScanOptions) -> dict[str, Any]:
-    """Return the arguments of `recurrent` for `rwkv7`."""
+    """Return the arguments of `recurrent` that compute `rwkv7`, from its arrays by name."""
     erasure = dict(erase=-x["a"], erase_along=x["b"], erase_before_decay=True)
     return dict(query=x["query"], key=x["key"], value=x["value"], gk=x["log_decay"], **erasure)
 
@@ -268,8 +268,8 @@ def gated_delta_product(
 def gated_delta_product_by(
     recurrence: Callable[..., Outputs], arrays: dict[str, Any], *, num_updates: int, **options: Unpack[DeltaOptions]
 ) -> Outputs:
-    """Compute `gated_delta_product` of its arrays by name, by a function that solves its rows, such as `recurrent` or
-    `glax.parallel.recurrent` with its mesh."""
+    """Return the results of `gated_delta_product`, with its rows solved by the function `recurrence`, such as `recurrent` or
+    `glax.parallel.recurrent` with its mesh. arrays: the array arguments by name."""
     choice, static, traced = checked_call(arrays, options)
     n = check_updates(arrays, num_updates)
     return bind_updates(recurrence, n, choice, static, transferred(arrays), transferred(traced))
@@ -350,7 +350,7 @@ def bind_updates(
         traced = traced | dict(segment_ids=jnp.repeat(ids[None] if flat else ids, n, axis=1))
 
     def in_scan_order(x: Array) -> Array:
-        """Return x with the updates of each token turned round, where the scan is from the last row to the first."""
+        """Return x with the updates of each token in reverse order if the scan goes from the last row to the first."""
         return jnp.flip(x.reshape(B, T, n, *x.shape[2:]), 2).reshape(x.shape) if reverse else x
 
     first, last = (n - 1, 0) if reverse else (0, n - 1)
@@ -382,7 +382,7 @@ def bind_updates_step(choice: Choice, options: ScanOptions, arrays: dict, state,
 
 
 def normalised(x: Float[Array, "B T _ K"], options: ScanOptions) -> Float[Array, "B T _ K"]:
-    """Return x with rows divided by their norms, x * rsqrt(sum x^2 + 1e-6), if the call asks for it."""
+    """Return x with rows divided by their norms, x * rsqrt(sum x^2 + 1e-6), if options.use_qk_l2norm; else x."""
     if not options.use_qk_l2norm:
         return x
     wide = x.astype(promoted(x.dtype, jnp.float32))
@@ -401,7 +401,7 @@ def given(**arrays) -> dict[str, Any]:
 
 
 def as_query(arrays: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the arrays with the one of that name, which is checked first, as the query."""
+    """Return the arrays with the one called `name` renamed to "query", after a check that it is an array."""
     check_array(name, arrays[name])
     return {"query" if other == name else other: x for other, x in arrays.items()}
 
@@ -412,7 +412,7 @@ def unscaled(options) -> dict[str, Any]:
 
 
 def check_options(options, names: set[str]):
-    """Raise TypeError for an option of another name."""
+    """Raise TypeError for an option whose name is not in `names`."""
     if unknown := options.keys() - names:
         raise TypeError(f"options must be of {', '.join(sorted(names))}; got {', '.join(sorted(unknown))}")
 
@@ -476,8 +476,8 @@ def named_arrays(arrays: Arrays, flat: bool, one_token: bool = False) -> tuple[A
 
 
 def batched(arrays: Arrays, traced: dict, options: ScanOptions) -> tuple[bool, Arrays, dict]:
-    """Return whether the arrays lack B, and the arrays, checked by name, and the traced options, both with B. Padding holds
-    zeros."""
+    """Return (whether the arrays lack B, the arrays, the traced options), both with B added. Arrays are checked by name, and
+    hold zeros in padding."""
     flat = arrays["query"].ndim == 3
     arrays, sizes = named_arrays(arrays, flat)
     if flat and traced["segment_ids"] is not None and traced["segment_ids"].ndim == 1:

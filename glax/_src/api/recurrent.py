@@ -36,7 +36,7 @@ P = ParamSpec("P")
 
 
 class Options(TypedDict, total=False):
-    """List the arguments that every function accepts beside its gates.
+    """List the arguments that every function accepts in addition to its arrays and gates.
 
     A row is one of the B rows of the batch, with T tokens. N is the number of initial and of final states: B, also with
     segment_ids; with cu_seqlens the number of packed sequences.
@@ -252,9 +252,10 @@ def recurrent_attention(
 
 
 def variant(arguments: Callable[P, dict[str, Any]]) -> Callable[P, Outputs]:
-    """Return the public function of a variant, from the function that returns its arguments of `recurrent`.
+    """Return the public function of a variant. arguments: a function that maps the variant's arguments to those of `recurrent`,
+    by name.
 
-    `glax.parallel` makes its own function of the same arguments.
+    `glax.parallel` makes its own function from the same `arguments`.
     """
 
     @functools.wraps(arguments)

@@ -154,7 +154,7 @@ def selective_scan_step(
 
 
 def bounded_below(A: Float[Array, "D N"], dtype) -> Float[Array, "D N"]:
-    """Return A in dtype, and LEAST where it is less: a token with dt = 0, as padding is, then leaves the state as it is."""
+    """Return max(A, LEAST) in dtype. Then exp(dt A) is 1 for dt = 0, as in padding, also where A is -inf."""
     return jnp.maximum(A.astype(dtype), LEAST)
 
 
@@ -163,9 +163,9 @@ def by_name(x, dt, A, B, C, D) -> dict[str, Any]:
 
 
 def checked(arrays: dict[str, jax.Array], absent: str = "") -> tuple[dict[str, jax.Array], dict[str, int]]:
-    """Return the arrays with B and T, and the size of every letter of SHAPES.
+    """Return (the arrays with the axes B and T, the size of every letter of SHAPES).
 
-    absent: the axis that x, dt, B and C lack, "B" or "T", and are returned with; "" for none. Raises TypeError for a dtype, and
+    absent: the axis that x, dt, B and C lack, "B" or "T", which is added; "" for none. Raises TypeError for a dtype, and
     ValueError for the first argument whose shape disagrees with SHAPES or with those before.
     """
     sizes: dict[str, int] = {}
@@ -191,7 +191,8 @@ def checked(arrays: dict[str, jax.Array], absent: str = "") -> tuple[dict[str, j
 
 
 class Bound(NamedTuple):
-    """Hold how the rows of a call are packed, which of them are tokens and no padding (None for all), and how many sequences."""
+    """Hold how the rows of a call are packed; a mask of the rows that are tokens and not padding, None for all; and the number
+    of sequences."""
 
     packing: Packing
     is_token: Array | None
