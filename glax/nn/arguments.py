@@ -38,8 +38,11 @@ RANGES = {
 
 
 def checked(init: Callable[P, None]) -> Callable[P, None]:
-    """Return the constructor behind a check of the arguments that it names. Raises TypeError or ValueError, which names the
-    argument."""
+    """Return the constructor `init`, which first checks those of its arguments that this module knows, by their annotations and
+    names.
+
+    It raises TypeError or ValueError, which names the argument.
+    """
     parameters = inspect.signature(init).parameters
 
     @functools.wraps(init)
@@ -75,7 +78,8 @@ def check_argument(name: str, value, annotation):
 
 
 def check_number(name: str, value):
-    """Raise TypeError or ValueError unless value is a finite number that is known while tracing, and in the range of `name`."""
+    """Raise TypeError or ValueError unless value is a finite number, known while tracing, in the range that this module states
+    for `name`."""
     check_real(name, value)
     if (known := known_number(value)) is None:
         raise TypeError(f"{name} must be known while tracing, got {value}")

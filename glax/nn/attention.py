@@ -126,12 +126,12 @@ class Attention(Layer):
         head_gate: Array | None = None,
         choice: Choice | None = None,
     ) -> tuple[Array, State]:
-        """Return y and the new state from W_q x, W_k x and W_v x, which are merged over heads: norms, rotation, gate and W_o are
-        applied here. Models that change these projections call it.
+        """Return y and the new state from the projections W_q x, W_k x and W_v x, merged over heads. Norms, rotation, gate and
+        W_o are applied here. Models that change the projections call this method.
 
         q: [*rows, num_heads * head_width], or twice as wide if gated. k, v: [*rows, num_kv_heads * head_width]. state, rows: as
-        in `glax.nn.layer.Layer.mix`. head_gate: W_h x [*rows, num_heads], needed if head_gated, else None. choice: how rows
-        choose the keys that they read; all if None.
+        in `glax.nn.layer.Layer.mix`. head_gate: W_h x [*rows, num_heads], needed if head_gated, else None. choice: how each row
+        chooses the blocks of keys that it reads, a `glax.nn.choice.Choice`; all keys if None.
         """
         if (head_gate is None) != (self.head_gate is None):
             raise ValueError("head_gate must be given where the layer has head_gated=True, and nowhere else")
@@ -150,6 +150,6 @@ class Attention(Layer):
         return self.output(merged(o)), cache
 
     def normalized(self, q: Array, k: Array) -> tuple[Array, Array]:
-        """Return q and k behind their norms, or as they are without qk_norm. They are [*rows, heads, head_width], or merged over
+        """Return q and k after their norms; unchanged without qk_norm. Both are [*rows, heads, head_width], or merged over
         heads with norm_whole."""
         return (q, k) if self.query_norm is None or self.key_norm is None else (self.query_norm(q), self.key_norm(k))

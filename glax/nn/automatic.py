@@ -31,7 +31,8 @@ def replicated(arguments: dict[str, Any]) -> PartitionSpec:
 
 
 def rows_of(name: str) -> Specs:
-    """Return the specs of rows that lie as those of the argument `name`: tokens [*rows], or activations [*rows, width]."""
+    """Return the specs of rows sharded as the rows of the argument `name`, which is tokens [*rows] or activations [*rows,
+    width]."""
 
     def specs(arguments: dict[str, Any]) -> PartitionSpec:
         x = arguments[name]
@@ -44,7 +45,7 @@ def rows_of(name: str) -> Specs:
 
 
 def like(name: str) -> Specs:
-    """Return the specs of the arrays of the argument `name`; those of replicated arrays where it is None."""
+    """Return specs equal to those of the arrays in the argument `name`; those of replicated arrays if it is None."""
 
     def specs(arguments: dict[str, Any]) -> Any:
         return PartitionSpec() if arguments[name] is None else jax.tree.map(spec_of, arguments[name])
@@ -53,8 +54,8 @@ def like(name: str) -> Specs:
 
 
 def state_of(name: str, rows: str) -> Specs:
-    """Return the specs of states that lie as those of the argument `name`. Where it is None, the states of sequences that are
-    not packed lie as the axis of sequences of the argument `rows` does."""
+    """Return the specs of states sharded as the argument `name`. If that is None, states of unpacked sequences are sharded as
+    the axis of sequences of the argument `rows`."""
 
     def specs(arguments: dict[str, Any]) -> Any:
         x = arguments[rows]
@@ -66,7 +67,8 @@ def state_of(name: str, rows: str) -> Specs:
 
 
 def automatic(result: Specs, *more: Specs) -> Callable[[Method], Method]:
-    """Decorate a method of a module. result, more: the specs of its result, or of each of its results."""
+    """Return a decorator for a method of a module, which runs with automatic axes. result, more: the specs of its result, or of
+    each of its results."""
 
     def decorate(method: Method) -> Method:
         signature = inspect.signature(method)

@@ -14,7 +14,7 @@ from glax.nn.passes import Rows, State
 
 
 def uniform_filter(key, shape: tuple[int, int], dtype) -> Float[Array, "size width"]:
-    """Return the first values of a filter as torch.nn.Conv1d with one input channel per group has them: uniform within 1 /
+    """Return the first values of a filter, as torch.nn.Conv1d with one input channel per group draws them: uniform within 1 /
     sqrt(size)."""
     bound = shape[0] ** -0.5
     return jax.random.uniform(key, shape, dtype, -bound, bound)
@@ -75,7 +75,7 @@ class ShortConvolution(Layer):
         return y, dict(recurrent=after)
 
     def extend(self, x: Float[Array, "*rows width"], before: Array | None, rows: Rows) -> tuple[Array, Array]:
-        """Return y [*rows, width] in the dtype of x, and the new state. A layer calls it that holds a convolution.
+        """Return y [*rows, width] in the dtype of x, and the new state. Layers that contain a convolution call this method.
 
         before: the state of the convolution, [N, (size - 1) dilation, width], or None for zeros. rows: as in
         `glax.nn.layer.Layer.mix`.
@@ -89,7 +89,7 @@ class ShortConvolution(Layer):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gradient_in(dtype, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Return x, whose gradient lies in memory in `dtype`: the gradients of a filter's rows read it once each."""
+    """Return x. Its gradient is rounded to `dtype` in memory, from where the gradients of a filter's rows each read it once."""
     return x
 
 

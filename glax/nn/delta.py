@@ -99,7 +99,8 @@ class DeltaAttention(LinearAttention):
         return "silu" if self.qk_activation == "silu" else None
 
     def inputs(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[list[Array], dict]:
-        """Return [q, k, v] behind SiLU, and behind convolutions if there are any, and the states of the convolutions."""
+        """Return ([q, k, v], the states of the convolutions by name). q, k and v have passed their convolutions, if there are
+        any, and SiLU."""
         (q, k, v), states = super().inputs(x, state, rows)
         if not self.use_short_conv:
             act = activation("qk_activation", self.silu_or_none)
@@ -256,7 +257,7 @@ class GatedDeltaProduct(GatedDeltaNet):
 
     def heads(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
         """Return q [*rows, num_qk_heads, K], k [*rows, n, num_qk_heads, K] and v [*rows, n, H, V], with the feature map applied
-        to q and k. q, k, v: the same, merged over heads, and k and v also over the n updates."""
+        to q and k. The arguments are merged over heads, and k and v also over the n updates."""
         return super().heads(q, by_head(k, self.num_updates), by_head(v, self.num_updates))
 
     def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
@@ -269,16 +270,17 @@ class GatedDeltaProduct(GatedDeltaNet):
         return self.outputs(o, x), states | dict(recurrent=after)
 
     def by_updates(self, q, k, v, *, g, beta, **options) -> tuple[Array, Array]:
-        """Return the outputs and final states of `glax.gated_delta_product` for whole sequences. The layer's argument
-        `recurrence` solves them.
+        """Return the outputs and final states of `glax.gated_delta_product` for whole sequences. They are solved by the
+        function that the layer's constructor got as `recurrence`.
 
-        q: [*rows, num_qk_heads, K]. k: [*rows, n, num_qk_heads, K]. v: [*rows, n, H, V]. g: the log decays, [*rows, H], or None.
+        q: [*rows, num_qk_heads, K]. k: [*rows, n, num_qk_heads, K]. v: [*rows, n, H, V]. g: the log decays, [*rows, H], or
+        None.
         beta: [*rows, n, H]. *rows is [B, T], or [T] for packed sequences without B. options: those of
         `glax.gated_delta_product`, such as initial_state and cu_seqlens.
         """
 
         def in_rows(x: Array, at: int) -> Array:
-            """Return x with its axes `at`, of tokens, and at + 1, of updates, as one."""
+            """Return x with its axis `at` of tokens and its axis at + 1 of updates merged into one axis of rows."""
             return x.reshape(*x.shape[:at], -1, *x.shape[at + 2 :])
 
         at = q.ndim - 3

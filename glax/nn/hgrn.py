@@ -39,8 +39,8 @@ class HGRNAttention(Layer):
     norm_eps, elementwise_affine: the epsilon of the norm, and whether it has a scale.
 
     conv_size, conv_bias, dtype, param_dtype, kernel_init, filter_init and recurrence are as in
-    `glax.nn.linear_attention.MixerOptions`. b [D], from 0 to 1, is the argument lower_bound of `mix`, with which a model
-    shares one table among its layers; a call of the layer has b = 0.
+    `glax.nn.linear_attention.MixerOptions`. b [D], from 0 to 1, is the argument lower_bound of `mix`. A model passes it, from a
+    table that its layers share; a call of the layer has b = 0.
 
     layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
     The state is h [N, D] in float32; with use_short_conv a dict of h as `recurrent`, and of the last conv_size - 1 rows before
@@ -121,8 +121,8 @@ class HGRN2Attention(LinearAttention):
         S_t = diag(f_t) S_{t-1} + (1 - f_t) v_t^T            o_t = S_t^T q_t / sqrt(K)
         y_t = W_o RMSNorm(o_t)
 
-    The norm is over all heads together. W_f is the parameter `key`. b [H * K], from 0 to 1, is the argument lower_bound of `mix`,
-    with which a model shares one table among its layers; a call of the layer has b = 0.
+    The norm is over all heads together. W_f is the parameter `key`. b [H * K], from 0 to 1, is the argument lower_bound of
+    `mix`. A model passes it, from a table that its layers share; a call of the layer has b = 0.
 
     width: the width of x and y. num_heads: H. norm_eps: the epsilon of the norm. use_short_conv: whether W_q x, W_f x and W_i x
     pass through convolutions, without activation. The other arguments are those of `glax.nn.linear_attention.Options`. There

@@ -123,9 +123,9 @@ class MultiHeadLatentAttention(Layer):
     ) -> tuple[Array, State]:
         """Return y [*rows, width] and the new state.
 
-        x: [*rows, width]. query_latent: what the method of this name returns, [*rows, query_rank] or x. state, rows: as in
-        `glax.nn.layer.Layer.mix`. choice: how rows choose the keys that they read, for a state that also has "index"; all if
-        None.
+        x: [*rows, width]. query_latent: RMSNorm(W_u x) [*rows, query_rank], or x without W_u. state, rows: as in
+        `glax.nn.layer.Layer.mix`. choice: how each row chooses the blocks of keys that it reads, for a state that also has
+        "index"; all keys if None.
         """
         q = by_head(self.query(query_latent), self.num_heads)
         q, q_shared = q[..., : self.head_width], q[..., self.head_width :]
@@ -151,12 +151,13 @@ class MultiHeadLatentAttention(Layer):
         return self.output(merged(o)), cache
 
     def should_absorb(self, tokens: int, cached: int) -> bool:
-        """Return whether `tokens` tokens of a sequence should read the `cached` rows of its cache as they are.
+        """Return whether queries should read the latents in a cache directly, for `tokens` tokens of a sequence and `cached`
+        rows of its cache.
 
-        Otherwise a key and a value are formed of every row. With w = head_width + value_width, this takes latent_width w products
-        a row and head. To read a row as it is takes 2 latent_width - w more products for each token and head. The cheaper way is
-        chosen. With more than EXPANDED cached rows a token, rows are read as they are in any case, because the keys and values
-        of all rows, also of those that hold no token yet, would take too much memory. So they are for a size that is a symbol.
+        Otherwise a key and a value are formed of every row. With w = head_width + value_width, this takes latent_width w
+        products a row and head. To read a row directly takes 2 latent_width - w more products for each token and head. The
+        cheaper way is chosen. With more than EXPANDED cached rows a token, or a size that is a symbol, rows are always read
+        directly: the keys and values of all rows, also of those that hold no token yet, would take too much memory.
         """
         if is_symbol(tokens) or is_symbol(cached):
             return True
@@ -177,11 +178,13 @@ class MultiHeadLatentAttention(Layer):
     def absorbed(
         self, q: Array, q_shared: Array, stored: Array, state: State, rows: Rows, choice: Choice | None = None
     ) -> tuple[Array, State]:
-        """Return o [*rows, H, value_width] and the new cache, where queries read the rows of the cache as they are.
+        """Return o [*rows, H, value_width] and the new cache. Queries read the latents of the cache directly: no keys or values
+        are formed.
 
-        q: the part of the queries that reads W_k^h c_t, [*rows, H, head_width]. q_shared: the rotated part that reads the shared
-        key, [*rows, H, shared_width]. stored: the new rows of the cache, [*rows, 1, latent_width + shared_width]: the latents
-        behind their norm, and then the rotated shared keys. state: the cache. rows, choice: as of `attend`.
+        q: the part of the queries that reads W_k^h c_t, [*rows, H, head_width]. q_shared: the rotated part that reads the
+        shared key, [*rows, H, shared_width]. stored: the new rows of the cache, [*rows, 1, latent_width + shared_width]: the
+        latents behind their norm, and then the rotated shared keys. state: the cache. rows: as in `glax.nn.layer.Layer.mix`.
+        choice: how each row chooses the keys that it reads, or None.
         """
         kernel = kernel_of(self.expand).astype(q.dtype).reshape(self.latent_width, self.num_heads, -1)
         to_key, to_value = kernel[..., : self.head_width], kernel[..., self.head_width :]
@@ -191,5 +194,5 @@ class MultiHeadLatentAttention(Layer):
 
 
 def halves_of_pairs(x: Float[Array, "*rows H D"]) -> Float[Array, "*rows H D"]:
-    """Return the channels 0, 2, 4, ... and then 1, 3, 5, ..."""
+    """Return x with the channels of each head in the order 0, 2, 4, ..., 1, 3, 5, ..."""
     return jnp.concatenate([x[..., 0::2], x[..., 1::2]], -1)

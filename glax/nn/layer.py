@@ -33,7 +33,7 @@ def check_rows(x, width: int, form: str, *ranks: int):
 
 
 class OfClass:
-    """Hold an attribute that a class has and its instances have not."""
+    """Define a class attribute, as a descriptor, that instances do not have: reading it from one raises AttributeError."""
 
     def __init__(self, value):
         self.value = value
@@ -45,10 +45,10 @@ class OfClass:
 
 
 def with_signature(module: M) -> M:
-    """Return the class of a module, changed in place, with the signature of its __init__.
+    """Return the class `module`, changed in place so that its signature is that of its __init__.
 
-    Flax's metaclass takes (*args, **kwargs), which help() and documentation would show in place of the arguments. A module itself
-    has the signature of its __call__, of which `jax.jit` reads the names of arguments.
+    Flax's metaclass takes (*args, **kwargs), which help() and documentation would show in place of the arguments. An instance
+    has the signature of its __call__, from which `jax.jit` reads the names of arguments.
     """
     signature = inspect.signature(module.__init__)
     signature = signature.replace(parameters=[*signature.parameters.values()][1:])
@@ -93,13 +93,19 @@ class Layer(nnx.Module):
 
     def empty_state(self, batch: int, max_length: int | None = None) -> dict:
         """Return the state of `batch` sequences before their first token: zeros, by the name of each array. Subclasses define
-        it. max_length: as in `initial_state`."""
+        it.
+
+        max_length: the tokens of a sequence, for the cache of softmax attention; unused by other layers.
+        """
         raise NotImplementedError
 
     @property
     def state_passes(self) -> int:
-        """Return how often a token passes over all entries of its recurrent states: once to write them and once to read them.
-        The delta rule reads them once more. `glax.models.operations` counts by it."""
+        """Return how often a token passes over all entries of the recurrent states: once to write them and once to read them.
+        The delta rule reads them once more.
+
+        `glax.models.operations` counts operations by it.
+        """
         return 2
 
     def initial_state(self, batch: int, max_length: int | None = None):
@@ -224,7 +230,7 @@ def check_slots(slots, letter: str, count: int, pool, name: str):
 
 
 def token_rows(slots: Int[Array, "B"] | None, B: int, state, name: str) -> Step:
-    """Return the rows of one token of each of B sequences, after a check of the slots. state: a tree of arrays."""
+    """Return the `Step` for one token of each of B sequences, after a check of the slots. state: a tree of arrays."""
     check_memory_of_leaves(name, state)
     if slots is not None:
         check_slots(slots, "B", B, state, name)
@@ -236,8 +242,11 @@ def token_rows(slots: Int[Array, "B"] | None, B: int, state, name: str) -> Step:
 
 
 def from_pool(pool, slots: Int[Array, "N"], N: int, fresh: Bool[Array, "N"] | None):
-    """Return the states of the slots, a tree of [N, ...] with zeros where fresh, and the slots. Slots of no sequence are out of
-    bounds. Raises TypeError or ValueError for slots or fresh of another shape or dtype, and for known slots that repeat."""
+    """Return (the states of the slots, a tree of [N, ...] with zeros where fresh; the slots, with those of no sequence replaced
+    by one out of bounds).
+
+    Raises TypeError or ValueError for slots or fresh of another shape or dtype, and for known slots that repeat.
+    """
     check_memory_of_leaves("pool", pool)
     check_slots(slots, "N", N, pool, "pool")
     if fresh is not None:

@@ -77,19 +77,22 @@ class Options(MixerOptions, total=False):
 
 
 class ConvolutionOptions(Options, total=False):
-    """List the options of a layer that sets norm_eps and the recurrence itself."""
+    """List the options of a layer that has no arguments norm_eps and recurrence, because it sets both itself: `Options` and
+    use_short_conv."""
 
     use_short_conv: bool
 
 
 class NormOptions(Options, total=False):
-    """List the options of a layer that sets use_short_conv and the recurrence itself."""
+    """List the options of a layer that has no arguments use_short_conv and recurrence, because it sets both itself: `Options`
+    and norm_eps."""
 
     norm_eps: float
 
 
 class OwnRecurrenceOptions(ConvolutionOptions, NormOptions, total=False):
-    """List the options of a layer that has a recurrence of its own, so that callers cannot pass one."""
+    """List the options of a layer with its own recurrence, which callers cannot replace: `Options`, use_short_conv and
+    norm_eps."""
 
 
 class LinearAttention(Layer):
@@ -187,8 +190,8 @@ class LinearAttention(Layer):
     ) -> nnx.Linear:
         """Return a projection in the layer's dtypes. axes: the logical axes of its kernel [inputs, outputs].
 
-        kernel_init is passed and not stored: a closure in the layer would make equal layers unequal, so that each is compiled
-        for itself, and none can be pickled.
+        kernel_init is not stored in the layer. A closure there would make equal layers unequal, so that each is compiled for
+        itself, and none can be pickled.
         """
         options: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype, rngs=rngs)
         return linear(inputs, outputs, axes, bias=bias, kernel_init=kernel_init, **options)
@@ -219,8 +222,8 @@ class LinearAttention(Layer):
         return projected, states
 
     def heads(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-        """Return q [*rows, num_query_heads, K], k [*rows, num_key_heads, K] and v [*rows, num_kv_heads, V], with the feature map
-        applied to q and k. q, k, v: the same, merged over heads, as `inputs` returns them."""
+        """Return q [*rows, num_query_heads, K], k [*rows, num_key_heads, K] and v [*rows, num_kv_heads, V], with the feature
+        map applied to q and k. The arguments are merged over heads."""
         feature_map = activation("feature_map", self.feature_map)
         q, k = feature_map(q), feature_map(k)
         return by_head(q, self.num_query_heads), by_head(k, self.num_key_heads), by_head(v, self.num_kv_heads)

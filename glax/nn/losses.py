@@ -70,7 +70,8 @@ def axes_of(sharding: NamedSharding, axis: int) -> tuple[str, ...]:
 
 
 def by_shard(x: Array, sharding: NamedSharding) -> Array:
-    """Return x [B, T, ...] as [shards, B / shards of B, T / shards of T, ...], of which each device holds what it held."""
+    """Return x [B, T, ...] as [shards, B / (shards of B), T / (shards of T), ...]. Each device holds the same elements as
+    before."""
     rows, tokens = (math.prod(sharding.mesh.shape[name] for name in axes_of(sharding, axis)) for axis in (0, 1))
     if x.shape[0] % rows or x.shape[1] % tokens:
         raise ValueError(f"sharding must divide B and T, {x.shape[:2]}, got {rows} and {tokens} shards")
@@ -88,8 +89,11 @@ def sum_of_rows(
     kernel: Float[Array, "width vocabulary"],
     targets: Int[Array, "B T"],
 ) -> tuple[Float[Array, ""], Int[Array, ""]]:
-    """Return the sum of `next_token_loss` over the rows with a target, and their number. whole: the sharding of the gathered
-    kernel, None for no mesh."""
+    """Return (the sum of -log softmax(logits)[target] + z_loss (log sum exp logits)^2 over the rows with a target, the number
+    of these rows).
+
+    whole: the sharding of the gathered kernel, None for no mesh.
+    """
     T = targets.shape[-1]
     parts = min(-(-targets.size // ROWS), T) or 1
     padding = -T % parts
@@ -133,7 +137,8 @@ def summed_loss(
 
 
 def gathered(kernel: Float[Array, "width vocabulary"], whole: NamedSharding | None) -> Array:
-    """Return the kernel with the sharding `whole`. Else each of its two products would gather it."""
+    """Return the kernel with the sharding `whole`, so that it is gathered once. Otherwise each of its two products would gather
+    it."""
     return kernel if whole is None else jax.lax.with_sharding_constraint(kernel, whole)
 
 
@@ -144,7 +149,7 @@ def in_parts(x: Array, parts: int) -> Array:
 
 
 def from_parts(x: Array) -> Array:
-    """Return the inverse of `in_parts`."""
+    """Return x [parts, B, T / parts, ...] as [B, T, ...]: the inverse of `in_parts`."""
     whole = jnp.moveaxis(x, 0, 2)
     return whole.reshape(whole.shape[0], whole.shape[1] * whole.shape[2], *whole.shape[3:])
 

@@ -93,9 +93,9 @@ def gated_product(gate: Array, up: Array, act: Callable, limit: float | None, si
 
 
 def checked_situ(situ: Situ | None, limit: float | None, name: str, act: str) -> Situ | None:
-    """Return situ = (b, c) as floats; None for None. name: of the argument `act`.
+    """Return situ = (b, c) as floats; None for None. name: the argument that holds the activation `act`.
 
-    Raises ValueError, which names the argument, unless b and c are finite numbers above 0, or c is None. With a pair it also
+    Raises ValueError, which names the argument, unless b is a finite number above 0 and c is one or None. With a pair it also
     raises one for a limit, and for an activation other than SiLU: the pair takes their place.
     """
     if situ is None:
@@ -198,12 +198,14 @@ def check_groups(count: int, top_k: int, groups: int, best_groups: int):
 
 
 class Experts(nnx.Module):
-    """Compute y = sum over chosen experts e of p_e W_down,e (act(W_gate,e x) * W_up,e x); without a gate W_down,e act(W_up,e x).
+    """Compute y = sum over chosen experts e of p_e W_down,e (act(W_gate,e x) * W_up,e x); without a gate W_down,e act(W_up,e
+    x).
 
-    Tokens are sorted by expert, so that each expert multiplies its own tokens alone.
+    Tokens are sorted by expert, so that each expert multiplies only its own tokens.
 
     width, inside, count: D, the width of x and y; I, the width of W_gate x; and E, the number of experts.
-    form:  "split": the parameters `gate` and `up` [E, D, I] apart. "fused": both in `input` [E, D, 2 I], the gate first. "plain":
+    form:  "split": the parameters `gate` and `up` [E, D, I] apart. "fused": both in `input` [E, D, 2 I], the gate first.
+    "plain":
         `up` alone, without a gate. W_down is `down` [E, I, D] in every form.
     act:   the name of a function in `glax.nn.parts.ACTIVATIONS`. limit, situ: as in `SwiGLU`, for forms with a gate.
     param_dtype, kernel_init: the dtype and the first values of the parameters, as in `glax.nn.linear_attention.MixerOptions`.
@@ -212,7 +214,7 @@ class Experts(nnx.Module):
     experts(x [M, D], (p [M, k], e [M, k])) returns y [M, D]: e are the numbers of each token's k experts, from
     0 to E - 1, and p their weights, of any float dtype. Raises TypeError or ValueError, which names the argument.
 
-    The attribute `rows` is the `jax.sharding.NamedSharding` of x [M, D], or None, as it is first. The caller sets it, as
+    The attribute `rows` is the `jax.sharding.NamedSharding` of x [M, D]; None in a new module. The caller sets it, as
     `glax.models` does in training on a mesh. Each device then sorts its own rows and gathers the parameters. If it is None, the
     compiler gathers the rows.
 
@@ -297,8 +299,8 @@ class Experts(nnx.Module):
     ) -> Float[Array, "M D"]:
         """Return y_t = sum_i weights_ti expert_i(x_t) [M, D], over the k experts of each token.
 
-        weights, experts: of the k experts of each token, their weights and their numbers below E. kernels: by name, as in
-        `through`.
+        weights, experts: the weights and the numbers, below E, of each token's k experts. kernels: the parameters by name, in
+        the dtype of x.
         """
         k = experts.shape[1]
         order = jnp.argsort(experts.reshape(-1), stable=True)

@@ -79,8 +79,10 @@ class MLSTM(Layer):
         self.output = linear(values, width, (HEADS, EMBED), bias=bias, kernel_init=kernel_init, **options)
 
     def make_projections(self, bias: bool, kernel_init: Callable | None, **options):
-        """Make all projections but W_o. bias: whether those of q, k, v and the output gate have a bias. kernel_init: their first
-        values; kernels of the gates i and f start as 0. options: dtype, param_dtype and rngs."""
+        """Create all projections but W_o. bias: whether those of q, k, v and the output gate have a bias.
+
+        kernel_init: their first values; the kernels of the gates i and f start as 0. options: dtype, param_dtype and rngs.
+        """
         keys, values = self.num_heads * self.key_width, self.num_heads * self.value_width
         wide: dict[str, Any] = dict(bias=bias, kernel_init=kernel_init, **options)
         self.query = linear(self.width, keys, (EMBED, HEADS), **wide)
@@ -132,5 +134,5 @@ class MLSTM(Layer):
 
 
 def initial_gates(heads: int) -> Float[Array, "2 H"]:
-    """Return what the biases of the input gate and of the forget gate start as."""
+    """Return the first values of the biases of the input gate, -10, and of the forget gate, from 3 to 6 over the heads."""
     return jnp.stack([jnp.full(heads, -10.0), jnp.linspace(3.0, 6.0, heads)])

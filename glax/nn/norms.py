@@ -63,7 +63,7 @@ class RMSNorm(nnx.Module):
         return self.scaled(x.astype(jnp.float32)).astype(x.dtype)
 
     def scaled(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        """Return what a call returns, the normalised x times the layer's scale, without casts: x and the result are float32."""
+        """Return x / sqrt(mean(x^2) + epsilon) times the scale, for float32 x, in float32."""
         y = normalized(by_head(x, self.groups), self.epsilon).reshape(x.shape)
         if self.scale is None:
             return y

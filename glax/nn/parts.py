@@ -21,7 +21,8 @@ normal = nnx.initializers.normal
 
 
 def annotated(*axes: str | None) -> dict:
-    """Return the metadata of a parameter: the logical axis of each of its axes, as `flax.nnx.get_partition_spec` reads it."""
+    """Return the metadata of a parameter that names a logical axis for each of its axes. `flax.nnx.get_partition_spec` reads
+    it."""
     return dict(out_sharding=axes, eager_sharding=False)
 
 
@@ -60,10 +61,10 @@ def linear(
 def products(x: Float[Array, "*rows inputs"], *layers: nnx.Linear) -> list[Float[Array, "*rows outputs"]]:
     """Return the outputs of several layers of equal size that read x.
 
-    They are computed by one product where the kernels are cast for it anyway, as in training from float32, unless x has few rows,
-    or a layer has a bias or is no plain `nnx.Linear`. The kernels are stacked on an axis of their own, so that a mesh may divide
-    their outputs. With few rows, as in decoding, stacking them would cost more than it saves. Kernels that need no cast would be
-    copied for all layers of a model before the first begins, which takes their memory once more.
+    One product computes them all if the kernels are cast for it anyway, as in training from float32. It does not if x has few
+    rows, or a layer has a bias or is no plain `nnx.Linear`. The kernels are stacked on an axis of their own, so that a mesh may
+    divide their outputs. With few rows, as in decoding, stacking them would cost more than it saves. Kernels that need no cast
+    would be copied for all layers of a model before the first begins, which takes their memory once more.
     """
     rows, inputs = math.prod(x.shape[:-1]), x.shape[-1]
     if rows <= inputs or any(type(layer) is not nnx.Linear or layer.bias is not None for layer in layers):
@@ -193,8 +194,10 @@ def soft_cap(x: Array, cap: float | None) -> Array:
 
 
 def for_rows(x: Array, param: Array, dtype=jnp.float32) -> Array:
-    """Return param in `dtype`, with leading axes added to match x. A user's jax_numpy_rank_promotion may forbid JAX to add
-    them."""
+    """Return param in `dtype`, with leading axes of length 1 added until it has as many axes as x.
+
+    A user's jax_numpy_rank_promotion may forbid JAX to add them.
+    """
     return jnp.expand_dims(param.astype(dtype), range(x.ndim - param.ndim))
 
 

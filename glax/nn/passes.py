@@ -30,7 +30,7 @@ Entry = Any  # an array of a State, or None for zeros; one token of each sequenc
 
 
 class Rows(Protocol):
-    """Define what a layer needs of the rows around a row and of the state. `Parallel` and `Step` implement it."""
+    """Define how a layer reads the rows before a row, and the state. `Parallel` and `Step` implement it."""
 
     def recurrent(
         self, recurrence: Callable, q, k, v, state: Entry, step: Callable = recurrent_step, **options
@@ -44,7 +44,8 @@ class Rows(Protocol):
         ...
 
     def window(self, x: Array, size: int, state: Entry) -> tuple[list[Array], Array]:
-        """Return x of the size - 1 rows before each row and of the row itself, each [*rows, D], and the last size - 1 rows.
+        """Return (the rows of x from size - 1 before each row up to the row itself, a list of size arrays [*rows, D]; the last
+        size - 1 rows, the new state).
 
         state: [N, size - 1, D], the rows before the first row. Rows of other sequences are never read.
         """
@@ -83,11 +84,11 @@ class Rows(Protocol):
         """Return causal softmax attention of q [*rows, Hq, D] over k and v [*rows, Hk, D] and the cached rows before them, and
         the new cache.
 
-        stored: what a new cache holds in place of k and v, [*rows, H, E]. A cache without values stands for one whose values are
-        the first channels of its keys, as many as v has. expanded: (its rows) -> (k, v), for a cache whose rows are neither. k
-        and v are then both the rows to store. `Step` reads such a cache as it is, whatever `expanded` is. choice: how each row
-        chooses the keys that it reads, of a cache that also has "index"; all if None. Raises ValueError
-        for it beside a window.
+        stored: what a new cache holds in place of k and v, [*rows, H, E]. In a cache without values, the values are the first
+        channels of the keys, as many as v has. expanded: a function from the rows of a cache to (k, v), for a cache that holds
+        neither; k and v are then both the rows to store. `Step` ignores it, and reads such a cache directly. choice: how each
+        row chooses the keys that it reads, for a cache that also has "index"; all if None. Raises ValueError for a choice
+        together with a window.
         """
         ...
 
@@ -110,14 +111,15 @@ class Parallel:
         return self.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     def check_states(self, state: Array | None):
-        """Raise ValueError unless a state has one row for each sequence. Rows of other sequences would be read in their place."""
+        """Raise ValueError unless the state has one row for each sequence, because JAX would read rows of other sequences in
+        place of missing ones."""
         if state is not None and state.shape[0] != self.num_sequences:
             raise ValueError(
                 f"initial_state must have one row for each of the {self.num_sequences} sequences, got shape {state.shape}"
             )
 
     def without_padding(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
-        """Return x with zeros in the rows of padding. What they hold then reaches no product of rows, such as the gradient of a
+        """Return x with zeros in the rows of padding, so that their content reaches no sum over rows, such as the gradient of a
         parameter."""
         if self.cu_seqlens is not None:
             is_token = jnp.broadcast_to(jnp.arange(self.shape[-1]) < self.cuts[-1], self.shape)
@@ -311,7 +313,8 @@ class Parallel:
         return nan_unless(((place < L) | ~is_token)[None], o).reshape(*shape[:-1], o.shape[-1]), cache
 
     def packed_cache(self, content: State) -> State:
-        """Return the content by sequence, [N, L, H, D], with L rows for the longest of them; T where lengths are traced."""
+        """Return the packed content by sequence, [N, L, H, D], where L is the length of the longest sequence; T if lengths are
+        traced."""
         lengths, T = jnp.diff(self.cuts), self.shape[-1]
         known = known_values(lengths)
         L = T if known is None else int(known.max(initial=0))
@@ -345,7 +348,10 @@ class Parallel:
         return Segments.of(self.segment_ids, self.pad_id)
 
     def settle(self):
-        """Form what all layers read. What a layer in a scan or in `jax.checkpoint` forms, no other layer could read."""
+        """Compute the properties that all layers read, and cache them.
+
+        A property that is first computed inside a scan or `jax.checkpoint` could not be read by other layers.
+        """
         if self.segment_ids is not None:
             _ = self.segments
 
@@ -457,19 +463,19 @@ class Step:
 
     @staticmethod
     def unused_to_end(slots, pool: Array) -> Int[Array, "B"]:
-        """Return slots with those outside of the pool, -1 too, replaced by its length. Reads there give zeros, and writes are
-        dropped."""
+        """Return slots, of which those outside of the pool, such as -1, are replaced by the pool's length. Reads there give
+        zeros, and writes are dropped."""
         slots = to_int32(slots)
         return jnp.where((slots >= 0) & (slots < pool.shape[0]), slots, pool.shape[0])
 
 
 def intervals(first: Int[Array, "*rows"], last: Int[Array, "*rows"], window: int | None) -> Intervals:
-    """Return the intervals first to last, of which the window holds the last `window` keys, or all keys if it is None."""
+    """Return the intervals of keys from `first` to `last`, cut to their last `window` keys unless window is None."""
     return Intervals(first if window is None else jnp.maximum(first, last - window + 1), last)
 
 
 def check_choice(choice: Choice | None, window: int | None):
-    """Raise ValueError if rows choose the keys that they read within a window: blocks are counted from a sequence's beginning."""
+    """Raise ValueError if there are both a choice of keys and a window: blocks are counted from a sequence's beginning."""
     if choice is not None and window is not None:
         raise ValueError(f"window must be None where rows choose the keys that they read, got {window}")
 
@@ -499,16 +505,19 @@ def written(cache: Array, at: tuple[Array, Array], rows: Array) -> Array:
 
 
 def extended(cache: State, at: tuple[Array, Array], content: State, length: Array) -> State:
-    """Return the cache with the new rows of its arrays written to their places. content: new rows by name. Those of an array that
-    the cache lacks, such as the values of one that holds keys alone, are left out."""
+    """Return the cache with the rows of `content` written at the positions `at`, and its new length.
+
+    content: new rows by name. Rows of an array that the cache lacks, such as the values of a cache with keys alone, are left
+    out.
+    """
     return {name: written(cache[name], at, x) for name, x in content.items() if name in cache} | dict(length=length)
 
 
 def cached(cache: State, expanded: Callable[[Array], tuple[Array, Array]]) -> tuple[Array, Array]:
-    """Return the keys and the values of a cache. expanded: what they are formed by where there is no array of values."""
+    """Return the keys and the values of a cache. expanded: a function from the array `key` to both, if there is no `value`."""
     return (cache["key"], cache["value"]) if "value" in cache else expanded(cache["key"])
 
 
 def values_within(keys: Array, width: int) -> tuple[Array, Array]:
-    """Return the keys, and their first channels, which are the values."""
+    """Return the keys, and as values their first `width` channels."""
     return keys, keys[..., :width]

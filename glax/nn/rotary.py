@@ -38,7 +38,8 @@ class Rotation:
     def angles(
         self, positions: Int[Array, "*rows"], last: Callable[[Array], Array] | None = None
     ) -> Float[Array, "*rows pairs"]:
-        """Return the angles of rows. last: maps positions to the last position of each row's sequence; needed by `long`."""
+        """Return the angles of rows at these positions. last: a function from positions to the last position of each row's
+        sequence; needed if `long` is given."""
         short = exact_angles(self.frequencies, positions)
         if self.long is None or last is None:
             return short
@@ -76,7 +77,7 @@ def rotate(
     """Rotate each pair of channels of each head by positions * frequency.
 
     x: [*rows, H, D], any float dtype; the result has the same. positions: [*rows], at least 0: the position of each row in its
-    sequence. last: as in `Rotation.angles`.
+    sequence. last: a function from positions to the last position of each row's sequence; needed if rotation.long is given.
     """
     angles, width = rotation.angles(positions, last)[..., None, :], rotation.width
     cos, sin = jnp.cos(angles) * rotation.factor, jnp.sin(angles) * rotation.factor

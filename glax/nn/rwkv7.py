@@ -167,8 +167,8 @@ class RWKV7Attention(Layer):
         """Return y, the values v and the new state. y and v are [*rows, width], and v is v_t of the layer's formulas, which in
         later layers is already moved towards `first`.
 
-        x, state, rows: as in `glax.nn.layer.Layer.mix`. first: the v that the model's first layer returned here, None in that
-        layer. Raises ValueError if `first` is missing in a layer after the first.
+        x, state, rows: as in `glax.nn.layer.Layer.mix`. first: the values v that this method of the model's first layer
+        returned; None in the first layer. Raises ValueError if `first` is missing in a layer after the first.
         """
         d, shift = token_shift(x, state.get("shift"), rows)
 
@@ -204,11 +204,11 @@ class RWKV7Attention(Layer):
 
 
 class InitialValues:
-    """Hold the terms of which RWKV-7's parameters start, in one layer of a model.
+    """Hold the terms from which the first values of RWKV-7's parameters are formed, in one layer of a model.
 
-    Over the channels, [width] each: share, i / width for channel i; line, from -1/2 to 1/2; zigzag, z |z| with z from -1 to 1
-    over the channels of a head; decay, the bias d of the decays, which are slower in the first channels and the first layers.
-    For all channels: depth, from 1 in layer 0 down to 1 / num_layers; norm, the scale of the norm, which grows with the layers.
+    By channel, [width] each: share, i / width for channel i; line, from -1/2 to 1/2; zigzag, z |z| with z from -1 to 1 over the
+    channels of a head; decay, the bias d of the decays, which are slower in the first channels and the first layers. For all
+    channels: depth, from 1 in layer 0 down to 1 / num_layers; norm, the scale of the norm, which grows with the layers.
     """
 
     def __init__(self, width: int, head_width: int, layer_idx: int, num_layers: int):
@@ -223,7 +223,7 @@ class InitialValues:
         self.norm = ((layer_idx + 1) / num_layers) ** 0.7
 
     def mixture(self, power: float) -> Float[Array, "width"]:
-        """Return what mu starts as, the share of the token before in a mixture, [width]."""
+        """Return the first values of mu, the share of the token before in a mixture, [width]."""
         return 1 - self.share ** (power * self.depth)
 
 
