@@ -214,9 +214,10 @@ def load_adapter(model: CausalLM, folder: str | Path, *, dtype: DTypeLike | None
 
 
 def base_tensors(model: CausalLM, weights: Weights, names: set[str]) -> set[str]:
-    """Return those of `names` that are tensors of the base model, as peft saves the head and the embedding beside an adapter.
+    """Return those of `names` that are tensors of the base model. peft saves the head and the embedding in the file of an
+    adapter.
 
-    Raises ValueError if one differs from the model's own, for the adapter was then trained on another base model.
+    Raises ValueError if one differs from the model's own, because the adapter was then trained on another base model.
     """
     stored = {model.names(path): (path, param) for path, param in parameters(model)}
     found = set()
@@ -290,7 +291,8 @@ def unsupported(key: str, value: object, remedy: str) -> UnsupportedOption:
 
 
 def by_pattern(config: Mapping, key: str, name: str, usual: Any) -> Any:
-    """Return the number of the first pattern of config[key] that matches the end of a module's name, as in peft; else `usual`."""
+    """Return the number in config[key] of the first pattern that matches the end of a module's name, as in peft; `usual` if
+    none does."""
     for pattern, value in config[key].items():
         try:
             if re.match(rf"(.*\.)?({pattern})$", name):
@@ -324,7 +326,8 @@ def projections(model: CausalLM) -> Iterator[tuple[tuple, nnx.Linear]]:
 
 
 def modules(model: CausalLM) -> dict[str, tuple[tuple, nnx.Linear]]:
-    """Return (path, layer) of each projection that is a linear module's weight in checkpoints, by the module's name there."""
+    """Return {a module's name in checkpoints: (path, layer)} for each projection that is the weight of a linear module
+    there."""
     found = {}
     for path, layer in projections(model):
         name = model.names(".".join((*map(str, path), "kernel")))
@@ -334,7 +337,7 @@ def modules(model: CausalLM) -> dict[str, tuple[tuple, nnx.Linear]]:
 
 
 def usual_name(model: CausalLM, module: str) -> str:
-    """Return the usual name of a module in checkpoints, from the name that some files have for it."""
+    """Return the usual name of a module in checkpoints. module: its name, or another name that some files have for it."""
     name = f"{module}.weight"
     for pattern, replacement in model.names.aliases:
         name = re.sub(pattern, replacement, name)
@@ -377,7 +380,7 @@ def with_low_rank(layer: nnx.Linear, term: LowRank) -> nnx.LoRALinear:
 
 
 def like(layer: nnx.Linear, kind: type, **options) -> Any:
-    """Return a module of another kind with the parameters and the options of a projection."""
+    """Return a module of class `kind` with the parameters and the options of the projection `layer`."""
     names = "use_bias", "dtype", "param_dtype", "precision", "dot_general", "promote_dtype", "preferred_element_type"
     options |= {name: getattr(layer, name) for name in names}
     made = nnx.eval_shape(lambda: kind(layer.in_features, layer.out_features, rngs=nnx.Rngs(0), **options))

@@ -45,10 +45,10 @@ def opened_groups(layer: int, size: int) -> tuple[bool, bool]:
 
 
 class AttentionResidualBlock(nnx.Module):
-    """Compute a mixer and an MLP, each of which reads an `AttentionResidual` of `sums` and x behind its norm.
+    """Compute a mixer and an MLP, each of which reads the norm of an `AttentionResidual` of `sums` and x.
 
-    opens_groups: whether the mixer opens a group, and whether the MLP does. Where one does, x joins `sums` as the sum of a whole
-    group, or as the embedding, and the output of the sublayer is the new x. It adds to x elsewhere.
+    opens_groups: whether the mixer opens a group, and whether the MLP does. A sublayer that opens a group appends x to `sums`,
+    as the sum of the group before or the embedding, and its output is the new x. The output of another sublayer is added to x.
     `mix` takes and returns the pair (x [*rows, D], sums) in place of x.
     """
 
@@ -85,7 +85,7 @@ class AttentionResidualBlock(nnx.Module):
 
 
 class AttentionResidualLM(CausalLM):
-    """A CausalLM of `AttentionResidualBlock`s, whose last norm reads an `AttentionResidual` of all sums.
+    """Define a CausalLM of `AttentionResidualBlock`s, whose last norm reads an `AttentionResidual` of all sums.
 
     output_residual: that residual; None for a CausalLM of blocks with plain residuals.
     """
@@ -111,9 +111,10 @@ class AttentionResidualLM(CausalLM):
 
 
 def residual_names(output: str, attn: str, mlp: str) -> Rules:
-    """Return rules for the residuals before the last norm, and before the mixer and the MLP of a layer.
+    """Return rules for the names of the residuals before the last norm, and before the mixer and the MLP of a layer.
 
-    output, attn, mlp: their names in the checkpoint, which `_norm` and `_proj` follow. output also names what it lies in.
+    output, attn, mlp: the names of these in the checkpoint, each with the endings `_norm` and `_proj`. output also names the
+    module that holds it.
     """
     inside = tuple((rf"\.{part}_residual\.", f".{name}_") for part, name in (("attn", attn), ("mlp", mlp)))
     return ((r"^output_residual\.", f"{output}_"), *inside)

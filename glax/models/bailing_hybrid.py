@@ -95,8 +95,8 @@ def bailing_hybrid(config: ModelConfig, precision: Precision) -> CausalLM:
 
 
 def has_lightning(values: Mapping) -> bool:
-    """Return whether the layers without softmax are Lightning Attention: by the class that a config names, else by
-    group_norm_size, if no option is one of Kimi Delta Attention."""
+    """Return whether the layers without softmax are Lightning Attention. The class that a config names decides; else whether it
+    has group_norm_size, and no option of Kimi Delta Attention."""
     classes = values.get("architectures") or []
     if isinstance(classes, list) and classes:
         return any("V2_5" in str(name) for name in classes)
@@ -152,8 +152,8 @@ def delta_model(config: ModelConfig, precision: Precision) -> CausalLM:
 
 
 def delta_arguments(options: KimiOptions, heads: int) -> dict[str, Any]:
-    """Return the arguments of KimiDeltaAttention. transformers saves head_dim as the width of the rotation, and the width of
-    these heads as linear_head_dim."""
+    """Return the arguments of KimiDeltaAttention. Configs of transformers have the width of its heads as linear_head_dim, and
+    that of the rotation as head_dim."""
     head_width = options.integer("linear_head_dim", options.integer("head_dim", 128))
     size = options.integer("linear_conv_kernel_dim", options.integer("short_conv_kernel_size", 4))
     heads = options.integer("linear_num_heads", heads)
@@ -171,7 +171,8 @@ def delta_arguments(options: KimiOptions, heads: int) -> dict[str, Any]:
 
 
 def rotary_arguments(rope: Rope, latent: dict[str, Any]) -> dict[str, Any]:
-    """Return theta, frequencies and scale of the latent attention. Where positions are scaled, mscale_all_dim changes scale."""
+    """Return theta, frequencies and scale of the latent attention. If positions are scaled, the option mscale_all_dim changes
+    scale."""
     found = rope.arguments(latent["shared_width"])
     found.pop("rotary_width", None)
     scale = (latent["head_width"] + latent["shared_width"]) ** -0.5
@@ -269,7 +270,8 @@ def slopes(heads: int, layer: int, layers: int) -> np.ndarray:
 
 
 def alibi(heads: int) -> np.ndarray:
-    """Return 2^(-8 h / H) for h = 1, ..., H, with H the greatest power of 2 up to `heads`; then every other one of 2 H heads."""
+    """Return the slopes [heads] of ALiBi: 2^(-8 h / H) for h = 1, ..., H, with H the greatest power of 2 up to `heads`; then
+    every other slope of 2 H heads."""
     power = 2 ** int(math.log2(heads))
     found = np.exp2(-8.0 / power * np.arange(1, power + 1))
     return found if power == heads else np.concatenate([found, alibi(2 * power)[::2][: heads - power]])

@@ -104,7 +104,8 @@ class ModelConfig:
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Name no options that the model's own code does not read: a second build of the same config names them."""
+    """Do not log, inside the context, options that the model's own code does not read. Building the same config a second time
+    would repeat them."""
     before = SILENT.set(True)
     try:
         yield
@@ -113,7 +114,7 @@ def silent() -> Iterator[None]:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether the value of an option is a number. A flag is none."""
+    """Return whether the value of an option is a number and no bool."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
@@ -123,16 +124,16 @@ def is_finite(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Return a value as messages show it: its first characters."""
+    """Return the first characters of a value, for a message."""
     return f"{value!r:.100}"
 
 
 class Options:
     """Hold the options of a config, which are taken one by one. `finish` decides on options that were never taken.
 
-    inside: the name of the option whose value these options are, with a point behind it; "" for config.json itself. code: the
-    row of `READ_KEYS`; model_type if None. read: the names that the model's own code reads; every name if None. outer: the
-    options that name the others of `inside`. file: the name of the file that holds the options; the file of `outer` if None.
+    inside: for the options within another option, the name of that option with a point behind it; "" for config.json itself.
+    code: the row of `READ_KEYS`; model_type if None. read: the names that the model's own code reads; every name if None.
+    outer: the options that contain that option. file: the name of the file that holds the options; the file of `outer` if None.
     """
 
     def __init__(
@@ -154,16 +155,17 @@ class Options:
             self.read = READ_KEYS.get(str(self.model_type if code is None else code))
 
     def part(self, key: str, values: Any, read: frozenset[str] | None = None) -> "Options":
-        """Return the options in `values`, which is the value of `key` or a part of it. Raises UnsupportedOption for no object.
+        """Return `values`, the value of `key` or a part of it, as Options. Raises UnsupportedOption unless it is an object.
 
-        read: as in the class.
+        read: the names in it that the model's own code reads; every name if None.
         """
         if not isinstance(values, Mapping):
             raise self.unsupported(key, f"it must hold JSON objects, got {values!r}")
         return Options(values, frozenset(), f"{self.inside}{key}.", self.model_type, read=read, outer=self)
 
     def model(self, key: str, model_type: str) -> Self:
-        """Return the options of the model of `model_type` that is the value of `key`. Raises UnsupportedOption for no object."""
+        """Return the value of `key`, the config of a model of `model_type`, as Options. Raises UnsupportedOption unless it is
+        an object."""
         values = self.take(key)
         if not isinstance(values, Mapping):
             raise self.unsupported(key, f"it must hold a JSON object, got {values!r}")
@@ -181,8 +183,8 @@ class Options:
         return default
 
     def integer(self, key: str, default: Any = REQUIRED, *, optional: bool = False, least: int = 1) -> Any:
-        """Return the value of `key`, an integer from `least` to its bound in `MOST`, else to WIDEST. Return None if it is null
-        and `optional`. Raises ValueError for any other value."""
+        """Return the value of `key`, an integer from `least` to MOST[key], or to WIDEST if there is none. Return None if it is
+        null and `optional`. Raises ValueError for any other value."""
         value = self.take(key, default)
         if optional and value is None:
             return value
@@ -193,8 +195,8 @@ class Options:
         return value
 
     def divisor(self, key: str, default: int | None, by: str, whole: int, *, optional: bool = False) -> int:
-        """Return the value of `key`, or `whole`, which the config calls `by`, if it is null and `optional`. Raises
-        UnsupportedOption unless it divides `whole`."""
+        """Return the value of `key`, a divisor of `whole`; `whole` itself if it is null and `optional`. by: the name of `whole`
+        in the config. Raises UnsupportedOption for any other value."""
         value = self.integer(key, default, optional=optional)
         value = whole if value is None else value
         if whole % value:
@@ -258,7 +260,7 @@ class Options:
     def ignore(self, *keys: str):
         """Accept keys that have no effect on the function of this kind of model, in the model's own code too.
 
-        Raises ValueError, which names the key, for a value of another kind.
+        Raises ValueError, which names the key, for a value of another kind than the option has.
         """
         self.left -= set(keys)
         check_kinds({key: self.values[key] for key in keys if key in self.values}, self.inside)
@@ -268,11 +270,12 @@ class Options:
         return UnsupportedOption(f"{given} is not supported for model_type {self.model_type!r}: {why}")
 
     def finish(self):
-        """Raise UnsupportedOption for options that were never taken, that the model's own code reads, and that are not off. Name
-        the other options that were never taken once at INFO, with those inside of others. Raise ValueError for an option without
-        effect of another kind.
+        """Raise UnsupportedOption for options that were never taken, that the model's own code reads, and whose value has an
+        effect.
 
-        Which options of config.json are read is in `READ_KEYS`, by the versions named there.
+        Other options that were never taken are logged once at INFO, with those inside of others. Raises ValueError for an
+        option without effect whose value is of another kind than the option has. `READ_KEYS` lists which options of config.json
+        are read, by the versions named there.
         """
         if self.outer is None:
             check_kinds(self.values)
@@ -294,8 +297,8 @@ class Options:
         return self.read is None or key in self.read
 
     def is_off(self, key: str) -> bool:
-        """Return whether an option has a value by which it does nothing: null, 0, false, empty, or "default". No value does
-        nothing where the code takes every name."""
+        """Return whether an option has a value without effect: null, 0, false, empty, or "default". No value is without effect
+        if the model's own code reads every name."""
         value = self.values[key]
         if key in OFF:
             return value in OFF[key]
@@ -329,7 +332,10 @@ def exact_width(key: str, width: int, ratio: float, of: str = "hidden_size") -> 
 
 
 def padding(options: Options, default: int | None = None) -> int | None:
-    """Return the token of padding, from 0 to vocab_size - 1, or None. A negative token counts from the end, as in PyTorch."""
+    """Return the padding token, from 0 to vocab_size - 1, or None. default: its value in a config without pad_token_id.
+
+    A negative token counts from the end, as in PyTorch.
+    """
     value = options.take("pad_token_id", default)
     if value is None:
         return None
@@ -404,7 +410,8 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_kinds(values: Mapping, inside: str = ""):
-    """Raise ValueError, which names the key, for an option of another kind. Null passes. inside: as `Options.inside`."""
+    """Raise ValueError, which names the key, for an option whose value is of another kind than the option has. Null passes.
+    inside: the name before each key in messages."""
     for key in values.keys() & KINDS.keys():
         fits, kind = KINDS[key]
         if values[key] is not None and not fits(values[key]):

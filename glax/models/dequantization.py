@@ -1,4 +1,4 @@
-"""Form weights from quantized numbers and the scales that stand beside them in a checkpoint."""
+"""Form weights from quantized numbers and their scales, which are other tensors of a checkpoint."""
 
 import dataclasses
 import os
@@ -25,7 +25,8 @@ FLOAT4, POWER, FLOAT8 = np.dtype(np.uint8), np.dtype(np.uint8), np.dtype(ml_dtyp
 
 
 def pairs_of_4_bits(numbers: np.ndarray) -> np.ndarray:
-    """Return the two numbers of each byte, [256, 2], of its lower four bits first. numbers: by four bits, [16]."""
+    """Return a table [256, 2] of the two numbers in each byte, that of its lower four bits first. numbers: the number of each
+    four bits, [16]."""
     byte = np.arange(256)
     return np.stack([numbers[byte & 15], numbers[byte >> 4]], -1)
 
@@ -86,8 +87,8 @@ class QuantizedWeight:
 
 
 def columns_of(codes: Sequence[int], dtype: np.dtype, shape: np.ndarray | None) -> int:
-    """Return the columns of a weight from the shape and dtype of its codes. shape: what stands beside packed integers, or None.
-    Raises ValueError for a shape of no such weight."""
+    """Return the columns of a weight from the shape and dtype of its codes. shape: the tensor with the weight's shape, which
+    packed integers have, or None. Raises ValueError for a shape of no such weight."""
     if len(codes) < 2 or 0 in codes:
         raise ValueError(f"it must have at least 2 axes, and none of length 0, got {list(codes)}")
     if dtype == FLOAT4:
@@ -113,7 +114,8 @@ def numbers(codes: np.ndarray, columns: int) -> np.ndarray:
 
 
 def taken(table: np.ndarray, codes: np.ndarray) -> np.ndarray:
-    """Return the numbers of each byte of codes [rows, ...], [rows, numbers]. table: [256], or [256, 2]."""
+    """Return table[codes], the numbers of each byte of codes [rows, ...], as [rows, numbers]. table: [256], or [256, 2] for two
+    numbers a byte."""
     rows = table.reshape(256, -1)
     whole = rows.view(np.dtype((np.void, rows.itemsize * rows.shape[1]))) if table.ndim == 2 else rows
     found = np.take(whole[:, 0], np.ascontiguousarray(codes).view(np.uint8))
@@ -121,8 +123,8 @@ def taken(table: np.ndarray, codes: np.ndarray) -> np.ndarray:
 
 
 def packed_bits(words: int, columns: int) -> int:
-    """Return the bits of each of `columns` integers in `words` words of 32 bits. Raises ValueError unless they are 4 or 8, and
-    for rows so short that they may be both."""
+    """Return the bits of each of `columns` integers in `words` words of 32 bits. Raises ValueError unless they are 4 or 8, or
+    if a row is so short that they may be either."""
     fitting = [bits for bits in (4, 8) if words == -(-columns * bits // 32)]
     if len(fitting) == 1:
         return fitting[0]
@@ -136,9 +138,9 @@ def unpacked(words: np.ndarray, columns: int, bits: int) -> np.ndarray:
 
 
 def weight_of(codes: np.ndarray, beside: Mapping[str, np.ndarray], blocks: Sequence[ScaleBlock]) -> QuantizedWeight:
-    """Return the weight of these codes. beside: the arrays beside it, by the ends of their names: scales of float8, float32 or
-    narrower, or uint8 for 2^(scale - 127), which `FACTOR` multiplies and `DIVISOR` divides. blocks: those that the config names.
-    Raises ValueError for scales that fit no block."""
+    """Return the weight of these codes. beside: its other arrays, by the ends of their names: scales of float8, float32 or
+    narrower, or uint8 for 2^(scale - 127), which `FACTOR` multiplies and `DIVISOR` divides. blocks: the blocks that the
+    config names. Raises ValueError for scales that fit no block."""
     rows, columns = codes.shape[-2], columns_of(codes.shape, codes.dtype, beside.get(SHAPE))
     scale = beside[next(name for name in SCALES if name in beside)]
     check_kinds(codes.dtype, scale.dtype, beside)
@@ -156,8 +158,10 @@ def weight_of(codes: np.ndarray, beside: Mapping[str, np.ndarray], blocks: Seque
 
 
 def check_kinds(codes: np.dtype, scale: np.dtype, beside: Mapping[str, np.ndarray]):
-    """Raise ValueError for arrays of dtypes that no format has beside each other, or of which one is too much or not there.
-    Floats of 4 bits have scales of float8 and a factor (NVFP4), or powers of 2 (MXFP4)."""
+    """Raise ValueError if codes and scales have dtypes that no format combines, or an array is missing or superfluous.
+
+    Floats of 4 bits have scales of float8 and a factor (NVFP4), or powers of 2 (MXFP4).
+    """
     factors = [end for end in (FACTOR, DIVISOR) if end in beside]
     allowed = {FLOAT4: (FLOAT8, POWER), FLOAT8: (*FLOAT_SCALES, POWER)}.get(codes, FLOAT_SCALES)
     if scale not in allowed:
@@ -175,7 +179,8 @@ def check_kinds(codes: np.dtype, scale: np.dtype, beside: Mapping[str, np.ndarra
 def scales_by_block(
     scale: np.ndarray, shape: tuple[int, int], blocks: Sequence[ScaleBlock]
 ) -> tuple[np.ndarray, ScaleBlock]:
-    """Return (the scales by rows and columns of blocks, in float32, the rows and columns of a block). shape: of the weight."""
+    """Return (the scales [block rows, block columns] in float32, the rows and columns of a block). shape: the shape of the
+    weight."""
     rows, columns = shape
     given = scale.shape
     scale = np.exp2(scale.astype(np.float32) - 127) if scale.dtype == POWER else scale.astype(np.float32)

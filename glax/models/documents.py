@@ -88,7 +88,7 @@ class Documents:
         return text
 
     def line(self, path: str, offset: int, place: int) -> Any:
-        """Return the text of line number `place` after the offset; an empty text for an empty line."""
+        """Return the text of the `place`-th line from the byte `offset` of a file on; an empty text for an empty line."""
         with open(path, "rb") as file:
             file.seek(offset)
             for _ in range(place):
@@ -103,7 +103,7 @@ class Documents:
         return values.get(self.field) if isinstance(values, dict) else None
 
     def group(self, path: str, number: int) -> list:
-        """Return the texts of a row group, of which the last OPEN_GROUPS stay in memory."""
+        """Return the texts of row group `number` of a parquet file. The last OPEN_GROUPS groups stay in memory."""
         from pyarrow import parquet
 
         key = path, number
@@ -117,7 +117,7 @@ class Documents:
 
 
 class Shuffled:
-    """Repeat documents without an end. Each epoch has all of them, and shuffles anew within each WINDOW documents."""
+    """Repeat documents without an end. Each epoch has all documents, and shuffles them anew within each WINDOW documents."""
 
     def __init__(self, documents: Documents, seed: int):
         self.documents, self.seed = documents, seed
@@ -194,7 +194,7 @@ class Mixture:
 
     @property
     def sha256(self) -> str:
-        """Return the digest of what decides the order of tokens: names, sizes, fields, weights and the end token."""
+        """Return a digest of everything that decides the order of tokens: names, sizes, fields, weights and the end token."""
         files = [
             [[[Path(path).name, os.path.getsize(path)] for path in files], field, weight]
             for files, field, weight in self.sources
@@ -221,12 +221,14 @@ class Mixture:
         return grain.MapDataset.mix(mixed, weights) if len(parts) > 1 else mixed[0]
 
     def stream(self, number: int) -> grain.IterDataset:
-        """Return the rows of stream `number`, as `packed` forms them."""
+        """Return the packed rows of stream `number`, [length + 1] tokens with segment ids."""
         return self.packed(self.texts(number))
 
     def packed(self, texts: grain.MapDataset) -> grain.IterDataset:
-        """Return rows of length + 1 tokens, and the number of each token's document within its row, from 1 on.
-        Documents follow one another; what does not fit in a row begins the next."""
+        """Return rows of length + 1 tokens, with the number of each token's document within its row, from 1 on.
+
+        Documents follow one another. A document that does not fit in a row continues in the next.
+        """
         tokens = texts.map(self.encode).to_iter_dataset(NO_THREADS).filter(has_tokens)
         return experimental.ConcatThenSplitIterDataset(tokens, length_struct=dict(tokens=self.length + 1))
 
@@ -240,9 +242,9 @@ def has_tokens(element: Mapping[str, np.ndarray]) -> bool:
 
 
 class Rows(grain.IterDataset):
-    """Give the next row of each of some streams together, and the streams' states after these rows, as JSON.
+    """Iterate over rows: at each step the next row of each of some streams, and the streams' states after these rows, as JSON.
 
-    states: those from which the streams continue; None for their beginning.
+    states: the states from which the streams continue; None for their beginning.
     """
 
     def __init__(self, mixture: Mixture, streams: Sequence[int], states: Sequence[str] | None = None):
@@ -279,9 +281,9 @@ class RowsIterator(grain.DatasetIterator):
 
 
 class Reader:
-    """Read the rows of some streams ahead of the steps: by a thread, or by `workers` processes, each with some of the streams.
+    """Read the rows of some streams ahead of the steps: in a thread, or in `workers` processes, each with some of the streams.
 
-    states: those of the streams after the rows that were read, as JSON, by the streams' numbers.
+    states: {the number of a stream: its state after the rows that were read, as JSON}.
     """
 
     def __init__(self, mixture: Mixture, streams: Sequence[int], workers: int = 0):
@@ -290,7 +292,7 @@ class Reader:
         self.iterators: list[tuple[list[int], Any]] | None = None
 
     def seek(self, states: Mapping[str, str]):
-        """Continue each stream after the row that came with its state. states: by the streams' numbers."""
+        """Continue each stream after the row that came with its state. states: {the number of a stream: its state}."""
         self.close()
         self.states = {int(number): states[str(number)] for number in self.streams}
 

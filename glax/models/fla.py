@@ -107,7 +107,7 @@ def attention_layers(options: Options, width: int, layers: int) -> dict[int, dic
 
 
 def softmax_names(layers: dict[int, dict]) -> Rules:
-    """Return naming rules for the layers of softmax attention. They apply before the rules of the other mixer."""
+    """Return rules for the names of the layers of softmax attention. They apply before the rules of the other mixer."""
     return renamed(rf"{one_of(layers)}\.attn", ATTENTION)
 
 
@@ -134,8 +134,8 @@ def widths_of_heads(options: Options, width: int, heads: int, expand: tuple[floa
 def linear_options(
     options: Options, width: int, heads: int, expand: tuple[float, float], functions: dict[str, str]
 ) -> dict:
-    """Return the arguments of gla and retnet for heads, output and feature map. functions: the feature maps by their names in the
-    config."""
+    """Return the arguments of gla's and retnet's layers for heads, output gate and feature map. functions: {a feature map's
+    name in the config: its name in glax}."""
     known: dict[str | None, str | None] = {None: None, **functions}
     found = widths_of_heads(options, width, heads, expand)
     return found | dict(
@@ -148,18 +148,20 @@ def linear_options(
 
 
 def affine(options: Options) -> bool:
-    """Return the flag elementwise_affine. Null stands for false in these configs."""
+    """Return the flag elementwise_affine, in which null stands for false."""
     return options.choice("elementwise_affine", True, (True, False, None)) is True
 
 
 def convolutions(options: Options, init: Callable, used: bool = False) -> dict:
-    """Return the arguments of a layer's convolutions. used: whether a config without the option has some."""
+    """Return the arguments of a layer's convolutions. used: whether the layer has convolutions if the config lacks the
+    option."""
     has_some = options.flag("use_short_conv", used)
     return dict(use_short_conv=has_some, conv_size=options.integer("conv_size", 4), filter_init=init)
 
 
 def norm_name(config: ModelConfig, is_gated: bool) -> dict[str, str]:
-    """Return the name of the output's norm. It has another name in layers where fla computes it together with the gate."""
+    """Return {the output norm in glax: its name in the checkpoint}. fla names it otherwise in layers where it computes it
+    together with the gate."""
     return {"norm": "g_norm_swish_gate" if config.values.get("fuse_norm", True) and is_gated else "g_norm"}
 
 
@@ -318,7 +320,7 @@ def hgrn2(config: ModelConfig, precision: Precision) -> CausalLM:
 
 
 class HGRN(AttentionResidualLM):
-    """A model whose decays have lower bounds that grow with depth: the cumulative sum of a softmax over the layers.
+    """Define a model whose decays have lower bounds that grow with depth: the cumulative sum of a softmax over the layers.
 
     bounded: the number of bounds of a layer, or None for no bounds.
     """
@@ -423,7 +425,7 @@ def delta_options(options: Options, init: Callable) -> dict[str, Any]:
 
 
 def plain_norm(is_gated: bool) -> tuple[str, ...]:
-    """Return the pattern of the output's norm, as in `Names.float32`. fla has it in float32 where no gate is fused into it."""
+    """Return the patterns of `Names.float32` for the output's norm. fla has the norm in float32 if no gate is fused into it."""
     return () if is_gated else (r"\.attn\.o_norm\.weight$",)
 
 
@@ -506,7 +508,8 @@ def gated_delta_model(
     mixer: functools.partial,
     names: dict[str, str] | None = None,
 ) -> CausalLM:
-    """Return a model of a layer that derives from GatedDeltaNet. names: those of the layer's own parts."""
+    """Return a model whose mixer derives from GatedDeltaNet. names: {a part of the mixer: its name in the checkpoint}, for the
+    parts that GatedDeltaNet lacks."""
     names = DELTA_NAMES | OUTPUT_GATE | {"gate": "a_proj"} | (names or {})
     float32 = (A_LOG, *plain_norm(mixer.keywords["use_output_gate"]))
     return assemble(options, config, precision, mixer, names, layers=21, float32=float32)

@@ -45,7 +45,7 @@ def read_config(folder: Path) -> dict:
 
 
 def read_object(path: Path, *, infinite: bool = False) -> dict[str, Any]:
-    """Return the JSON object in a file. infinite: as in `read_json`.
+    """Return the JSON object in a file. infinite: whether NaN, Infinity and -Infinity are numbers in it.
 
     Raises OSError if it is no regular file, and ValueError, which names it, if it holds no JSON object.
     """
@@ -59,7 +59,8 @@ def read_object(path: Path, *, infinite: bool = False) -> dict[str, Any]:
 
 
 def read_optional_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, empty if there is no file. Raises as `read_object`."""
+    """Return the JSON object in a file; {} if there is no file. Raises OSError if it is no regular file, and ValueError if it
+    holds no JSON object."""
     return read_object(path) if os.path.lexists(path) else {}
 
 
@@ -79,12 +80,11 @@ def opened(path: Path):
 
 
 def files_of(folder: Path) -> tuple[dict[str, Path], dict[Path, safe_open]]:
-    """Return (the file of each tensor, the open files).
+    """Return (the file of each tensor by name, the open files by path).
 
-    model.safetensors is read where both it and an index stand in the folder, as transformers does.
-
-    Raises FileNotFoundError if there are no safetensors. A pickled file is named in the message and never opened. Raises
-    ValueError, which names the file, for an index or a file with another content.
+    If a folder has both model.safetensors and an index, the former is read, as in transformers. Raises FileNotFoundError if
+    there are no safetensors. A pickled file is named in the message and never opened. Raises ValueError, which names the file,
+    for an index or a file of other content.
     """
     single, index = newest(folder, WEIGHTS), newest(folder, INDEX)
     if single.exists():
@@ -132,7 +132,8 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Return the name of each tensor's file, as an index states them. Raises ValueError unless they lie in the index's folder."""
+    """Return {the name of a tensor: its file} as an index states it. Raises ValueError unless the files lie in the index's
+    folder."""
     try:
         _, values = read_json(index)
     except ContentError as error:
@@ -152,14 +153,14 @@ def unique(values: Iterable) -> list:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return the first names, and how many more there are."""
+    """Return a text of the first names, and of how many more there are."""
     names = sorted(names)
     more = len(names) - LISTED
     return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def no_folder(path: Path) -> str:
-    """Return the remedy for a path that is no folder."""
+    """Return a text with the remedy, for a path that is no folder."""
     if path.suffix == ".gguf":
         return "GGUF is not read. Name the folder of the checkpoint that the file was converted from"
     if path.suffix in PICKLES:
@@ -170,7 +171,7 @@ def no_folder(path: Path) -> str:
 
 
 def no_weights(folder: Path) -> Exception:
-    """Return the error for a folder without model.safetensors and index, which says what it holds."""
+    """Return the error for a folder without model.safetensors and without an index, which says what the folder holds."""
     names = sorted(path.name for path in folder.iterdir())
     pickles = [name for name in names if name.endswith(PICKLES) and not TRAINING.fullmatch(name)]
     if any(name in ADAPTER for name in names):
@@ -189,7 +190,7 @@ def no_weights(folder: Path) -> Exception:
 
 
 def other_content(folder: Path) -> str:
-    """Return what a folder holds that is no checkpoint of transformers, and the remedy if there is one."""
+    """Return a text that says what a folder holds instead of a checkpoint of transformers, and the remedy if there is one."""
     names = sorted(path.name for path in folder.iterdir())
     if broken := [name for name in names if not (folder / name).exists()]:
         return f"{listed(broken)} {'is a link' if len(broken) == 1 else 'are links'} to nothing. Fetch the files again"
@@ -214,7 +215,7 @@ class Weights:
     """Hold the tensors of a folder by name, in files that are mapped into memory."""
 
     def __init__(self, folder: Path, file: str | None = None):
-        """Open the files of a model, or one file of this name."""
+        """Open the safetensors of a model's folder. file: the name of one file, which alone is opened; all of them if None."""
         self.folder, self.stored = folder, {}
         self.maps: dict[Path, tuple[mmap.mmap, dict]] = {}  # the mapped file and its header, by path
         self.files, self.handles = files_of(folder) if file is None else of_file(newest(folder, file))
@@ -224,8 +225,8 @@ class Weights:
         self.values: dict[str, np.ndarray] = {}  # tensors that were divided anew
 
     def rename(self, aliases: tuple[tuple[str, str], ...]):
-        """Give tensors the usual name where a file has another name for them. aliases: (pattern of the other name, the usual
-        name) of re.sub."""
+        """Rename tensors for which a file has another name than the usual one. aliases: pairs (pattern of the other name, the
+        usual name) for re.sub."""
         for pattern, replacement in aliases:
             for other in [name for name in self.files if re.search(pattern, name)]:
                 usual = re.sub(pattern, replacement, other)
@@ -233,7 +234,8 @@ class Weights:
                     self.files[usual], self.stored[usual] = self.files.pop(other), self.stored.pop(other, other)
 
     def divide(self, stacked: tuple[tuple[str, tuple[str, ...]], ...]):
-        """Name the parts of tensors [experts, rows, columns] that hold all experts. stacked: as in `Names`."""
+        """Name the parts of tensors [experts, rows, columns] that hold all experts. stacked: pairs (pattern of such a tensor,
+        the names of its equal parts with `*` for the expert)."""
         for pattern, parts in stacked:
             for name in [name for name in self.names() if re.search(pattern, name)]:
                 shape = self.header(name).get_shape()
@@ -246,7 +248,8 @@ class Weights:
                         self.parts[one] = name, (expert, slice(i * size, (i + 1) * size))
 
     def divide_rows(self, stacked: tuple[tuple[str, tuple[str, ...]], ...]):
-        """Name the rows, each as [1, 1, columns], of tensors [rows, columns]. stacked: as `Names.stacked_rows`."""
+        """Name the rows, each as [1, 1, columns], of tensors [rows, columns]. stacked: pairs (pattern of such a tensor, the
+        names of its rows)."""
         for pattern, parts in stacked:
             for name in [name for name in self.names() if re.search(pattern, name)]:
                 shape = self.header(name).get_shape()
@@ -256,7 +259,8 @@ class Weights:
                     self.parts[re.sub(pattern, part, name)] = name, (slice(i, i + 1), np.newaxis)
 
     def divide_anew(self, sizes: Mapping[str, int]):
-        """Give the tensors of these names, which hold the rows of one tensor in this order, as many rows as `sizes` says."""
+        """Divide the rows of some tensors anew, as {name: number of rows} in `sizes` says. Together, in this order, they hold
+        the rows of one tensor."""
         if not sizes.keys() <= self.files.keys():
             return
         rows = np.concatenate([self.read(name) for name in sizes])
@@ -264,20 +268,20 @@ class Weights:
             self.values |= zip(sizes, np.split(rows, np.cumsum(list(sizes.values()))[:-1]), strict=True)
 
     def name_scales(self, rules: tuple[tuple[str, str], ...]):
-        """Take `Names.scales`. Weights that are not quantized have no use for them."""
+        """Ignore `rules`, by which quantized weights find their scales: weights that are not quantized have none."""
 
     def names(self) -> set[str]:
         return set(self.files) - {name for name, _ in self.parts.values()} | set(self.parts)
 
     def tensor_of(self, name: str) -> str:
-        """Return the tensor of self.files that holds the part of this name, or that has it."""
+        """Return the name of the tensor in self.files that contains the part `name`; `name` itself if it is no part."""
         return self.parts[name][0] if name in self.parts else name
 
     def file(self, name: str) -> Path:
         return self.files[self.tensor_of(name)]
 
     def named_at(self, name: str) -> str:
-        """Return what messages call a tensor: its name in the file, and the file."""
+        """Return a text for messages: the name of a tensor in the file, and the file."""
         tensor = self.tensor_of(name)
         return f"{self.stored.get(tensor, tensor)} in {self.files[tensor]}"
 
@@ -320,7 +324,7 @@ class Weights:
                 content.madvise(mmap.MADV_DONTNEED)
 
     def header(self, name: str):
-        """Return the header of a tensor, or of the tensor that holds a part."""
+        """Return the header, with shape and dtype, of the tensor `name`, or of the tensor that contains the part `name`."""
         tensor = self.tensor_of(name)
         return self.handles[self.files[tensor]].get_slice(self.stored.get(tensor, tensor))
 

@@ -43,7 +43,7 @@ def formed(make: Callable[[], Any], shardings: Any) -> Any:
 
 
 def small_values(traced: ClosedJaxpr) -> tuple[dict[Any, Any], list]:
-    """Return the constants and small values of a program by variable, and its other equations."""
+    """Return (the constants and small values of a program by variable, its other equations). Small values are computed here."""
     values, rest = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True)), []
     for equation in traced.jaxpr.eqns:
         inputs = variables(equation.invars)
@@ -57,7 +57,8 @@ def small_values(traced: ClosedJaxpr) -> tuple[dict[Any, Any], list]:
 
 
 def program_of(whole: Jaxpr, equations: list, outcome) -> tuple[Jaxpr, list]:
-    """Return the program that forms one result, of those equations that it needs, and its inputs."""
+    """Return (the program that forms one result, with only the equations that it needs; its inputs). outcome: the variable of
+    the result."""
     needed, found = set(variables([outcome])), []
     for equation in reversed(equations):
         if needed.intersection(equation.outvars):
@@ -73,7 +74,8 @@ def program_of(whole: Jaxpr, equations: list, outcome) -> tuple[Jaxpr, list]:
 
 
 def constants(program: Jaxpr) -> Iterable:
-    """Yield the arrays that a program and the programs in it hold, which their text leaves out."""
+    """Yield the arrays that a program and the programs in it hold as constants, which the text of a program does not
+    include."""
     for equation in program.eqns:
         yield from (x.val for x in equation.invars if isinstance(x, Literal) and np.ndim(x.val))
         for inner in jax.tree.leaves(
@@ -98,5 +100,5 @@ def variables(atoms: Iterable) -> list:
 
 
 def part(whole: Jaxpr, inputs: list, outcomes: list, equations: list) -> Jaxpr:
-    """Return a program of some equations of `whole`."""
+    """Return a program with these inputs, results (outcomes) and equations, which are some of those of `whole`."""
     return whole.replace(constvars=[], invars=inputs, outvars=outcomes, eqns=equations)

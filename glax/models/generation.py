@@ -189,8 +189,8 @@ class Progress(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Hold what is known while tracing of the arrays of a call. samples: the continuations of a prompt. limit: the tokens that
-    `Progress.written` has room for. room: the tokens of a sequence that the pools have room for."""
+    """Hold the static sizes of a call. samples: the continuations of a prompt. limit: the tokens that `Progress.written` has
+    room for. room: the tokens of a sequence that the pools have room for."""
 
     samples: int
     limit: int
@@ -244,7 +244,8 @@ def write_tokens(structure: Structure, sampling: Sampling, parameters, arrays: d
 
 
 def next_tokens(structure: Structure, sampling: Sampling, parameters, arrays: dict, until, progress: Progress, pools):
-    """Return what `write_tokens` returns: step by step, read the last token of each continuation and draw the next."""
+    """Return (progress, pools) after a loop whose steps read the last token of each continuation and draw the next, until there
+    are `until` tokens or all sequences have ended."""
 
     def following(carry):
         progress, pools = carry
@@ -258,7 +259,7 @@ def next_tokens(structure: Structure, sampling: Sampling, parameters, arrays: di
 
 
 def specs_of(progress: Progress, pools) -> tuple:
-    """Return the PartitionSpecs of a call's progress, which is replicated, and of its pools."""
+    """Return the PartitionSpecs of (progress, pools). The progress is replicated."""
     return jax.tree.map(lambda _: P(), progress), jax.tree.map(spec_of, pools)
 
 
@@ -324,7 +325,7 @@ class Call:
         self.compiling: list[Future] = []
 
     def set_parameters(self, model: CausalLM):
-        """Take the parameters of a model whose shapes the call was prepared for."""
+        """Set the parameters from a model. The call was prepared for a model with shapes in their place."""
         self.model, (_, self.parameters) = model, Structure.of(model)
 
     @property
@@ -416,8 +417,8 @@ def has_caches(model: CausalLM) -> bool:
 def prepare(model, tokens, max_new_tokens, lengths, padding, drawing: tuple, stop, tokenizer) -> Call:
     """Return a `Call` with the checked arguments of `generate`. Raises what `generate` raises.
 
-    model: one of shapes may be prepared, too, and be given its parameters later.
-    drawing: (samples, key, temperature, top_k, top_p, repetition_penalty, eos, log_probs).
+    model: may have shapes in place of parameters, which `Call.set_parameters` sets later. drawing: (samples, key, temperature,
+    top_k, top_p, repetition_penalty, eos, log_probs).
     """
     if padding not in PADDINGS:
         raise ValueError(f"padding must be 'right' or 'left', got {padding!r}")
@@ -442,7 +443,7 @@ def prepare(model, tokens, max_new_tokens, lengths, padding, drawing: tuple, sto
 
 
 def of_lists(prompts: Sequence[Sequence[int]]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
-    """Return prompts of any lengths, padded with zeros on the right, and their lengths. Raises ValueError or TypeError."""
+    """Return (the prompts padded with zeros on the right, [B, T]; their lengths, [B]). Raises ValueError or TypeError."""
     rows = [np.asarray(prompt) for prompt in prompts]
     for i, row in enumerate(rows):
         if row.ndim != 1 or not row.size:
@@ -455,7 +456,7 @@ def of_lists(prompts: Sequence[Sequence[int]]) -> tuple[Int[np.ndarray, "B T"], 
 
 
 def arranged(tokens: Int[Array | np.ndarray, "B T"], lengths, padding: str) -> tuple[dict, int]:
-    """Return the prompts as `read_prompts` takes them, and the greatest length, T if lengths are traced.
+    """Return (the prompts as the dict that `read_prompts` takes, the greatest length, T if lengths are traced).
 
     Known prompts are packed on the host, into as many tokens as their bucket has. Prompts of one length that are traced, or on
     several devices, stay [B, T].
@@ -485,7 +486,7 @@ def arranged(tokens: Int[Array | np.ndarray, "B T"], lengths, padding: str) -> t
 def checked_drawing(
     model, B, samples, key, temperature, top_k, top_p, repetition_penalty, eos, log_probs
 ) -> tuple[Sampling, dict]:
-    """Return how tokens are drawn: what is known while tracing, and by name the arrays that may be traced. Raises ValueError or
+    """Return (the `Sampling`, which is static; {name: array} of the arguments that may be traced). Raises ValueError or
     TypeError, which names the argument."""
     check_real("temperature", temperature)
     known = known_number(temperature)
@@ -530,7 +531,7 @@ def checked_drawing(
 
 
 def float32(x):
-    """Return a number as a scalar in float32, a known one without a program of its own."""
+    """Return a number as a scalar in float32. A known number is converted on the host, without a program."""
     known = known_number(x)
     return jnp.asarray(x, jnp.float32) if known is None else np.float32(known)
 
@@ -606,7 +607,7 @@ NEUTRAL_DRAWN: dict[str, tuple] = dict(epsilon_cutoff=(0,), eta_cutoff=(0,), min
 
 @dataclasses.dataclass(frozen=True)
 class GenerationDefaults:
-    """Hold what a checkpoint says about generating from it.
+    """Hold the options for generation that a checkpoint's files contain.
 
     eos: the tokens that end a sequence. temperature: 0 unless the file has do_sample. top_k, top_p: None for no limit.
     repetition_penalty: None for 1. stop: the texts that end a sequence. max_new_tokens: None if the file does not say.
@@ -710,7 +711,8 @@ def tokens_of(path: Path | str | None, value: Any) -> list[int] | None:
 
 
 def number(path: Path | None, values: Mapping[str, Any], key: str, default: float, given: Mapping[str, Any]) -> Any:
-    """Return the number in `given`, else the one in the file, else the default. Raises ValueError for another kind of value."""
+    """Return given[key] if there is one, else values[key], else the default. Raises ValueError for a value that is no number.
+    path: the file of `values`, for the message."""
     if given.get(key) is not None:
         return given[key]
     value = default if values.get(key) is None else values[key]

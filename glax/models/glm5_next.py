@@ -82,7 +82,8 @@ FLOAT32 = (
 
 
 class IndexInputs(NamedTuple):
-    """Hold what a `Choice` is made of: the index queries [*rows, H D], keys [*rows, 2 D] and weights [*rows, H] of rows."""
+    """Hold the arrays from which a `Choice` is made, for each row: index queries [*rows, H D], keys [*rows, 2 D] and weights
+    [*rows, H]."""
 
     query: Float[Array, "*rows HD"]
     key: Float[Array, "*rows 2D"]
@@ -121,7 +122,7 @@ def pooled(
 ) -> Float[Array, "*rows D"]:
     """Return sum_s p_s k_s over the tokens s of a block, in each channel: keys = [k, g], p = softmax_s(g_s + position_bias_s).
 
-    It is `Choice.pool` behind its first argument. The last is the positions of blocks, on which nothing depends here.
+    With position_bias bound, it is a `Choice.pool`. The last argument is the positions of blocks, and not used.
     """
     k, gate = jnp.split(keys, 2, axis=-1)
     share = jax.nn.softmax(gate.astype(jnp.float32) + position_bias.astype(jnp.float32), -2)
@@ -129,12 +130,12 @@ def pooled(
 
 
 class IndexedLatentAttention(MultiHeadLatentAttention):
-    """Compute `glax.nn.MultiHeadLatentAttention` over the blocks of tokens that each row chooses by a `glax.nn.choice.Choice`,
-    from what an `Indexer` computes and `pooled`.
+    """Compute `glax.nn.MultiHeadLatentAttention` over the blocks of tokens that each row chooses. The `glax.nn.choice.Choice`
+    is made of the results of an `Indexer`, with `pooled` as its pool.
 
-    block_size, num_blocks: those of the choice. index_width: D of the `Indexer`. indexer: None for a layer that chooses as the
-    layer before it, by that layer's index inputs. The cache also holds `index` [N, max_length, 1, 2 D], the index keys: a layer
-    without an indexer stores those of the layer before it again.
+    block_size, num_blocks: fields of the choice. index_width: D of the `Indexer`. indexer: None for a layer that takes the
+    index inputs, and so the choice, of the layer before it. The cache also holds `index` [N, max_length, 1, 2 D], the index
+    keys: a layer without an indexer stores those of the layer before it again.
     """
 
     def __init__(
@@ -222,7 +223,7 @@ class Streams(nnx.Module):
         return read.astype(x.dtype), (2 * jax.nn.sigmoid(post)).astype(x.dtype), mixing.astype(x.dtype)
 
     def divided(self, mixing: Float[Array, "*rows N N"], axis: int) -> Float[Array, "*rows N N"]:
-        """Return mixing, divided by its sums over `axis` + eps."""
+        """Return `mixing` divided by (its sums over `axis` + eps)."""
         return mixing / (mixing.sum(axis, keepdims=True) + self.eps)
 
 
@@ -232,9 +233,9 @@ def written(x: Float[Array, "*rows N D"], y: Float[Array, "*rows D"], post: Arra
 
 
 class StreamBlock(nnx.Module):
-    """Compute a mixer and an MLP behind their norms, each of which reads and writes the streams by `Streams`.
+    """Compute a mixer and an MLP, each after its norm. Each reads and writes the streams of residuals by a `Streams`.
 
-    passes_index: whether the mixer of the next block chooses as this one, so that this block passes its `IndexInputs` on. Other
+    passes_index: whether the mixer of the next block has the same choice, so that this block passes its `IndexInputs` on. Other
     blocks pass None: a scan over layers needs pairs of one form.
     """
 
@@ -251,10 +252,10 @@ class StreamBlock(nnx.Module):
     def mix(
         self, pair: tuple[Array, IndexInputs | None], state: dict, rows: Rows, position_bias: Array | None = None
     ) -> tuple[tuple[Array, IndexInputs | None], dict]:
-        """Return the pair for the next block, and the new state.
+        """Return (the pair for the next block, the new state).
 
-        pair: the streams [*rows, N, D], and the index inputs that the block before passes on. position_bias: of the indexer
-        of that block, if this block's mixer has none.
+        pair: the streams [*rows, N, D], and the index inputs that the block before passes on. position_bias: that of the
+        indexer of the block before, if this block's mixer has none.
         """
         x, index = pair
         read, post, mixing = self.attn_streams(x)
@@ -270,8 +271,8 @@ class StreamBlock(nnx.Module):
 
 
 class StreamLM(CausalLM):
-    """A CausalLM whose blocks read `streams` copies of the embedding, and whose head reads their mean. sharing: the numbers of
-    the layers that take the choice of the layer before them."""
+    """Define a CausalLM whose blocks read `streams` copies of the embedding, and whose head reads the mean of the streams.
+    sharing: the numbers of the layers that take the choice of the layer before them."""
 
     def __init__(self, *args, streams: int, sharing: tuple[int, ...], **options):
         super().__init__(*args, **options)
@@ -381,7 +382,7 @@ def text_options(outermost: KimiOptions) -> KimiOptions:
 
 
 def delta_options(options: Options) -> dict[str, Any]:
-    """Return the arguments of KimiDeltaAttention. What `linear_attn_config` holds counts more than the options beside it."""
+    """Return the arguments of KimiDeltaAttention. Options inside of `linear_attn_config` take precedence over others."""
     given = options.take("linear_attn_config", None)
     inner = options.part("linear_attn_config", {} if given is None else given, read=frozenset())
     sizes = delta_sizes(options, inner, 64)
@@ -400,7 +401,7 @@ def delta_options(options: Options) -> dict[str, Any]:
 
 
 def index_options(options: Options, rank: int) -> tuple[dict[str, Any], int]:
-    """Return the arguments of `Indexer`, and the number of blocks that a row reads."""
+    """Return (the arguments of `Indexer`, the number of blocks that a row reads). rank: the width of the latent of queries."""
     best, size = options.integer("index_topk", 2048), options.integer("index_kpool", 16)
     if best % size:
         raise options.unsupported("index_topk", f"it must be a multiple of index_kpool={size}")
@@ -432,8 +433,8 @@ def sharing_layers(options: Options, kinds: Sequence[str]) -> tuple[int, ...]:
 
 
 def names_of(kinds: Sequence[str], layers: int) -> Names:
-    """Return the names of the tensors. Files number the layer of multi-token prediction `layers`, behind the last: as the vision
-    tower it counts as another model."""
+    """Return the `Names` of the parameters. In files the layer of multi-token prediction has the number `layers`, behind the
+    last. It counts as another model, as the vision tower does."""
     query = {"query": "q_b_proj"} | {f"indexer.{old}": f"indexer.{new}" for old, new in INDEXER.items()}
     mixers = {LINEAR: ("self_attn", DELTA), SOFTMAX: ("self_attn", LATENT | query)}
     outer = outer_names(*(f"{PREFIX}.{name}" for name in ("embed_tokens", "layers", "norm")))

@@ -27,7 +27,7 @@ SHARED = {"input": "input_linear", "output": "output_linear"}
 
 
 def mlp_names(experts: bool) -> tuple[tuple[str, str], ...]:
-    """Return naming rules for `mlp`, the shared MLP; with experts, the shared MLP is `mlp.shared`."""
+    """Return rules for the names of the shared MLP: `mlp`, or `mlp.shared` if the model has experts."""
     inside = r"\.mlp\.shared" if experts else r"\.mlp"
     shared = [(rf"{inside}\.{old}(?=\.)", f".shared_mlp.{new}") for old, new in SHARED.items()]
     return (

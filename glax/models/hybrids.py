@@ -1,5 +1,4 @@
-"""Share what the hybrids of transformers have in common: options of Mamba-2 and of softmax attention, kinds of layers, and an
-MLP."""
+"""Provide what hybrids of transformers share: options of Mamba-2 and of softmax attention, kinds of layers, and an MLP."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -49,7 +48,7 @@ def attention_sizes(
 
 
 def softmax_attention(width: int, sizes: dict, rope: Rope | None, init, precision: Precision, **more) -> Attention:
-    """Return an `Attention`. rope: None for no rotation."""
+    """Return an `Attention`. sizes: as `attention_sizes` returns them. rope: None for no rotation. more: further arguments."""
     turned = dict(theta=None) if rope is None else rope.arguments(sizes["head_width"])
     return Attention(width, kernel_init=init, **sizes, **turned, **more, **precision.options)
 
@@ -95,10 +94,11 @@ def layer_kinds(
     default: Sequence[str],
     known: Mapping[Any, str] = KINDS,
 ) -> list[str]:
-    """Return known[word] for each layer's word in the options among `keys` that are not null, which must agree.
+    """Return the kind of each layer, known[word], from a list of words in the config. Of the options `keys`, those that are not
+    null must agree.
 
-    default: the words if every option is missing or null. layers: the number of entries, or None if any number is right.
-    Raises UnsupportedOption, which names the option read, for another number of entries and for an unknown word.
+    default: the words if every option is missing or null. layers: the required number of words, or None for any. Raises
+    UnsupportedOption, which names the option read, for another number of words and for an unknown word.
     """
     found = [(key, value) for key in keys if (value := options.take(key, None)) is not None]
     key, kinds = found[0] if found else (keys[0], list(default))
@@ -113,7 +113,7 @@ def layer_kinds(
 
 
 def check_kinds_of_layers(options: Options, kinds: Sequence[str], known: Mapping[Any, str] = KINDS):
-    """Raise UnsupportedOption, which names it, for a list of the layers' kinds other than `kinds`, which other options
+    """Raise UnsupportedOption if the config has a list of the layers' kinds that differs from `kinds`, which other options
     determine."""
     for key in ("layers_block_type", "layer_types"):
         if layer_kinds(options, (key,), len(kinds), kinds, known) != list(kinds):
@@ -121,8 +121,8 @@ def check_kinds_of_layers(options: Options, kinds: Sequence[str], known: Mapping
 
 
 def experts_per_token(options: Options, default: int, key: str, count: int, least: int = 1) -> int:
-    """Return num_experts_per_tok, at most the `count` experts that the option `key` holds, if there are any. default: the number
-    for a config that lacks it."""
+    """Return num_experts_per_tok. It is at most `count`, the number of experts, which the option `key` holds, unless that is 0.
+    default: the number for a config that lacks it."""
     top_k = options.integer("num_experts_per_tok", default, least=least)
     if count and top_k > count:
         raise options.unsupported("num_experts_per_tok", f"it must be at most {key}={count}")
@@ -137,7 +137,8 @@ def are_layers(given: Any, layers: int) -> bool:
 class DenseMLP(nnx.Module):
     """Compute y = W_output (act(a) * b) with a, b the halves of W_input x; y = W_output act(W_input x) if not `gated`.
 
-    x, y [..., width]; a, b [..., inside]. act: a name in `glax.nn.parts`. options: as of `glax.nn.parts.linear`.
+    x, y [..., width]; a, b [..., inside]. act: the name of a function in `glax.nn.parts.ACTIVATIONS`. options: further
+    arguments of `glax.nn.parts.linear`.
     """
 
     def __init__(self, width: int, inside: int, *, act: str, gated: bool = True, **options):
@@ -150,7 +151,7 @@ class DenseMLP(nnx.Module):
         return self.behind_input(self.input(x))
 
     def behind_input(self, projected: Float[Array, "*rows inside"]) -> Float[Array, "*rows width"]:
-        """Return y from W_input x, which a subclass may have changed."""
+        """Return y from W_input x. A subclass calls it with a changed W_input x."""
         act = activation("act", self.act)
         if not self.gated:
             return self.output(act(projected))
@@ -159,7 +160,7 @@ class DenseMLP(nnx.Module):
 
 
 class ScaledLM(CausalLM):
-    """A CausalLM that multiplies the embedding by `embedding_multiplier` and the logits by `logits_multiplier`."""
+    """Define a CausalLM that multiplies the embedding by `embedding_multiplier` and the logits by `logits_multiplier`."""
 
     def __init__(self, *args, embedding_multiplier: float, logits_multiplier: float, **options):
         super().__init__(*args, **options)
@@ -173,6 +174,6 @@ class ScaledLM(CausalLM):
 
 
 def activate_convolutions(layer: Any, act: str):
-    """Let the convolutions of q, k and v have another activation than SiLU."""
+    """Change the activation of the layer's convolutions of q, k and v, which is SiLU, to `act`."""
     for conv in (layer.query_conv, layer.key_conv, layer.value_conv):
         conv.activation = act

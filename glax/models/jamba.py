@@ -42,8 +42,10 @@ MLP = (
 
 
 def chosen_layers(options: KimiOptions, kind: str, layers: int, period: int, offset: int) -> list[bool]:
-    """Return whether each layer is of a kind: those whose number is `offset` modulo `period`. The arguments are the values for a
-    config that lacks the option."""
+    """Return, for each layer, whether its number is `offset` modulo `period`, so that it is of this kind.
+
+    kind: "attn" or "expert", with which the options begin. period, offset: the values for a config that lacks the option.
+    """
     period = options.integer(f"{kind}_layer_period", period)
     offset = options.integer(f"{kind}_layer_offset", offset, least=0)
     if offset >= period:

@@ -140,7 +140,7 @@ def language_model(config: ModelConfig, options: KimiOptions, precision: Precisi
 
 
 def activation_of(options: Options) -> tuple[str, tuple[float, float | None] | None]:
-    """Return (activation, situ) of `SwiGLU`."""
+    """Return (activation, situ), the arguments of `SwiGLU` of these names."""
     beta = options.number("activation_situ_beta", None, optional=True, least=0)
     linear_beta = options.number("activation_situ_linear_beta", None, optional=True, above=0)
     if options.values.get("hidden_act") == "situ":
@@ -150,7 +150,7 @@ def activation_of(options: Options) -> tuple[str, tuple[float, float | None] | N
 
 
 def gated_delta_arguments(options: Options, layers: int) -> tuple[dict[str, Any], list[str]]:
-    """Return the arguments of KimiDeltaAttention with those of its gates, and the kind of each layer."""
+    """Return (the arguments of KimiDeltaAttention, those of its gates included; the kind of each layer)."""
     inner = linear_options(options)
     for key, other in (("full_attn_layers", "kda_layers"), ("kda_layers", "full_attn_layers")):
         if inner.values.get(key) is None and inner.values.get(other) is not None:
@@ -165,7 +165,7 @@ def gated_delta_arguments(options: Options, layers: int) -> tuple[dict[str, Any]
 
 
 def mlp_kinds_by_frequency(options: Options, layers: int) -> list[str]:
-    """Return whether each MLP is dense or sparse: every `moe_layer_freq`-th has experts, but for the first ones."""
+    """Return "dense" or "sparse" for each layer's MLP: every `moe_layer_freq`-th is sparse, except for the first ones."""
     first, every = options.integer("first_k_dense_replace", 0, least=0), options.integer("moe_layer_freq", 1)
     has_experts = options.values.get("num_experts") is not None
     kinds = [SPARSE if has_experts and layer >= first and layer % every == 0 else DENSE for layer in range(layers)]
@@ -175,7 +175,7 @@ def mlp_kinds_by_frequency(options: Options, layers: int) -> list[str]:
 
 
 def sparse_arguments(options: KimiOptions, eps: float) -> tuple[dict[str, Any], int]:
-    """Return the arguments of SparseMLP, and the width of the shared experts together."""
+    """Return (the arguments of SparseMLP, the width of all shared experts together)."""
     options.choice("moe_router_activation_func", "sigmoid", ("sigmoid",))
     experts, shared = expert_arguments(options, EXPERT_KEYS, inside=1024, count=256, groups=1, best=1, scaling=1.0)
     latent = options.integer("routed_expert_hidden_size", None, optional=True)
@@ -187,14 +187,15 @@ def sparse_arguments(options: KimiOptions, eps: float) -> tuple[dict[str, Any], 
 
 
 def padded_rates(x: np.ndarray) -> np.ndarray:
-    """Return A_log [H] as the published files hold it: with zeros behind it, up to a multiple of 128 numbers."""
+    """Return A_log [H] with zeros behind it, up to a multiple of 128 numbers, as published files hold it."""
     return np.pad(x, (0, -len(x) % 128))
 
 
 @dataclasses.dataclass(frozen=True)
 class UnpaddedRates:
-    """Return A_log [H] of a file's tensor: it holds the rates of H = `heads` heads, and zeros behind them, which published files
-    have up to a multiple of 128 numbers. Raises ValueError for other numbers behind them, which would be the rates of more heads.
+    """Define a function from a file's tensor to A_log [H], the rates of H = `heads` heads. Published files have zeros behind
+    them, up to a multiple of 128 numbers. It raises ValueError for other numbers there, which would be the rates of more
+    heads.
 
     Two with equal `heads` are equal. Partials of a function would not be, and then equal models would have unequal graphs.
     """
@@ -208,10 +209,10 @@ class UnpaddedRates:
 
 
 def names_of(kinds: list[str], mlps: list[str], delta: dict[str, Any], query_rank: int | None, is_whole: bool) -> Names:
-    """Return the names of the tensors.
+    """Return the `Names` of the parameters.
 
     kinds, mlps: for each layer the kind of its mixer, and whether its MLP is dense or sparse. delta: the arguments of
-    KimiDeltaAttention. query_rank: as of MultiHeadLatentAttention. is_whole: as in `language_model`.
+    KimiDeltaAttention. query_rank: the argument of MultiHeadLatentAttention. is_whole: as in `language_model`.
     """
     gates = {} if delta["low_rank_output"] else {"output_gate_up": "g_proj"}
     query = {"query": "q_proj" if query_rank is None else "q_b_proj", "gate": "g_proj"}

@@ -51,7 +51,7 @@ LATENT_NORM_EPS = 1e-6  # whatever rms_norm_eps says
 
 
 def rates_to_torch(x: np.ndarray) -> np.ndarray:
-    """Return A_log [H] as [1, 1, H, 1]."""
+    """Return A_log [H] as [1, 1, H, 1], the shape in checkpoints."""
     return x[None, None, :, None]
 
 
@@ -67,10 +67,10 @@ LAYOUTS: tuple[tuple[str, Layout], ...] = (
 
 
 class KimiOptions(Options):
-    """Options whose names in Kimi's own config are other ones than in transformers' code; either is read."""
+    """Hold options that Kimi's own config names otherwise than transformers. Both names are read."""
 
     def either(self, key: str, other: str) -> str:
-        """Return the name of the two that the config has. Raises UnsupportedOption if it has both, with other values."""
+        """Return that of the two names which the config has. Raises UnsupportedOption if it has both, with different values."""
         if key in self.values and other in self.values and self.values[key] != self.values[other]:
             raise self.unsupported(other, f"it must be {key}={self.values[key]!r}, which names the same")
         self.ignore(key, other)
@@ -131,8 +131,8 @@ def linear_options(options: Options) -> Options:
 
 
 def delta_arguments(options: Options, inner: Options, layers: int) -> tuple[dict[str, Any], list[str]]:
-    """Return the arguments of KimiDeltaAttention, and the kind of each layer. Kimi's own config has both in one object, `inner`,
-    whose lists number the layers from 1."""
+    """Return (the arguments of KimiDeltaAttention, the kind of each layer). In Kimi's own config one object, `inner`, has both,
+    and its lists number the layers from 1."""
     sizes = delta_sizes(options, inner, 32)
     listed = [inner.take(key, None) for key in ("full_attn_layers", "kda_layers")]
     usual = [SOFTMAX if layer and layer % 4 == 0 else LINEAR for layer in range(layers)]
@@ -147,8 +147,8 @@ def delta_arguments(options: Options, inner: Options, layers: int) -> tuple[dict
 
 
 def delta_sizes(options: Options, inner: Options, heads: int) -> dict[str, Any]:
-    """Return the sizes of KimiDeltaAttention. inner: `linear_attn_config`, whose options count more than those beside it. heads:
-    their number in a config that lacks it."""
+    """Return the sizes of KimiDeltaAttention as its arguments. inner: `linear_attn_config`, which takes precedence over other
+    options. heads: the number of heads for a config that lacks it."""
     width = inner.integer("head_dim", options.integer("linear_head_dim", 128))
     return dict(
         num_heads=inner.integer("num_heads", options.integer("linear_num_heads", heads)),
@@ -163,7 +163,7 @@ def are_numbers(given: Any) -> bool:
 
 
 def mlp_kinds(options: Options, layers: int, dense: int) -> list[str]:
-    """Return whether each MLP is dense or sparse. dense: how many are dense in a config that does not say it."""
+    """Return "dense" or "sparse" for each layer's MLP. dense: the number of dense MLPs for a config that lacks it."""
     first = options.integer("first_k_dense_replace", dense, least=0)
     usual = [DENSE if layer < first else SPARSE for layer in range(layers)]
     return layer_kinds(options, ("mlp_layer_types",), layers, usual, {DENSE: DENSE, SPARSE: SPARSE})
@@ -201,7 +201,7 @@ def latent_arguments(
 
 
 def expert_keys(options: KimiOptions) -> dict[str, str]:
-    """Return the names of the options that `expert_arguments` reads, as the config has them."""
+    """Return {the key by which `expert_arguments` names an option: the option's name in this config}."""
     return {
         "count": options.either("num_local_experts", "num_experts"),
         "top_k": options.either("num_experts_per_tok", "num_experts_per_token"),
@@ -214,8 +214,8 @@ def expert_keys(options: KimiOptions) -> dict[str, str]:
 def expert_arguments(
     options: Options, names: dict[str, str], *, inside: int, count: int, groups: int, best: int, scaling: float
 ) -> tuple[dict[str, Any], int]:
-    """Return the arguments of SparseMLP, and the width of the shared experts together. names: as of `expert_keys`. The others are
-    the values for a config that lacks the option."""
+    """Return (the arguments of SparseMLP, the width of all shared experts together). names: the options' names, from
+    `expert_keys`. The other arguments are the values for a config that lacks the option."""
     inside = options.integer("moe_intermediate_size", inside)
     usual = dict(count=count, top_k=8, groups=groups, shared=1)
     found = {name: options.integer(names[name], value) for name, value in usual.items()}
@@ -233,7 +233,7 @@ def expert_arguments(
 
 
 def expert_names(mlps: list[str]) -> Rules:
-    """Return rules for the parts of a `SparseMLP`. mlps: whether each layer's MLP is dense or sparse."""
+    """Return rules for the names of the parts of a `SparseMLP`. mlps: whether each layer's MLP is dense or sparse."""
     parts = (
         (r"router$", "gate.router"),
         (r"correction$", "gate.e_score_correction_bias"),

@@ -54,8 +54,8 @@ LAYOUTS = (
 
 
 class WholeGatedDeltaNet(FusedGatedDeltaNet):
-    """Compute `FusedGatedDeltaNet` with one projection, whose parts are q, k and v of all heads, z, and the inputs of beta and
-    of the step size."""
+    """Compute `FusedGatedDeltaNet` with one projection for everything: q, k and v of all heads, z, and the inputs of beta and
+    of the step size, in this order."""
 
     A_range = (1.0, 16.0)
 
@@ -70,7 +70,7 @@ class WholeGatedDeltaNet(FusedGatedDeltaNet):
 
 
 class WideRouterMLP(SparseMLP):
-    """Compute `SparseMLP` whose router reads its rows in float32."""
+    """Compute `SparseMLP` with a router that reads its rows in float32."""
 
     def chosen(self, x: Float[Array, "M D"]) -> Chosen:
         return softmax_router(x.astype(jnp.float32), self.router[...], self.top_k, self.normalize)

@@ -24,8 +24,8 @@ BLOCK = re.compile(r"(.*?\['blocks'\]\[)(\d+)(\].*)", re.DOTALL)
 
 
 def patterns_of(forms: Sequence[Hashable]) -> tuple[Pattern, ...]:
-    """Return the patterns that cover layers of these forms in their order: the one that saves the most blocks, and those of
-    what lies before and after it."""
+    """Return the patterns that cover layers of these forms, in order: the pattern that saves the most blocks, and recursively
+    those of the layers before and after it."""
     saved, first, period, repeats = 0, 0, len(forms), 1
     for start in range(len(forms)):
         for size in range(1, (len(forms) - start) // 2 + 1):
@@ -42,8 +42,11 @@ def patterns_of(forms: Sequence[Hashable]) -> tuple[Pattern, ...]:
 
 
 def forms_of(model: CausalLM, is_trained: Callable[[tuple, nnx.Variable], bool]) -> list[int]:
-    """Return a number for each layer. Layers of one number have equal graphs, arrays of equal shapes and dtypes of which the
-    same are trained, and further arguments of equal shapes. is_trained: a filter of flax.nnx for the model's variables."""
+    """Return a number for each layer, equal for layers of equal form: equal graphs, arrays of equal shapes and dtypes, the same
+    trained arrays, and further arguments of equal shapes.
+
+    is_trained: a filter of flax.nnx for the model's variables.
+    """
     numbers: dict[Hashable, int] = {}
 
     def form(layer: int, block: nnx.Module) -> Hashable:
@@ -58,10 +61,10 @@ def forms_of(model: CausalLM, is_trained: Callable[[tuple, nnx.Variable], bool])
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """Hold the patterns of a model's layers. By them a tree with an array for each layer, as checkpoints have it, is stacked into
-    a tree of the model of patterns.
+    """Hold the patterns of a model's layers. They map a tree with an array for each layer, as checkpoints have it, to a tree of
+    the model of patterns, with stacked arrays.
 
-    reason: why no scan runs over layers; "" where one does.
+    reason: why no scan runs over layers; "" if one does.
     """
 
     patterns: tuple[Pattern, ...]
@@ -90,17 +93,17 @@ class Layers:
 
     @property
     def numbers(self) -> list[range]:
-        """Return the numbers of the layers of each block of the model of patterns."""
+        """Return, for each block of the model of patterns, the numbers of the layers that it holds."""
         return layers_of_blocks(self.patterns)
 
     @property
     def description(self) -> str:
-        """Return how many layers are compiled."""
+        """Return in words how many of the layers are compiled."""
         blocks, layers = len(self.numbers), sum(map(len, self.numbers))
         return f"each of {layers} compiled: {self.reason}" if self.reason else f"{blocks} of {layers} compiled"
 
     def filter(self, is_trained: Callable[[tuple, nnx.Variable], bool]) -> Callable[[tuple, nnx.Variable], bool]:
-        """Return a filter of the variables of the model of patterns from one of the model's own."""
+        """Return is_trained, a filter of the model's variables, as a filter of the variables of the model of patterns."""
 
         def of_pattern(path: tuple, variable: nnx.Variable) -> bool:
             if path[0] == "blocks":
@@ -126,7 +129,7 @@ class Layers:
         return made
 
     def parts(self, name: str) -> list[str]:
-        """Return the names of the layers' arrays that are stacked in an array of the model of patterns; one for an array that is
+        """Return the names of the layers' arrays that are stacked in the array `name` of the model of patterns; [name] if it is
         not stacked."""
         if (found := BLOCK.fullmatch(name)) is None:
             return [name]
@@ -134,8 +137,8 @@ class Layers:
         return [f"{before}{layer}{behind}" for layer in self.numbers[int(block)]]
 
     def shapes(self, tree: Any, shardings: Any) -> Any:
-        """Return a tree of the shapes of `tree`, whose layers are apart, with the shardings that a tree of the model of patterns
-        has."""
+        """Return the shapes of `tree`, which has an array for each layer. Their shardings come from `shardings`, a tree of the
+        model of patterns."""
         found: dict[str, NamedSharding] = {}
         for name, sharding in by_name(shardings).items():
             parts = self.parts(name)
@@ -144,8 +147,10 @@ class Layers:
         return jax.tree.structure(tree).unflatten(shapes)
 
     def stacked(self, tree: Any, like: Any) -> Any:
-        """Return a tree of arrays as `like`, a tree of the model of patterns. Each array is stacked on its own, and its parts are
-        deleted: no more than one array is in memory twice."""
+        """Return `tree`, which has an array for each layer, in the structure of `like`, a tree of the model of patterns.
+
+        Each array is stacked on its own, and its parts are deleted: no more than one array is in memory twice.
+        """
         arrays, made = by_name(tree), []
         for name in by_name(like):
             parts = [arrays[part] for part in self.parts(name)]
@@ -153,7 +158,7 @@ class Layers:
         return jax.tree.structure(like).unflatten(made)
 
     def unstacked(self, tree: Any, like: Any) -> Any:
-        """Return a tree of the model of patterns as `like`, a tree with arrays for each layer."""
+        """Return `tree`, of the model of patterns, in the structure of `like`, which has an array for each layer."""
         arrays: dict[str, jax.Array] = {}
         for name, x in by_name(tree).items():
             parts = self.parts(name)
@@ -162,19 +167,19 @@ class Layers:
 
 
 def with_rows(x: nnx.Variable, count: int) -> nnx.Variable:
-    """Return a variable of `count` rows, each of the shape of x. The axis of rows is not sharded."""
+    """Return a variable [count, *shape of x]. Its axis of rows is not sharded."""
     axes = x.get_metadata().get("out_sharding")
     shape = jax.ShapeDtypeStruct((count, *x.shape), x.dtype)
     return x.replace(shape) if axes is None else x.replace(shape, out_sharding=(None, *axes))
 
 
 def of_row(sharding: NamedSharding) -> NamedSharding:
-    """Return the sharding of a layer's array. sharding: of its stack."""
+    """Return the sharding of one layer's array from the sharding of its stack."""
     return NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
 
 
 def of_stack(sharding: NamedSharding) -> NamedSharding:
-    """Return the sharding of a stack, whose axis of layers is not sharded. sharding: of a layer's array."""
+    """Return the sharding of a stack of layers from the sharding of one layer's array. The axis of layers is not sharded."""
     return NamedSharding(sharding.mesh, P(None, *sharding.spec))
 
 

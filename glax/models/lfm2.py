@@ -100,7 +100,7 @@ class GatedShortConvolution(Layer):
 
 
 def mlp_width(options: Options) -> int:
-    """Return the width inside of an MLP, which other options round from intermediate_size."""
+    """Return the inner width of an MLP: intermediate_size, as other options round it."""
     inside = options.integer("block_ff_dim", options.integer("intermediate_size", 12288))
     factor = options.number("block_ffn_dim_multiplier", 1.0, optional=True, above=0)
     multiple = options.integer("block_multiple_of", 256)
@@ -159,8 +159,8 @@ def hybrid(
     width: int,
     mlps: Sequence[Callable],
 ) -> CausalLM:
-    """Return the model of the options that are left. usual, width: the kinds of layers and the width of a config that lacks
-    them. mlps: for each layer, a function of the width that makes its MLP."""
+    """Return the model, from the options that are not taken yet. usual, width: the kinds of layers and the width for a config
+    that lacks them. mlps: for each layer, a function of the width that makes its MLP."""
     width = options.integer("hidden_size", width)
     outer, init = outer_options(options, precision, 65536, tied=True, pad=0)
     outer["tied"] = options.flag("tie_embedding", outer["tied"])  # an older name, which counts where a config has both

@@ -65,7 +65,7 @@ def transformer(
     vocabulary: int = 32000,
     mlp_bias: bool = False,
 ) -> CausalLM:
-    """Return the model of softmax attention and gated MLPs, from the options that are left.
+    """Return a model of softmax attention and gated MLPs, from the options that are not taken yet.
 
     windows: by kind of layer, how many tokens a token reads; None for all. inside, positions, vocabulary: the values for a
     config that lacks the option.

@@ -120,7 +120,8 @@ def builder(config: ModelConfig) -> Callable[[ModelConfig, Precision], CausalLM]
 
 
 class OneKey(nnx.Rngs):
-    """Give the same key for every parameter. Where shapes alone count, drawing keys would take most of the time."""
+    """Give the same key for every parameter. It serves where only shapes count, and drawing keys would take most of the
+    time."""
 
     def params(self):
         return jax.random.key(0)
@@ -148,7 +149,8 @@ def built(config: ModelConfig, precision: Precision) -> CausalLM:
 
 
 def floating(name: str, dtype: DTypeLike | None) -> jnp.dtype | None:
-    """Return the dtype, or None. Raises ValueError, which names the argument, unless models compute in it."""
+    """Return the dtype, or None for None. Raises ValueError, which names the argument `name`, unless models compute in this
+    dtype."""
     if dtype is None:
         return None
     try:
@@ -280,7 +282,8 @@ def read_folder(folder: Path) -> tuple[ModelConfig, Weights]:
 
 
 def unread_tensors(model: CausalLM) -> dict[str, np.ndarray]:
-    """Return the tensors of other models in the folder that a model was loaded from, by `Names.others`."""
+    """Return {name: array} of the tensors that belong to other models (`Names.others`) in the folder that a model was loaded
+    from."""
     folder = None if model.folder is None else Path(model.folder)
     if not model.names.others or folder is None or not folder.is_dir() or not has_weights(folder):
         return {}
@@ -340,7 +343,7 @@ def parameters_to_read(
 def load_into(model: CausalLM, weights: Weights, chosen: list[Chosen], placement: Placement | None):
     """Set the chosen parameters of `model` from the weights. Raises ValueError, with its name, if a tensor's shape differs.
 
-    placement: where they lie; on the default device if None.
+    placement: the placement on a mesh; None for the default device.
     """
     loaded = []
     with progress(weights.folder, sum(size_of(param) for _, param, _, _ in chosen)) as advance:
@@ -401,7 +404,7 @@ def progress(folder: Path, size: int) -> Iterator[Callable[[int], None]]:
 
 
 def joined_sizes(model: CausalLM) -> list[dict[str, int]]:
-    """Return the rows of each tensor of `Names.joined`, by name, for each tensor that they were divided from."""
+    """Return {name: number of rows} of the tensors in `Names.joined`, one dict for each tensor that was divided into them."""
     widths = {model.names(path): param.shape[-1] for path, param in parameters(model)} if model.names.joined else {}
     first, found = next(iter(model.names.joined), ""), []
     for name in widths:
@@ -417,8 +420,11 @@ def layered(
     back: Callable[[np.ndarray], np.ndarray],
     last_rows: int | None = None,
 ) -> Iterator[np.ndarray]:
-    """Yield tensors in glax's layout, one at a time. Raises ValueError for one of another shape. last_rows: how many
-    rows the last tensor has, behind which zeros are added, if it may have fewer."""
+    """Yield the tensors `names` in glax's layout, one at a time. Raises ValueError for one of another shape than `shape`.
+
+    back: a function from a tensor's layout to glax's. last_rows: the number of rows of the last tensor, if it may be smaller
+    than shape[0]; zeros are added behind them.
+    """
     for name in names:
         stored = weights.read(name)
         try:
@@ -451,7 +457,7 @@ def check_tied(model: CausalLM, weights: Weights):
 
 
 def equal(weights: Weights, name: str, other: str) -> bool:
-    """Return whether two tensors are equal. They are compared in blocks, whose memory is given back."""
+    """Return whether two tensors are equal. They are compared in blocks, and the memory of each is released."""
     first, second = weights.read(name), weights.read(other)
     if first.shape != second.shape:
         return False

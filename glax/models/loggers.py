@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Protocol
 
 
 class Logger(Protocol):
-    """Take the values of steps. A run that resumes writes the steps after its checkpoint again.
+    """Take the values of a run's steps. A run that resumes writes the steps after its checkpoint again.
 
-    package: the package that it needs. out: the folder of the run. done: the step of the checkpoint that the run resumes from, 0
-    for none. config: what describes the run.
+    package: the package that the logger needs. out: the folder of the run. done: the step of the checkpoint that the run
+    resumes from, 0 for none. config: values that describe the run.
     """
 
     package: ClassVar[str]
@@ -86,5 +86,5 @@ def check_loggers(names: object):
 
 
 def started(names: Sequence[str], out: Path, done: int, config: Mapping[str, Any]) -> list[Logger]:
-    """Return the loggers of these names, each once. The other arguments are those of `Logger`."""
+    """Return the loggers of these names, each once. out, done, config: the arguments of each `Logger`."""
     return [LOGGERS[name](out, done, config) for name in dict.fromkeys(names)]

@@ -27,7 +27,7 @@ OF_FLA_ALONE = (*OF_FLA, "dt_rank", "dt_scale", "dt_min", "dt_max", "dt_init_sch
 
 
 def step_rank(options: Options, key: str, width: int) -> int:
-    """Return the rows of W_dt: the option, or a sixteenth of the width, rounded up, if it is "auto" or missing."""
+    """Return the number of rows of W_dt: the option `key`, or ceil(width / 16) if it is "auto" or missing."""
     if options.take(key, "auto") == "auto":
         return math.ceil(width / 16)
     return options.integer(key)
@@ -83,7 +83,7 @@ def falcon_mamba(config: ModelConfig, precision: Precision) -> CausalLM:
 
 
 def of_transformers(config: ModelConfig, precision: Precision, options: Options, norms: dict[str, Any]) -> CausalLM:
-    """Return a model of transformers. norms: the arguments of Mamba1 for its norms of dt, B and C."""
+    """Return a model from a config of transformers. norms: the arguments of Mamba1 for its norms of dt, B and C."""
     width, layers = options.integer("hidden_size", 768), options.integer("num_hidden_layers", 32)
     inside = width * options.integer("expand", 2)
     outer, init = outer_options(options, precision, 50280, tied=True, has_padding=False, deviation=0.1)
@@ -112,8 +112,8 @@ def of_transformers(config: ModelConfig, precision: Precision, options: Options,
 
 
 def sizes_of(options: Options, width: int, inside: int) -> dict[str, Any]:
-    """Return the arguments of Mamba1 that fla and transformers name alike. inside: what `expand` makes it; intermediate_size
-    counts where a config has it."""
+    """Return the arguments of Mamba1 that fla and transformers name alike. inside: the inner width by the option `expand`;
+    intermediate_size, if a config has it, replaces it."""
     return dict(
         width=width,
         inside=options.integer("intermediate_size", inside),
@@ -137,8 +137,8 @@ def assemble(
     factor: float | None,
     names: Names,
 ) -> CausalLM:
-    """Return the model. outer: as `outer_options` returns it. mixer: the arguments of Mamba1. eps: the norms' epsilon. is_wide:
-    whether the residual is float32. factor: of `draw_output`."""
+    """Return the model. outer: the result of `outer_options`. mixer: the arguments of Mamba1. eps: the norms' epsilon. is_wide:
+    whether the residual is float32. factor: W_out starts uniform within factor / sqrt(inputs); unchanged if None."""
     options.finish()
     width = mixer["width"]
     norm = functools.partial(RMSNorm, width, epsilon=eps, param_dtype=precision.param_dtype)

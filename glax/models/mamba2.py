@@ -94,7 +94,7 @@ def of_fla(config: ModelConfig, precision: Precision) -> CausalLM:
 
 
 def draw_output(layer: Mamba1 | Mamba2 | Mamba3, precision: Precision, factor: float | None):
-    """Draw W_out anew: uniform within factor / sqrt(inputs). Leave it as it is if factor is None."""
+    """Set new first values of W_out: uniform within factor / sqrt(inputs). Nothing is done if factor is None."""
     if factor is None:
         return
     kernel = layer.output.kernel
@@ -104,7 +104,8 @@ def draw_output(layer: Mamba1 | Mamba2 | Mamba3, precision: Precision, factor: f
 
 
 def output_factor(options: Options, default: bool, layers: int) -> float | None:
-    """Return the factor of `draw_output`: 1 / sqrt(layers) with rescale_prenorm_residual, else None."""
+    """Return 1 / sqrt(layers), the factor of the first values of W_out, if rescale_prenorm_residual is true; else None.
+    default: that option for a config that lacks it."""
     return layers**-0.5 if options.flag("rescale_prenorm_residual", default, optional=True) else None
 
 
@@ -161,8 +162,8 @@ WORDS = {"Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def limits(options: Options, key: str) -> tuple[float, float]:
-    """Return the least and the greatest step, two floats; 0 and infinity if missing or null. transformers writes infinity as a
-    word."""
+    """Return the least and the greatest step, two floats; 0 and infinity if `key` is missing or null. transformers writes
+    infinity as a word."""
     value = options.take(key, None)
     value = (0.0, math.inf) if value is None else value
     if not isinstance(value, list | tuple) or len(value) != 2:
@@ -174,7 +175,7 @@ def limits(options: Options, key: str) -> tuple[float, float]:
 
 
 def number(key: str, x: Any) -> float:
-    """Return a limit, which may be infinite: as a number, or as the word that transformers writes."""
+    """Return x, a number or the word that transformers writes for infinity, as a float. key: the option, for the message."""
     is_word = isinstance(x, dict) and set(x) == {"__float__"} and isinstance(x["__float__"], str)
     value: Any = WORDS.get(x["__float__"]) if is_word else x
     if is_finite(value) or value in (math.inf, -math.inf):
@@ -196,9 +197,10 @@ def assemble(
     factor: float | None = None,
     attention: Mapping[str, Any] | None = None,
 ) -> CausalLM:
-    """Return the model.
+    """Return a model of Mamba-2 layers. sizes: from `sizes_of`. mixer: further arguments of Mamba2.
 
-    factor: of `draw_output`. attention: the layers of softmax attention, and the arguments of `FusedAttention` in them.
+    factor: W_out starts uniform within factor / sqrt(inputs); unchanged if None. attention: the numbers of the layers of
+    softmax attention, and the arguments of their `FusedAttention`; None for no such layers.
     """
     sizes = dict(sizes)
     width, layers = sizes.pop("width"), sizes.pop("layers")

@@ -70,7 +70,7 @@ def training_mesh(wanted: Mapping[str, int]) -> Mesh:
 
 
 def placed(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """Return x sharded over the devices of all processes, from a host array that every process has whole."""
+    """Return x with `sharding`, over the devices of all processes. x: an array that every process has whole."""
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
@@ -86,8 +86,8 @@ def rows_here(sharding: NamedSharding, shape: tuple[int, int]) -> list[int]:
 
 
 def placed_rows(x: np.ndarray, rows: Sequence[int], count: int, sharding: NamedSharding) -> jax.Array:
-    """Return an array of `count` rows, sharded over all processes. This process gives those that its devices hold: x, which are
-    rows number `rows`."""
+    """Return an array of `count` rows with `sharding`, over the devices of all processes. x: the rows, numbered `rows`, that
+    this process's devices hold."""
     where = {row: i for i, row in enumerate(rows)}
 
     def part(index):
@@ -98,7 +98,8 @@ def placed_rows(x: np.ndarray, rows: Sequence[int], count: int, sharding: NamedS
 
 
 def shardings_of(model: nnx.Module, state: nnx.State, mesh: Mesh) -> nnx.State:
-    """Return the shardings of a model's variables: parameters by their logical axes, and copies on every device of all others."""
+    """Return the shardings of a model's variables. Parameters are sharded by their logical axes; all other variables are
+    replicated."""
     placement, everywhere = Placement(model, mesh), NamedSharding(mesh, P())
     flat = [
         (
@@ -114,9 +115,10 @@ def shardings_of(model: nnx.Module, state: nnx.State, mesh: Mesh) -> nnx.State:
 
 
 def shardings_like(tree, params: Mapping[str, NamedSharding], default: NamedSharding):
-    """Return a sharding for each leaf of an optimizer's state: its parameter's, whose path ends the leaf's, or `default`.
+    """Return a sharding for each leaf of an optimizer's state: that of the parameter whose path ends the leaf's path, or else
+    `default`.
 
-    An optimizer holds its moments in trees that repeat the parameters' paths. params: the shardings by the parameters' paths.
+    An optimizer holds its moments in trees that repeat the parameters' paths. params: {path of a parameter: sharding}.
     """
 
     def chosen(path, x):

@@ -1,4 +1,4 @@
-"""Build MiniMax-01: Lightning Attention, softmax attention and experts. The residual also passes through each norm."""
+"""Build MiniMax-01: Lightning Attention, softmax attention and experts. Residual connections start from norm(x), not from x."""
 
 import functools
 from collections.abc import Mapping
@@ -58,8 +58,8 @@ class FusedLightning(LightningAttention):
 
 
 class MiniMaxBlock(Block):
-    """Compute h = norm(x), x = a h + b mixer(h), and the same with the experts. factors: (a, b) of the mixer and of the
-    experts."""
+    """Compute x = a h + b mixer(h) with h = norm(x), and then the same with the experts in place of the mixer. factors: (a, b)
+    of the mixer and of the experts."""
 
     def __init__(self, attn_norm, attn, mlp_norm, mlp, attn_factors: tuple, mlp_factors: tuple):
         super().__init__(attn_norm, attn, mlp_norm, mlp)
@@ -73,13 +73,15 @@ class MiniMaxBlock(Block):
 
 
 def slopes(heads: int, layer: int, layers: int) -> np.ndarray:
-    """Return the slopes [heads] as the model's own code computes them, with a last factor that divides by L - 1 + 1e-5."""
+    """Return the slopes [heads] as the model's own code computes them: as in `glax.lightning_attention`, with 1 - l / (L - 1 +
+    1e-5) + 1e-5 as the last factor."""
     each = np.exp2(-8.0 / heads * (np.arange(heads) + 1.0))
     return (each * (1 - layer / (layers - 1 + 1e-5) + 1e-5)).astype(np.float32)
 
 
 def decay_factors(slope: np.ndarray, block: int) -> dict[str, np.ndarray]:
-    """Return the buffers of decays within blocks of `block` tokens, which a checkpoint holds for the model's own code."""
+    """Return {name: array} of the decays within blocks of `block` tokens, buffers of the model's own code that a checkpoint
+    holds."""
     rate, rows = slope[:, None, None], np.arange(1, block + 1, dtype=np.float32)
     back = rows[:, None] - rows
     inside = np.where(back >= 0, np.exp(-rate * np.maximum(back, 0)), 0)
@@ -93,7 +95,7 @@ def decay_factors(slope: np.ndarray, block: int) -> dict[str, np.ndarray]:
 
 
 class MiniMax(CausalLM):
-    """A CausalLM whose checkpoints also hold the decays of Lightning Attention, which the config determines.
+    """Define a CausalLM whose checkpoints also hold the decays of Lightning Attention, which the config determines.
 
     The decays are those of the config, in float32, as MiniMax's own code has them. transformers rounds the stored ones to the
     dtype of the parameters, each by itself: in bfloat16 a slope is then up to 1% off, and differs from the decays beside it.

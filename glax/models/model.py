@@ -47,14 +47,15 @@ class Precision:
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Hold the folder that a model was loaded from. All are equal: equal models in two folders share their programs."""
+    """Hold the folder that a model was loaded from. All Origins are equal, so that equal models in two folders share their
+    programs."""
 
     folder: str | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """Describe layers that repeat. period: the blocks after which they begin again. repeats: how often they are there."""
+    """Describe layers that repeat. period: the number of blocks that repeat. repeats: how many times they occur in all."""
 
     period: int
     repeats: int
@@ -249,9 +250,9 @@ class CausalLM(nnx.Module):
     # ---- their parts -------------------------------------------------------------------------------------------------
 
     def checked(self, tokens, form: str) -> Int[Array, "*rows"]:
-        """Return tokens as int32. form: their axes, such as "[B, T]". Raises TypeError or ValueError for another number of axes,
-        for a dtype that is no integer, and for known tokens that the vocabulary does not have; ValueError if the embedding has
-        no values, as after `from_pretrained` with `only`."""
+        """Return tokens as int32. form: the axes, such as "[B, T]". Raises TypeError or ValueError for other axes or no
+        integers, and for known tokens that the vocabulary does not have; ValueError if the embedding has no values, as after
+        `from_pretrained` with `only`."""
         if isinstance(self.embedding.embedding.get_value(), jax.ShapeDtypeStruct):
             require_whole(self)
         return checked_tokens("tokens", tokens, form, self.vocabulary)
@@ -283,7 +284,8 @@ class CausalLM(nnx.Module):
 
     @automatic(rows_of("tokens"), like("pools"))
     def prefill_hidden(self, tokens, pools, slots, cu_seqlens, fresh=None) -> tuple[Array, list[dict]]:
-        """Return what `prefill` does of the same arguments, with the rows that the head reads, [T, width], in place of logits."""
+        """Read packed prompts as `prefill` does, but return the rows that the head reads, [T, width], in place of logits; and
+        the pools."""
         tokens = self.checked(tokens, "[T]")
         rows = parallel_rows(tokens.shape, cu_seqlens)
         states, slots = from_pool(pools, slots, rows.num_sequences, fresh)
@@ -439,14 +441,16 @@ class CausalLM(nnx.Module):
         return states_on_mesh(self.empty_states(batch, max_length), first_array(self))
 
     def empty_states(self, batch: int, max_length: int | None = None) -> list[dict]:
-        """Return what `initial_states` does, on the default device."""
+        """Return the empty states of `batch` sequences on the default device: one dict for each block. max_length: as in
+        `initial_states`."""
         return [block.empty_state(batch, max_length) for block in self.blocks]
 
     def grown_states(self, pools: list[dict], max_length: int) -> list[dict]:
-        """Return pools as `initial_states` makes them for max_length, with what `pools` hold. Caches of keys and values get rows;
-        other states stay as they are. A server grows its pools when a sequence needs it, and each size is compiled once.
+        """Return a copy of `pools` with room for max_length tokens. Caches of keys and values get rows; other states stay as
+        they are.
 
-        Raises ValueError if `pools` have more rows than max_length.
+        A server grows its pools when a sequence needs it, and each size is compiled once. Raises ValueError if `pools` have
+        more rows than max_length.
         """
         batch = jax.tree.leaves(pools)[0].shape[0]
 
@@ -521,7 +525,7 @@ def outer_options(
     has_padding: bool = True,
     deviation: float = 0.02,
 ) -> tuple[dict, Callable]:
-    """Return the arguments of CausalLM that every type has, and the initialisation of projections.
+    """Return (the arguments of CausalLM that every type has, the initialisation of projections).
 
     vocabulary, tied, pad, deviation: the values for a config that lacks the option. has_padding: whether the models' own code
     gives the embedding of pad_token_id no gradient.
@@ -538,7 +542,7 @@ def outer_options(
 
 
 def require_whole(model: CausalLM):
-    """Raise ValueError, which names the first parameters, unless a model has a value for each."""
+    """Raise ValueError, which names the first ones, if parameters of the model are shapes without values."""
     absent = [path for path, x in parameters(model) if isinstance(x.get_value(), jax.ShapeDtypeStruct)]
     if absent:
         raise ValueError(
@@ -548,7 +552,8 @@ def require_whole(model: CausalLM):
 
 
 def checked_tokens(name: str, tokens, form: str, vocabulary: int) -> Int[Array, "*rows"]:
-    """Return tokens as int32, after `check_tokens`."""
+    """Return tokens as int32. Raises TypeError or ValueError unless they are integers of the shape `form` and, where known,
+    below `vocabulary`."""
     check_tokens(name, tokens, form, vocabulary)
     return to_int32(tokens)
 
@@ -565,5 +570,6 @@ def check_tokens(name: str, tokens, form: str, vocabulary: int):
 
 
 def embedded(table: Float[Array, "vocabulary width"], tokens: Int[Array, "*rows"]) -> Float[Array, "*rows width"]:
-    """Return the rows of the tokens. A token outside of the vocabulary has a row of NaN; -1 is not the last token."""
+    """Return the rows of `table` for the tokens. A token outside of the vocabulary has a row of NaN; -1 does not count from the
+    end."""
     return jnp.take(table, jnp.where(tokens < 0, table.shape[0], tokens), axis=0, mode="fill")

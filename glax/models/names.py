@@ -83,7 +83,7 @@ class Names:
         return any(re.search(pattern, name) for pattern in self.ignored)
 
     def other(self, name: str) -> str:
-        """Return the part of a name by which the tensor belongs to another model; "" for those of this one."""
+        """Return the part of a tensor's name that assigns it to another model (`others`); "" for a tensor of this model."""
         found = (re.search(pattern, name) for pattern in self.others)
         return next((match.group() for match in found if match), "")
 
@@ -93,8 +93,8 @@ class Names:
         return np.dtype(np.float32) if is_wide else dtype
 
     def last_rows(self, name: str, param: Any) -> int | None:
-        """Return how many rows the last tensor of a table [tensors, rows, ...] has; None for a parameter that is none of
-        `table_rows`."""
+        """Return the number of rows of the last tensor of a table `param` [tensors, rows, ...]; None for a parameter that is
+        not in `table_rows`."""
         rows = dict(self.table_rows).get(name)
         return None if rows is None else rows - (param.shape[0] - 1) * param.shape[1]
 
@@ -104,7 +104,7 @@ class Names:
 
 @functools.cache
 def compiled(pattern: str) -> re.Pattern:
-    """Compile a pattern once. A deep model has more rules than the cache of `re` holds."""
+    """Return the compiled pattern, and cache it. A deep model has more rules than the cache of `re` holds."""
     return re.compile(pattern)
 
 
@@ -130,7 +130,7 @@ def stored_names(name: str, param: nnx.Param | np.ndarray | jax.Array) -> list[s
 
 
 def one_of(layers: Iterable[int]) -> str:
-    """Return a pattern that matches the number of one of `layers`, and no part of another number; nothing for no layers."""
+    """Return a pattern that matches exactly the number of one of `layers`; one that matches nothing for no layers."""
     numbers = "|".join(map(str, layers))
     return rf"\b(?:{numbers})\b" if numbers else "(?!)"
 
@@ -154,7 +154,8 @@ def outer_names(
     attn_norm: str = "input_layernorm",
     mlp_norm: str = "post_attention_layernorm",
 ) -> Rules:
-    """Return rules for what lies outside of mixers and MLPs. They apply last. The names are those of the checkpoint."""
+    """Return rules for the names of parameters outside of mixers and MLPs. They apply last. The arguments are names in the
+    checkpoint."""
     return (
         (r"\.attn_norm\.", f".{attn_norm}."),
         (r"\.mlp_norm\.", f".{mlp_norm}."),
@@ -171,9 +172,10 @@ def transposed_layouts(*names: str) -> tuple[tuple[str, Layout], ...]:
 
 
 def stacked_experts(prefix: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Return `Names.stacked` for files that hold the gated experts of a layer in two tensors, as the modules of transformers do.
+    """Return the value of `Names.stacked` for files that hold the gated experts of a layer in two tensors, as the modules of
+    transformers do.
 
-    prefix: a pattern of what stands before `.experts`.
+    prefix: a pattern of the part of the name before `.experts`.
     """
     found = rf"^({prefix}\.experts)"
     return (

@@ -44,8 +44,11 @@ def flops_per_token(model: CausalLM, length: int) -> float:
 
 
 def parameters_read(model: CausalLM, kind: type[nnx.Variable]) -> int:
-    """Return the number of elements of the variables of a kind that a token's products read: not those of an embedding beside a
-    head; of experts, the share that a token reads; those of shared layers once for each use."""
+    """Return the number of elements, in variables of class `kind`, that a token's products read.
+
+    The embedding counts only if it is the head. Of experts the share that a token reads counts, and shared layers once for each
+    use.
+    """
     outside = nnx.to_flat_state(nnx.state(model, kind))
     size = sum(x.size for path, x in outside if path[0] != "blocks")
     size += sum(x.size for block in model.blocks for x in jax.tree.leaves(nnx.state(block, kind)))
@@ -68,13 +71,14 @@ def mixtures(model: CausalLM) -> Iterator[tuple[Any, Experts]]:
 
 
 def entries(layer: Layer) -> int:
-    """Return the number of entries of a sequence's recurrent states."""
+    """Return the number of entries of a layer's recurrent states for one sequence."""
     states = jax.eval_shape(lambda: layer.empty_state(1, 1))
     return sum(x.size for name, x in states.items() if name in RECURRENT)
 
 
 def read_channels(layer: Layer, length: int) -> float:
-    """Return h (K + V) n of `flops_per_token`; 0 for a layer without softmax attention."""
+    """Return h (K + V) n of the formula of `flops_per_token`, for rows of `length` tokens; 0 for a layer without softmax
+    attention."""
     match layer:
         case Attention():
             window = length if layer.window is None else min(layer.window, length)

@@ -29,10 +29,11 @@ def placed(
     is_stacked: bool,
     release: Callable[[], None],
 ) -> jax.Array:
-    """Return an array of `shape` and `dtype`, one that JAX has, with `sharding` or on the default device if None.
+    """Return an array of `shape` and `dtype` on the devices of `sharding`, or on the default device if that is None. dtype: one
+    that JAX has.
 
-    rows: the values: one array of this shape, or with is_stacked one array for each index of the first axis. They are read once,
-    in order. release() is called after each, when the pages of its file are not needed again.
+    rows: the values: one array of this shape, or with is_stacked one array for each index of the first axis. They are read
+    once, in order. release() is called after each, when the pages of its file are not needed again.
     """
     if sharding is None:
         places = {None: tuple(slice(0, size) for size in shape)}
@@ -52,7 +53,7 @@ def placed(
 
 
 def whole_slices(index: Any, shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """Return the slices of an index with their beginnings and ends."""
+    """Return the index as slices whose beginnings and ends are numbers. index: a tuple of slices into an array of `shape`."""
     return tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))
 
 
@@ -96,13 +97,14 @@ class DeviceShard:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def arranged(parts: list[jax.Array], is_swapped: bool, is_stacked: bool, dtype: np.dtype) -> jax.Array:
-    """Return the parts stacked, or the one part, in `dtype`. is_swapped: whether their last two axes are swapped."""
+    """Return the parts stacked, or the only part, in `dtype`. is_swapped: whether the last two axes of the parts are swapped,
+    and must be swapped back."""
     parts = [(jnp.swapaxes(part, -2, -1) if is_swapped else part).astype(dtype) for part in parts]
     return jnp.stack(parts) if is_stacked else parts[0]
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return an array without values, whose memory a CPU's array takes over."""
+    """Return an uninitialised array whose memory is aligned such that a JAX array of the CPU can take it over."""
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + ALIGNMENT, np.uint8)
     first = -memory.ctypes.data % ALIGNMENT

@@ -1,4 +1,4 @@
-"""Read checkpoints whose weights are quantized, with scales beside them, and refuse other quantizations by name."""
+"""Read checkpoints whose weights are quantized, with their scales in other tensors, and refuse other quantizations by name."""
 
 import contextlib
 import re
@@ -38,18 +38,18 @@ REFUSED = (".pre_quant_scale", "weight_g_idx")
 
 
 class Scheme(NamedTuple):
-    """Hold what a config says of the scales: the (rows, columns) of blocks that share one, `WHOLE` for the whole weight; and
-    whether every quantized weight has zero points."""
+    """Describe the quantization that a config names. blocks: the (rows, columns) of the blocks of a weight that share a scale,
+    `WHOLE` for the whole weight. has_zeros: whether every quantized weight has zero points."""
 
     blocks: tuple[ScaleBlock, ...]
     has_zeros: bool = False
 
 
 def without_quantization(config: ModelConfig, folder: Path | None = None) -> tuple[ModelConfig, Scheme | None]:
-    """Return the config without `quantization_config`, and what it says; None for weights that are not quantized.
+    """Return (the config without `quantization_config`, its `Scheme`); None for weights that are not quantized.
 
-    folder: whose `MODELOPT_FILE` is read where the config has no quantization. Raises UnsupportedOption for a quantization that
-    is not supported.
+    folder: the folder whose `MODELOPT_FILE` is read if the config has no quantization. Raises UnsupportedOption for a
+    quantization that is not supported.
     """
     values, inside = config.values, config.values.get("text_config")
     given, key, file = values.pop(KEY, None), KEY, CONFIG
@@ -75,7 +75,7 @@ def without_quantization(config: ModelConfig, folder: Path | None = None) -> tup
 
 
 def of_fp8(options: Options) -> Scheme:
-    """Return what the options of transformers' fine-grained float8 say."""
+    """Return the `Scheme` of the options of transformers' fine-grained float8."""
     options.choice("activation_scheme", "dynamic", ("dynamic",))
     options.choice("scale_fmt", "float", ("float",))
     options.choice("expert_dtype", "fp8", ("fp8",))
@@ -84,7 +84,7 @@ def of_fp8(options: Options) -> Scheme:
 
 
 def of_compressed_tensors(options: Options) -> Scheme:
-    """Return what the `config_groups` of vLLM's compressed-tensors say."""
+    """Return the `Scheme` of the options `config_groups` of vLLM's compressed-tensors."""
     options.choice("format", None, FORMATS)
     for key, name in (
         ("sparsity_config", "format"),
@@ -112,7 +112,8 @@ def of_compressed_tensors(options: Options) -> Scheme:
 
 
 def of_modelopt(options: Options) -> Scheme:
-    """Check the options of NVIDIA's Model Optimizer. Without a `quant_algo` it has quantized cached keys and values alone."""
+    """Return the `Scheme` of the options of NVIDIA's Model Optimizer, after a check. Without a `quant_algo` only cached keys
+    and values are quantized."""
     options.choice("quant_algo", None, (None, *ALGORITHMS))
     layers = options.part("quantized_layers", options.take("quantized_layers", {}) or {}, read=frozenset())
     for key in layers.values:
@@ -152,7 +153,7 @@ def read_modelopt_file(folder: Path) -> dict[str, Any] | None:
 
 
 class Header(NamedTuple):
-    """Hold what `Weights.header` returns of a quantized tensor: the shape of the weight, and the dtype of its codes."""
+    """Hold the shape of a quantized weight and the dtype of its codes, with the methods of a safetensors header."""
 
     shape: list[int]
     dtype: str
@@ -168,9 +169,9 @@ class DequantizedWeights(Weights):
     """Hold the tensors of a folder whose weights may be quantized. Such a weight is formed as
     `glax.models.dequantization.QuantizedWeight` says, and rounded to the config's dtype, bfloat16 if it names none.
 
-    The arrays beside it have its name in the file with an ending of `BESIDE`; a weight of packed numbers has `PACKED` behind its
-    own. Scales that several weights share are those of `Names.scales`. The models' own code may also round activations, and
-    glax does not.
+    The scales of a weight are the tensors whose names are the weight's name with an ending of `BESIDE`. The name of a weight of
+    packed numbers ends in `PACKED`. `Names.scales` gives the scales that several weights share. The models' own code may also
+    round activations, and glax does not.
     """
 
     def __init__(self, folder: Path, config: Mapping, scheme: Scheme):
@@ -200,7 +201,7 @@ class DequantizedWeights(Weights):
             del self.files[name]
 
     def name_scales(self, rules: tuple[tuple[str, str], ...]):
-        """Take `Names.scales`, by which weights without a scale of their own find one."""
+        """Set `Names.scales` as `rules`, by which weights without a scale of their own find one."""
         self.scales = rules
 
     def shared_scale(self, name: str) -> str | None:
@@ -232,7 +233,7 @@ class DequantizedWeights(Weights):
 
     @contextlib.contextmanager
     def named(self, tensor: str) -> Iterator[None]:
-        """Name the tensor and its file in a ValueError."""
+        """Add the names of the tensor and its file to a ValueError that is raised inside the context."""
         try:
             yield
         except ValueError as error:
@@ -270,15 +271,16 @@ class DequantizedWeights(Weights):
             return found.reshape(*leading, *found.shape[1:])
 
     def original(self, name: str) -> str:
-        """Return the name in the files, without `PACKED`."""
+        """Return the weight's name in the files, without the ending `PACKED`."""
         return self.stored.get(name, name).removesuffix(PACKED)
 
     def arrays_beside(self, name: str, ends: tuple[str, ...] = BESIDE) -> dict[str, np.ndarray]:
-        """Return the arrays beside a weight by the ends of their names."""
+        """Return {an ending in `ends`: the array with the weight's name and this ending}, for those that exist."""
         own = self.original(name)
         return {end: self.array(self.beside[own + end], own + end) for end in ends if own + end in self.beside}
 
 
 def of_matrix(x: np.ndarray, at: tuple, leading: tuple[int, ...]) -> np.ndarray:
-    """Return what belongs to matrix `at` of a tensor [*leading, rows, columns], of an array for each of them or for all."""
+    """Return the entry of x for matrix `at` of a tensor [*leading, rows, columns]. x: an array with an entry for each matrix,
+    or one entry for all."""
     return x[at] if x.size > 1 and x.shape[: len(leading)] == leading else x

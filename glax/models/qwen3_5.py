@@ -120,8 +120,8 @@ def dense_mlp(options: Options, width: int, act: str, common: dict) -> Callable[
 def sparse_mlp(
     options: Options, width: int, act: str, common: dict, *, count: int = 256, top_k: int = 8, normalize: bool = True
 ) -> Callable[[], SparseMLP]:
-    """Return a function that makes the experts of a layer. count, top_k: num_experts and num_experts_per_tok of a config without
-    them. normalize: whether the weights of a token's experts are divided by their sum."""
+    """Return a function that makes a layer's MLP of experts. count, top_k: num_experts and num_experts_per_tok for a config
+    without them. normalize: whether the weights of a token's experts are divided by their sum."""
     each, shared = (options.integer(f"{name}_intermediate_size", 512) for name in ("moe", "shared_expert"))
     count = options.integer("num_experts", count)
     top_k = experts_per_token(options, top_k, "num_experts", count)
@@ -134,7 +134,8 @@ def sparse_mlp(
 
 
 def names_of(kinds: Sequence[str], is_whole: bool) -> Names:
-    """Return the names of the tensors. Published files hold all experts of a layer in two tensors; they are read too."""
+    """Return the `Names` of the parameters. Published files hold all experts of a layer in two tensors, which are read too.
+    is_whole: whether files have the vision tower's names."""
     prefix = "model.language_model" if is_whole else "model"
     outer = outer_names(*(f"{prefix}.{name}" for name in ("embed_tokens", "layers", "norm")))
     return Names(

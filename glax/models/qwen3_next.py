@@ -166,7 +166,7 @@ def sparse_layers(options: Options, layers: int) -> list[bool]:
 
 
 def delta_sizes(options: Options, keys: int = 16, values: int = 32) -> DeltaSizes:
-    """Return the sizes of a Gated DeltaNet. keys, values: the heads of a config that lacks them."""
+    """Return the sizes of a Gated DeltaNet. keys, values: the numbers of heads for a config that lacks them."""
     keys, values = options.integer("linear_num_key_heads", keys), options.integer("linear_num_value_heads", values)
     if values % keys:
         raise options.unsupported("linear_num_value_heads", f"it must be a multiple of linear_num_key_heads={keys}")
@@ -180,7 +180,7 @@ def delta_sizes(options: Options, keys: int = 16, values: int = 32) -> DeltaSize
 
 
 def mlps(options: Options, width: int, act: str, init, precision: Precision) -> tuple[Callable, Callable]:
-    """Return functions that make (the MLP of a layer without experts, the MLP of a layer with experts)."""
+    """Return two functions, which make the MLP of a layer without experts, and that with experts."""
     inside, shared = options.integer("intermediate_size", 5632), options.integer("shared_expert_intermediate_size", 512)
     each, count = options.integer("moe_intermediate_size", 512), options.integer("num_experts", 512, least=0)
     top_k = experts_per_token(options, 10, "num_experts", count)

@@ -103,8 +103,11 @@ class HyperConnection(nnx.Module):
 
 
 class HyperBlock(nnx.Module):
-    """Add the features of n-grams to the streams, if the block has any; then compute a mixer and an MLP, each of which reads and
-    writes the streams by a `HyperConnection`. `mix` takes a pair: the streams [*rows, N, D], and the tokens [*rows, 1]."""
+    """Compute a mixer and an MLP, each of which reads and writes the streams by a `HyperConnection`. If the block has features
+    of n-grams, they are added to the streams first.
+
+    `mix` takes a pair: the streams [*rows, N, D], and the tokens [*rows, 1].
+    """
 
     def __init__(
         self,
@@ -178,7 +181,7 @@ class NGramHash:
         return jnp.concatenate(found, -1).astype(jnp.int32)
 
     def buffers(self) -> dict[str, np.ndarray]:
-        """Return the arrays that a checkpoint holds of it."""
+        """Return {name: array} of the hash's numbers that a checkpoint holds."""
         arrays = dict(
             layer_multipliers=self.multipliers, ngram_heads_vocab_sizes=self.primes, ngram_heads_offsets=self.offsets
         )
@@ -318,9 +321,12 @@ class IndexedAttention(Attention):
 
 
 class Qwen4Exp(CausalLM):
-    """A CausalLM whose blocks pass on `num_streams` streams, which begin as copies of the embedding, and the tokens. Its norm is
-    a `HyperConnection` that writes nothing. hashes: (the name of a module in a checkpoint, its `NGramHash`), whose numbers a
-    checkpoint holds although its config determines them."""
+    """Define a CausalLM whose blocks pass on `num_streams` streams, which begin as copies of the embedding, and the tokens. Its
+    norm is a `HyperConnection` that writes nothing.
+
+    hashes: (the name of a module in a checkpoint, its `NGramHash`), whose numbers a checkpoint holds although its config
+    determines them.
+    """
 
     def __init__(self, *args, num_streams: int, hashes: tuple[tuple[str, NGramHash], ...], **options):
         super().__init__(*args, **options)
@@ -408,7 +414,8 @@ def qwen4_exp(config: ModelConfig, precision: Precision) -> CausalLM:
 
 
 def index_arguments(options: Options, kinds: Sequence[str]) -> dict[str, int]:
-    """Return the arguments of `IndexedAttention` for the choice of blocks, which layers of softmax attention must have."""
+    """Return the arguments of `IndexedAttention` for the choice of blocks. Layers of softmax attention must have such
+    options."""
     given = {name: options.integer(name, None, optional=True) for name in INDEXER}
     missing = [name for name, value in given.items() if value is None]
     if SOFTMAX not in kinds and len(missing) == len(INDEXER):
@@ -424,7 +431,8 @@ def index_arguments(options: Options, kinds: Sequence[str]) -> dict[str, int]:
 
 
 def check_rotation(options: Options, turned: Mapping[str, Any], index: Mapping[str, int]):
-    """Raise UnsupportedOption for rotary positions that the index cannot have."""
+    """Raise UnsupportedOption for options of rotary positions that index queries and keys cannot have. turned: the arguments of
+    the rotation."""
     found = turned.get("frequencies")
     if getattr(found, "long", None) is not None:
         raise options.unsupported(
@@ -481,7 +489,7 @@ def ngram_makers(
 
 
 def names_of(kinds: Sequence[str], prefix: str, is_whole: bool, tables: Mapping[str, int]) -> Names:
-    """Return the names of the tensors. tables: the rows of each table of n-grams, by the name of the module that holds it."""
+    """Return the `Names` of the parameters. tables: {the module of a table of n-grams: the number of its rows}."""
     stream_rules = tuple(
         rule
         for here in ("attn", "mlp")

@@ -70,7 +70,8 @@ class Rope:
         return dict(theta=self.theta, frequencies=scaled(self.inner, plain))
 
     def proportional(self, inner: Options, head_width: int) -> Rotation:
-        """Rotate `partial` of the pairs, by the angles of a rotation of all over `factor`; the other pairs have an angle of 0."""
+        """Return a rotation in which the share `partial` of the pairs has the angles of a full rotation divided by inner's
+        `factor`; the other pairs have an angle of 0."""
         if head_width % 2:
             raise inner.unsupported("rope_type", f"a head must have an even number of channels, got {head_width}")
         plain = np.asarray(Rotation.of_base(self.theta or 0.0, head_width).frequencies)
@@ -78,11 +79,12 @@ class Rope:
         return Rotation(floats(np.where(rotates, plain, 0.0) / inner.number("factor", 1.0, above=0)))
 
     def linear(self, inner: Options, plain: np.ndarray) -> Rotation:
-        """Divide all inverse frequencies by `factor`."""
+        """Return the rotation with the inverse frequencies plain / factor. inner: the options, with `factor`."""
         return Rotation(floats(plain / inner.number("factor", above=0)))
 
     def llama3(self, inner: Options, plain: np.ndarray) -> Rotation:
-        """Divide those of long waves by `factor`, and interpolate between the two limits. Dubey et al. 2024,
+        """Return the rotation whose inverse frequencies are plain / factor for long waves, plain for short waves, and
+        interpolated between the limits low_freq_factor and high_freq_factor. Dubey et al. 2024,
         https://arxiv.org/abs/2407.21783."""
         low, high = (inner.number(f"{name}_freq_factor", above=0) for name in ("low", "high"))
         if low >= high:
@@ -92,8 +94,9 @@ class Rope:
         return Rotation(floats((1 - share) * plain / inner.number("factor", above=0) + share * plain))
 
     def longrope(self, inner: Options, plain: np.ndarray) -> Rotation:
-        """Divide each by a number of its own: of short_factor, or of long_factor for sequences of more than `original` tokens.
-        Ding et al. 2024, https://arxiv.org/abs/2402.13753."""
+        """Return the rotation with the inverse frequencies plain / short_factor, or plain / long_factor for sequences of more
+        than `original` tokens. Each factor is a list, one number for each pair. Ding et al. 2024,
+        https://arxiv.org/abs/2402.13753."""
         both = []
         for key in ("short_factor", "long_factor"):
             given = inner.take(key)
@@ -105,8 +108,8 @@ class Rope:
         return Rotation(both[0], self.attention_factor(inner, usual), both[1], self.original)
 
     def yarn(self, inner: Options, plain: np.ndarray) -> Rotation:
-        """Divide those of long waves by `factor`, with a linear ramp over the channels. Peng et al. 2023,
-        https://arxiv.org/abs/2309.00071."""
+        """Return the rotation whose inverse frequencies are plain / factor for long waves, plain for short waves, and between
+        them a linear ramp over the pairs of channels. Peng et al. 2023, https://arxiv.org/abs/2309.00071."""
         factor, width = inner.number("factor", None, optional=True, above=0) or self.ratio, 2 * len(plain)
         turns = (inner.number(f"beta_{name}", None, optional=True, above=0) for name in ("fast", "slow"))
         fast, slow = (given or usual for given, usual in zip(turns, (32, 1), strict=True))
@@ -115,7 +118,7 @@ class Rope:
             raise inner.unsupported("rope_type", f"rope_theta must be above 1, got {self.theta!r}")
 
         def channel(turns: float) -> float:
-            """Return the pair of channels that turns so often over the original length."""
+            """Return the index, a float, of the pair of channels that turns `turns` times over the original length."""
             return width * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
         low, high = channel(fast), channel(slow)
@@ -189,9 +192,10 @@ def rotations(
 ) -> dict[str, Rope]:
     """Return the rotary positions of each kind of layers, from the part of rope_parameters with its name.
 
-    usual: rope_parameters of a config without them. theta: of a part without rope_theta, where the config has none either.
-    positions: max_position_embeddings of a config without it. A part of rope_type "default" rotates all channels, whatever its
-    partial_rotary_factor. `truncate` is read beside the parts, not within them. Raises UnsupportedOption if a kind has no part.
+    usual: rope_parameters for a config that lacks them. theta: rope_theta for a part that lacks it, if the config lacks it too.
+    positions: max_position_embeddings for a config that lacks it. A part of rope_type "default" rotates all channels, whatever
+    its partial_rotary_factor. `truncate` is read beside the parts, not within them. Raises UnsupportedOption if a kind has no
+    part.
     """
     base = options.number("rope_theta", theta, optional=True, above=0)
     share = options.number("partial_rotary_factor", 1.0, optional=True)
@@ -228,9 +232,11 @@ def of_parameters(
     partial: float | None,
     ignored: tuple[str, ...],
 ) -> Rope:
-    """Return rotary positions without their lengths from `inner`, which `holder` has under `key`.
+    """Return the rotary positions that the options `inner` describe, without their lengths. inner: the value of `key` in
+    `holder`.
 
-    base, share: of `options`, where `inner` has none. partial, ignored: as `rotation` has them.
+    base, share: theta and the rotated share of channels in `options`, used if `inner` has none. partial, ignored: as in
+    `rotation`.
     """
     kind = inner.take("rope_type", inner.take("type", "default"))
     if not isinstance(kind, str) or kind not in REQUIRED_INSIDE:

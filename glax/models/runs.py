@@ -34,7 +34,7 @@ REFUSED = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED")
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint cannot be read, or holds other numbers than were saved."""
+    """Say that a checkpoint cannot be read, or holds other numbers than were saved."""
 
 
 @dataclasses.dataclass
@@ -92,8 +92,8 @@ def digest(arrays: Mapping[str, jax.Array]) -> str:
 def checksums(x: jax.Array) -> jax.Array:
     """Return two checksums of 32 bits of an array, [2]: sums of words that mix an element's bits with its index.
 
-    The devices form them. As sums of integers they are equal on any mesh. A change of any one element changes them. A program of
-    all arrays of a model would have a kernel for each layer's, and take longer to compile.
+    The devices compute them. As sums of integers they are equal on any mesh. A change of any one element changes them. Each
+    array has a program of its own: one for all arrays of a model would take longer to compile.
     """
     if x.dtype.itemsize == 8:
         x = jax.lax.bitcast_convert_type(x, jnp.uint32)
@@ -107,7 +107,8 @@ def checksums(x: jax.Array) -> jax.Array:
 
 
 def mixed(words: jax.Array, place: jax.Array, factor: int) -> jax.Array:
-    """Return words mixed with their indices `place`, by MurmurHash3's finalizer. No two words of one place become one."""
+    """Return the words mixed with their indices `place` by MurmurHash3's finalizer, which maps different words with one index
+    to different words."""
     found = (words ^ (place * np.uint32(factor))) * np.uint32(0x85EBCA6B)
     found ^= found >> 13
     found *= np.uint32(0xC2B2AE35)
@@ -115,12 +116,13 @@ def mixed(words: jax.Array, place: jax.Array, factor: int) -> jax.Array:
 
 
 def content(source: str, sha256: str) -> dict:
-    """Return the entry of a record for something that is compared by its digest, wherever it comes from."""
+    """Return the entry of a record for a thing that is compared only by its digest `sha256`, whatever its `source`."""
     return dict(source=source, sha256=sha256)
 
 
 def refuse_another(where: object, earlier: Mapping[str, Any], record: Mapping[str, Any]):
-    """Raise ValueError, which names the entries that differ, unless both records are of the same run.
+    """Raise ValueError, which names the entries that differ, unless both records are of the same run. where: the folder, for
+    the message.
 
     A record holds the start, the text and the recipe of a run, by the names of `TrainingConfig`.
     """
@@ -204,8 +206,8 @@ class Journal:
             self.attempt(logger, logger.close)
 
     def attempt(self, logger: Logger, call: Callable[[], None]):
-        """Return after call(), which is the logger's. A logger that fails, because of a network or a disk, is given up, with a
-        warning."""
+        """Run call(), which calls the logger. If it fails, because of a network or a disk, the logger is not called again, with
+        a warning."""
         try:
             call()
         except Exception as error:  # each package raises classes of its own
@@ -250,17 +252,17 @@ def checked_line(line: object) -> dict:
 
 
 def by_name(state) -> dict:
-    """Return the arrays of a tree by their paths, so that a checkpoint does not depend on the classes in the tree."""
+    """Return {path: array} of a tree, so that a checkpoint does not depend on the classes in the tree."""
     return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
 
 
 def forms(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
-    """Return the dtype and the shape of each array, as a text."""
+    """Return {name: dtype and shape as a text} of arrays."""
     return {name: f"{x.dtype}{list(x.shape)}" for name, x in arrays.items()}
 
 
 def seal(written: Mapping[str, object]) -> str:
-    """Return the SHA-256 of the metadata of a checkpoint, by which a damaged one is known."""
+    """Return the SHA-256 of the metadata of a checkpoint, which reveals damage."""
     return hashlib.sha256(json.dumps(written, sort_keys=True).encode()).hexdigest()
 
 
@@ -342,7 +344,7 @@ class Checkpoints:
             self.writing = None
 
     def write(self, call):
-        """Return after call(). Raises OSError, which names the checkpoint's folder, for what orbax raises."""
+        """Run call(). Raises OSError, which names the checkpoint's folder, for any error of orbax."""
         try:
             call()
             return
@@ -419,8 +421,8 @@ class Checkpoints:
 
 
 def attempted(call, *args, **options):
-    """Return call(*args, **options). Raises DamagedCheckpoint for what orbax raises, and the error itself where the machine
-    failed to read, or has no memory."""
+    """Return call(*args, **options). Raises DamagedCheckpoint for an error of orbax, but the error itself if the machine failed
+    to read or has no memory."""
     try:
         return call(*args, **options)
     except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
@@ -434,7 +436,8 @@ def attempted(call, *args, **options):
 
 
 def discard_reads():
-    """Collect the reads and writes of arrays that orbax abandoned, silently. Python would report the error of each later."""
+    """Collect the reads and writes of arrays that orbax has abandoned, without their errors. Python would otherwise report each
+    error later."""
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         gc.collect()

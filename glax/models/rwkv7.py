@@ -27,12 +27,12 @@ MIXTURES = {
 
 
 def of_rows(x: np.ndarray) -> np.ndarray:
-    """Return a row [D] as [1, 1, D]."""
+    """Return x [D] as [1, 1, D], the shape in checkpoints."""
     return x[None, None]
 
 
 def row_of(x: np.ndarray) -> np.ndarray:
-    """Return [1, 1, D] as a row [D]. Raises ValueError for another number of rows."""
+    """Return x [1, 1, D] as [D]. Raises ValueError for another number of rows."""
     return x.reshape(1, 1, x.shape[2])[0, 0]
 
 
@@ -42,7 +42,8 @@ LAYOUTS: tuple[tuple[str, Layout], ...] = tuple((name, (key, of_rows, row_of)) f
 
 
 class RWKV7Block(RWKV6Block):
-    """Compute x + attn(norm(x)), then x + ffn(norm(x)), both with a state, and hand the first layer's values on.
+    """Compute x + attn(norm(x)), then x + ffn(norm(x)), both with a state, and pass the first layer's values v to the next
+    block.
 
     `mix` takes a pair: x, and the values [*rows, width] of the first layer, or None in that layer.
     """
@@ -57,7 +58,7 @@ class RWKV7Block(RWKV6Block):
 
 
 class RWKV7(CausalLM):
-    """A model whose layers all read the values of the first."""
+    """Define a model whose layers all read the values v of the first layer."""
 
     def through(self, x: Array, states: list[dict], rows: Rows) -> tuple[Array, list[dict]]:
         pair: Any = (x, None)
@@ -66,13 +67,14 @@ class RWKV7(CausalLM):
 
 
 def rank(options: Options, key: str, default: int, width: int, factor: float) -> int:
-    """Return the rank of a product; for null, what `factor` sqrt(width) rounds to in multiples of 32."""
+    """Return the rank of a low-rank product: the option `key`, or if it is null, `factor` sqrt(width) rounded to a multiple of
+    32. default: the value for a config that lacks it."""
     given = options.integer(key, default, optional=True)
     return max(32, round(factor * width**0.5 / 32) * 32) if given is None else given
 
 
 def head_count(options: Options, width: int) -> int:
-    """Return the number of heads. head_dim decides where both options are given, as in fla."""
+    """Return the number of heads. If a config has both head_dim and num_heads, head_dim decides, as in fla."""
     head_width, heads = (
         options.integer("head_dim", 64, optional=True),
         options.integer("num_heads", None, optional=True),

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Hold what is known while tracing of how tokens are drawn. eos: the tokens that end a sequence."""
+    """Hold the static properties of how tokens are drawn. eos: the tokens that end a sequence."""
 
     greedy: bool
     top_k: int | None
@@ -30,8 +30,8 @@ def chosen(
     """Return the next token of each sequence, and its log softmax(logits), or None. Of tokens with equal logits, the lowest is
     the likeliest.
 
-    seen: which tokens are penalised. arrays: as of `glax.models.generation.checked_drawing`. number: the token's number in the
-    sequence. Its draw has the key fold_in(key, number).
+    seen: which tokens are penalised. arrays: the arguments of `generate` that may be traced, by name, such as temperature and
+    key. number: the token's number in the sequence. Its draw has the key fold_in(key, number).
     """
     logits = logits.astype(jnp.float32)
     token = drawn(sampling, processed(sampling, logits, seen, arrays), arrays, number)
@@ -56,7 +56,8 @@ def processed(
 
 
 def drawn(sampling: Sampling, logits: Float[Array, "R V"], arrays: dict, number) -> Int[Array, "R"]:
-    """Return tokens drawn from softmax(logits), or the likeliest at temperature 0. The rest is as in `chosen`."""
+    """Return tokens drawn from softmax(logits) with the key fold_in(key, number), or the likeliest at temperature 0. arrays:
+    key and temperature by name."""
     likeliest = logits.argmax(-1).astype(jnp.int32)
     if sampling.greedy:
         return likeliest
@@ -87,10 +88,10 @@ class SequenceOptions(NamedTuple):
 
 
 class Draws(enum.IntEnum):
-    """Say what a program that chooses tokens is able to do. A higher one is able to do what a lower one does.
+    """Name what a program that chooses tokens can do. A program of a higher value can do what one of a lower value can.
 
-    Sorting takes long, so a program that is able to sort asks its arrays whether a sequence needs it. On a GPU the host waits for
-    the answer. The other programs ask nothing.
+    Sorting takes long, so a program that can sort tests at run time whether a sequence needs it. On a GPU the host waits for
+    the result. The other programs test nothing.
     """
 
     LIKELIEST = 0  # all temperatures are 0
@@ -105,10 +106,10 @@ def chosen_by_options(
     counts: Int[Array, "B V"],
     draws: Draws = Draws.ANY,
 ) -> Int[Array, "B"]:
-    """Return the next token of each sequence, as `chosen` does with its key, whatever the options of the others are.
+    """Return the next token of each sequence, drawn by its own options. The result does not depend on the other sequences.
 
-    in_prompt: which tokens the prompts hold. counts: how often the continuations hold each token. draws: at least what
-    the options ask for.
+    in_prompt: which tokens the prompts hold. counts: how often the continuations hold each token. draws: at least what the
+    options need.
     """
     logits = penalised(logits.astype(jnp.float32), in_prompt | (counts > 0), options.repetition[:, None])
     logits = logits - options.presence[:, None] * (counts > 0) - options.frequency[:, None] * counts
@@ -140,7 +141,7 @@ def log_prob_of(logits: Float[Array, "B V"], token: Int[Array, "B"]) -> Float[Ar
 
 
 def penalised(logits: Float[Array, "B V"], seen: Bool[Array, "B V"], penalty) -> Float[Array, "B V"]:
-    """Return the logits, those of seen tokens divided by the penalty if they are above 0, and multiplied by it otherwise."""
+    """Return the logits with those of `seen` tokens divided by the penalty if they are above 0, else multiplied by it."""
     return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 

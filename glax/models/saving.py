@@ -48,7 +48,7 @@ UNITS = {
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """Describe a tensor of a file by its bytes, and by a function that forms it."""
+    """Describe a tensor to be written. size: its bytes. read: a function that returns its values."""
 
     size: int
     read: Callable[[], np.ndarray]
@@ -103,7 +103,8 @@ def bytes_of(size: int | str) -> int:
 def save(
     model: CausalLM, folder: Path, files: Mapping[str, Path], *, others: bool = True, most: int = bytes_of("50GB")
 ):
-    """Write a model as `save_pretrained` does, with copies of `files` by the names that they have in the folder."""
+    """Write a model as `save_pretrained` does. files: {the name in the folder: a file to copy}. others, most: its arguments
+    others and max_shard_size, in bytes."""
     tensors, config = stored_tensors(model), model.config.values
     tensors |= {name: Stored.of(value) for name, value in unread_tensors(model).items()} if others else {}
     for values in (config, config.get("text_config")):
@@ -115,7 +116,8 @@ def save(
 
 
 def write(folder: Path, tensors: Mapping[str, Stored], config: str, copied: Mapping[str, Path], most: int):
-    """Replace the model in a folder, in one step. most: the most bytes of a file of tensors."""
+    """Replace the model in a folder, in one step. tensors: by name. config: the text of config.json. copied: {name: a file to
+    copy}. most: the most bytes of a file of tensors."""
     shards = divided(tensors, most)
     with replacing_together(folder) as (new, removed):
         for file, names in shards.items():
@@ -135,7 +137,8 @@ def write(folder: Path, tensors: Mapping[str, Stored], config: str, copied: Mapp
 
 
 def divided(tensors: Mapping[str, Stored], most: int) -> dict[str, list[str]]:
-    """Return the names of the tensors of each file, in order: model.safetensors, or several of at most `most` bytes."""
+    """Return {a file's name: the names of its tensors, in order}: model.safetensors alone, or several files of at most `most`
+    bytes."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
@@ -199,7 +202,8 @@ def stored_tensors(model: CausalLM) -> dict[str, Stored]:
 
 
 def to_host(value: jax.Array, row: Any, to: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Return a part of a parameter as the checkpoint has it. row: its index, `...` for all."""
+    """Return a part of a parameter in the layout of the checkpoint. row: the index of the part, `...` for all. to: a function
+    from glax's layout to the checkpoint's."""
     part = value if row is ... else value[row]
     return np.ascontiguousarray(to(np.asarray(jax.device_get(part))))
 
@@ -213,7 +217,8 @@ def common_dtype(model: CausalLM) -> str:
 
 
 def beside(source: str | None, folder: Path) -> dict[str, Path]:
-    """Return the files of the tokenizer and of generation to copy. Warns if their source folder no longer exists."""
+    """Return {name: path} of the files of the tokenizer and of generation, to be copied from the folder `source`. Warns if that
+    no longer exists."""
     if source is None or Path(source) == folder.absolute():
         return {}
     if not Path(source).is_dir():

@@ -79,7 +79,7 @@ def check_mesh(mesh):
 
 
 def states_on_mesh(states, array: jax.Array | None):
-    """Return a tree of empty states where `array` lies: on its mesh if that has explicit axes, else as they are."""
+    """Return a tree of empty states, moved to the mesh of `array` if that has explicit axes; else unchanged."""
     found = explicit_mesh(array)
     if found is None:
         return states
@@ -105,7 +105,7 @@ def head_counts(module: Any, part: str) -> set[int]:
 
 
 def layer_of(model: nnx.Module, path: tuple) -> tuple[Any, str]:
-    """Return the innermost module on the path to a parameter that has heads, and the part of it that the path names next."""
+    """Return (the innermost module with heads on the path to a parameter, the next name on the path behind it)."""
     module: Any = model
     found: tuple[Any, str] = None, ""
     for name, part in itertools.pairwise(path):
@@ -117,8 +117,8 @@ def layer_of(model: nnx.Module, path: tuple) -> tuple[Any, str]:
 
 @dataclasses.dataclass
 class Placement:
-    """Choose the placement of the parameters of a model on a mesh, and collect what is replicated although an axis could shard
-    it."""
+    """Choose the placement of a model's parameters on a mesh, and record which are replicated although an axis could shard
+    them."""
 
     model: nnx.Module
     mesh: Mesh
@@ -128,7 +128,7 @@ class Placement:
     )  # the axis -> parameters that it does not divide
 
     def sharding(self, path: tuple, param: nnx.Variable) -> NamedSharding:
-        """Return the sharding of a parameter: by `partition_spec`, and no axis shards heads that it does not divide."""
+        """Return the sharding of a parameter by `partition_spec`, except that no axis shards heads that it does not divide."""
         axes, shape = param.get_metadata().get("out_sharding"), param.shape
         if axes is not None:
             layer, part = layer_of(self.model, path)
@@ -155,7 +155,7 @@ class Placement:
                 self.whole.setdefault(rules[0], set()).add(f"{name} ({axis})")
 
     def say(self):
-        """Warn of axes that shard no parameter, and of parameters that an axis does not divide."""
+        """Warn of axes of the mesh that shard no parameter, and of parameters that an axis does not divide."""
         mesh, known = self.mesh, sorted({x for axes in RULES.values() for x in axes})
         idle = [x for x, size in mesh.shape.items() if size > 1 and x not in (*self.used, *self.whole)]
         if idle and (not self.used or set(idle) - set(BATCH)):

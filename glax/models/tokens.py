@@ -76,7 +76,7 @@ class FromFile:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of the text. Raises ValueError for text that UTF-8 cannot hold.
 
-        add_special_tokens: whether those of the file's template are placed before the text.
+        add_special_tokens: whether the special tokens of the file's template are placed before the text.
         """
         try:
             text.encode()

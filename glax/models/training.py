@@ -107,13 +107,13 @@ def names_in(path: tuple) -> list[str]:
 
 
 def is_multiplied(path: tuple) -> bool:
-    """Return whether a matrix product reads a parameter as its matrix, or as a stack of matrices."""
+    """Return whether the parameter at this path is a matrix, or a stack of matrices, that a matrix product reads."""
     *modules, name = names_in(path)
     return name in MULTIPLIED or modules[-1:] == ["experts"]
 
 
 def have_weight_decay(params):
-    """Return a tree of bools: True for parameters with weight decay, which are matrices, tables and filters of convolutions."""
+    """Return a tree of bools, True for parameters with weight decay: matrices, tables and filters of convolutions."""
     return jax.tree_util.tree_map_with_path(
         lambda path, x: is_multiplied(path) or names_in(path)[-1] in ("embedding", "filter"), params
     )
@@ -462,10 +462,11 @@ class Text:
 
 
 class Data(Protocol):
-    """Give the rows of each step: tokens and segment ids, [rows, length + 1] each; None for no segment ids.
+    """Define the data of a run: the rows of each step, as tokens and segment ids, [rows, length + 1] each, or None for no
+    segment ids.
 
-    rows: which rows of the batch this process reads. held_out: the rows that are evaluated, as `read` returns them. description:
-    what the data are, for people. source, sha256: their entry in `record_of`.
+    rows: the numbers of the rows of the batch that this process reads. held_out: the (tokens, segment ids) that are evaluated.
+    description: what the data are, in words. source, sha256: their entry in the record of a run.
     """
 
     rows: Sequence[int]
@@ -477,10 +478,10 @@ class Data(Protocol):
     def read(self, step: int) -> tuple[np.ndarray, np.ndarray | None]: ...
 
     def position(self) -> Any:
-        """Return where the data of all processes stand, as JSON; the same on every process."""
+        """Return the position of all processes in the data, as a value of JSON that is the same on every process."""
 
     def seek(self, position: Any):
-        """Continue from what `position` returned, on any number of processes."""
+        """Continue from `position`, a result of the method of that name, on any number of processes."""
 
     def close(self): ...
 
@@ -513,7 +514,7 @@ class WindowsOfText(Data):
 
 
 class PackedDocuments(Data):
-    """Give the packed documents of many files. See `glax.models.documents`."""
+    """Give the rows of many files of documents, packed by `glax.models.documents`."""
 
     def __init__(self, config: TrainingConfig, tokenizer: Tokenizer, mesh: Mesh):
         try:
@@ -563,7 +564,7 @@ def make_model(config: TrainingConfig, mesh: Mesh | None = None) -> tuple[Causal
 
 
 def of_several(mesh: Mesh | None) -> Mesh | None:
-    """Return a mesh of several devices, and None for one device."""
+    """Return the mesh if it has several devices, else None."""
     return None if mesh is None or mesh.size == 1 else mesh
 
 
@@ -586,7 +587,8 @@ def with_terms(config: TrainingConfig, model: CausalLM) -> CausalLM:
 
 
 def outlined(config: TrainingConfig, mesh: Mesh | None) -> CausalLM:
-    """Return the model of a run, with the parameters of a folder, or with shapes where they are drawn. mesh: of `make_model`."""
+    """Return the model of a run: with parameters if they are loaded from a folder, or with shapes if they are drawn. mesh: as
+    `training_mesh` returns it, or None."""
     source, mesh = folder_of_weights(config), of_several(mesh)
     if source is None:
         model = nnx.eval_shape(lambda: with_terms(config, built(config)))
@@ -603,7 +605,8 @@ def outlined(config: TrainingConfig, mesh: Mesh | None) -> CausalLM:
 
 
 def drawn(config: TrainingConfig, mesh: Mesh | None, model: CausalLM) -> nnx.State:
-    """Draw the parameters of a model whose arrays are shapes, and return them, on the mesh. mesh: as `make_model` has it."""
+    """Return drawn parameters for a model whose arrays are shapes, sharded over the mesh. mesh: as `training_mesh` returns it;
+    None for one device."""
     mesh = of_several(mesh)
 
     def values() -> nnx.State:
@@ -613,7 +616,8 @@ def drawn(config: TrainingConfig, mesh: Mesh | None, model: CausalLM) -> nnx.Sta
 
 
 def tokenizer_of(config: TrainingConfig, model: CausalLM) -> Tokenizer:
-    """Return the tokenizer of a run. The model forgets its folder, in place, where the tokenizer there is not this run's."""
+    """Return the tokenizer of a run. If it is not the one in the model's folder, `folder` of the model is set to None, in
+    place."""
     folder = Path(config.model) if isinstance(config.model, str) else None
     if config.tokenizer is None:
         return find_tokenizer(folder, model.vocabulary)
@@ -675,7 +679,8 @@ def spread_sequence(model: CausalLM, mesh: Mesh):
 
 
 def keep_rows(model: CausalLM, mesh: Mesh):
-    """Change the model in place: between blocks and in experts every device has its own rows, and gathers parameters for them.
+    """Change the model in place, such that between blocks and in experts every device has its own rows and gathers parameters
+    for them.
 
     mesh: as `training_mesh` returns it.
     """
@@ -797,18 +802,18 @@ def record_of(config: TrainingConfig, model: CausalLM, tokenizer: Tokenizer, dat
 
 
 class Run:
-    """Hold the compiled programs of a run, and where it stands.
+    """Hold the compiled programs of a run, and its progress.
 
     state: (the parameters that are trained, the optimizer's state). done: the step of the newest checkpoint, 0 for none.
-    layers: how the model's layers are stacked. They are stacked in `state` and `frozen`, and apart in checkpoints and in the
+    layers: how the model's layers are stacked. They are stacked in `state` and `frozen`, and separate in checkpoints and in the
     model that is written. graph: the model's graph as it is trained on the mesh. alone: the graph of the model that is written,
     and the shapes of its parameters, the optimizer's state and its other variables. frozen: the model's other variables.
     compiling: the compilation of `update`, if it has begun; `train` waits for it.
     """
 
     def __init__(self, config: TrainingConfig, mesh: Mesh, model: CausalLM, data: Data, checkpoints: Checkpoints):
-        """Begin a run of a model as `make_model` returns it, or of its shapes: parameters are drawn then, while the step is being
-        compiled."""
+        """Begin a run. model: the result of `make_model`, or the same with shapes: the parameters are then drawn while the step
+        is compiled."""
         self.config, self.mesh, self.data, self.checkpoints = config, mesh, data, checkpoints
         self.out, self.is_profiled = Path(config.out), False
         is_trained, optimizer = trained_filter(config, model), with_average(config.make_optimizer(), config.ema)
@@ -938,8 +943,8 @@ class Run:
         return nnx.merge(graph, unstacked(self.averaged(), params), unstacked(self.frozen, frozen))
 
     def train(self, each_step: Callable[[int, float, float], bool]):
-        """Take the steps that are left. The values of a step are read when LATE further steps have begun, so that no device waits
-        for the host; before a checkpoint all are read."""
+        """Run the steps that are left. The values of a step are read when LATE further steps have begun, so that no device
+        waits for the host; before a checkpoint all are read."""
         config, waiting, stop = self.config, collections.deque(), False
         first, last = config.profile or (0, 0)
         self.restore_held_out()
@@ -978,8 +983,8 @@ class Run:
         self.is_profiled = False
 
     def read(self, step: int, values, each_step) -> tuple[bool, bool]:
-        """Wait for the end of a step and note its values. Return whether `each_step` now asks for the end of the run, and whether
-        some process had asked for it when the step began."""
+        """Wait for the end of a step and record its values. Return (whether `each_step` now asks for the end of the run,
+        whether some process had asked for it when the step began)."""
         values = jax.device_get(values)
         loss, now = float(values["loss"]), time.perf_counter()
         if not math.isfinite(loss):
@@ -998,10 +1003,10 @@ class Run:
     def placed(
         self, tokens: np.ndarray, segments: np.ndarray | None, rows: Sequence[int], count: int
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Return on the mesh the tokens to read, the targets and the segment ids, [count, length] each. A token's target is the
+        """Return (the tokens to read, the targets, the segment ids), [count, length] each, on the mesh. A token's target is the
         next token, or -1 where its segment ends.
 
-        tokens, segments: [rows, length + 1]. rows: which of the `count` rows on the mesh they are.
+        tokens, segments: [rows, length + 1]. rows: their numbers among the `count` rows.
         """
         place = functools.partial(placed_rows, rows=rows, count=count, sharding=NamedSharding(self.mesh, TOKENS))
         read, following = np.maximum(tokens[:, :-1], 0), tokens[:, 1:]
@@ -1038,7 +1043,7 @@ class Run:
         self.done = step
 
     def not_finite(self, what: str) -> NotFiniteLoss:
-        """Return the error for `what` is not finite, with the last good checkpoint."""
+        """Return the error that says that `what` is not finite, and names the last good checkpoint."""
         self.checkpoints.wait()
         newest = self.checkpoints.newest()
         good = "no checkpoint was written" if newest is None else f"the last good checkpoint is of step {newest}"

@@ -38,7 +38,8 @@ KERNELS = (
 
 
 class FusedMLSTM(MLSTM):
-    """Compute `glax.nn.MLSTM` with two projections: of q, k, v and the output's gate, and of the two other gates."""
+    """Compute `glax.nn.MLSTM` with two projections: one for q, k, v and the output's gate, one for the input gate and the
+    forget gate."""
 
     def make_projections(self, bias: bool, kernel_init, **options):
         wide, H = 2 * self.num_heads * (self.key_width + self.value_width), self.num_heads
@@ -67,7 +68,8 @@ class BiasedRMSNorm(RMSNorm):
 
 
 def heads(options: Options, key: str, default: float, width: int, count: int) -> int:
-    """Return the width of a head, from the option that gives the width of all heads as a share of hidden_size."""
+    """Return the width of a head, (the option `key`) * width / count. The option is the width of all heads as a share of
+    hidden_size. default: its value for a config that lacks it."""
     whole = rounded_width(key, width, options.number(key, default, above=0))
     if whole < count or whole % count:
         raise options.unsupported(key, f"num_heads={count} must divide the width {whole} that it gives")

@@ -54,7 +54,7 @@ class Adapter(nnx.Module):
 
 
 class SharedAttention(Attention):
-    """Compute softmax attention from a width to half of it. Each layer adds its adapters to q, k and v."""
+    """Compute softmax attention whose output is half as wide as its input. Each layer adds its own adapters to q, k and v."""
 
     def __init__(self, width: int, **options):
         super().__init__(width, **options)
@@ -68,7 +68,7 @@ class SharedAttention(Attention):
 
 
 class SharedMLP(DenseMLP):
-    """Compute a gated MLP. Each layer adds its adapter to the first projection."""
+    """Compute a gated MLP. Each layer adds its own adapter to the first projection."""
 
     def adapted(self, x: Float[Array, "*rows width"], adapter: Adapter) -> Float[Array, "*rows width"]:
         return self.behind_input(self.input(x) + adapter(x))
@@ -136,8 +136,8 @@ class HybridBlock(nnx.Module):
 
 
 class Zamba2(CausalLM):
-    """A CausalLM with shared blocks. shared: the blocks that the hybrid layers use in turn. uses: for each layer, the number of
-    its shared block, or None."""
+    """Define a CausalLM with shared blocks. shared: the blocks that the hybrid layers use in turn. uses: for each layer, the
+    number of its shared block, or None."""
 
     def __init__(self, *args, shared: list[SharedBlock], uses: list[int | None], **options):
         super().__init__(*args, **options)
@@ -214,7 +214,8 @@ def mamba_arguments(options: Options, width: int) -> dict[str, Any]:
 
 
 def check_derived(options: Options, derived: dict[str, int]):
-    """Raise UnsupportedOption if a config names another value for what its other options determine."""
+    """Raise UnsupportedOption if the config has another value for an option that other options determine. derived: {option: the
+    determined value}."""
     for key, value in derived.items():
         if options.take(key, value) != value:
             raise options.unsupported(key, f"the other options make it {value}")
@@ -277,8 +278,8 @@ def uses_of(kinds: list[str], count: int) -> list[int | None]:
 
 
 def names_of(uses: list[int | None]) -> Names:
-    """Return the naming rules. A shared block is stored in the first layer that uses it, with the adapters of all its layers by
-    number."""
+    """Return the `Names` of the parameters. A shared block is stored in the first layer that uses it, with the adapters of all
+    its layers by number."""
     rules, ignored, hybrids = [], [], [layer for layer, use in enumerate(uses) if use is not None]
     for number, layer in enumerate(hybrids):
         first = uses.index(uses[layer])
