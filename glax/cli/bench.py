@@ -71,7 +71,7 @@ def chosen_peers(named: list[str] | None) -> dict:
 
 
 def written(document: dict, folder: Path) -> str:
-    """Write bench.json and its picture, and return what happened, as text for the user."""
+    """Write bench.json and its picture into `folder`. Return a text for the user that says so."""
     try:
         with replacing(folder / "bench.json") as new:
             new.write_text(json.dumps(document, indent=1, allow_nan=False))
@@ -96,7 +96,8 @@ def ceilings(dtypes: set[str], iters: int) -> dict:
 
 
 def measured(problem: Problem, mode: str, iters: int, peers: dict) -> dict:
-    """Return the results of glax and then of the peers: prepared, compared with the reference, and timed in turn."""
+    """Return the results of glax and of the peers on one problem: all are prepared, compared with the reference, and then timed
+    in turn."""
     arrays, state = problem.arrays(), None
     d_output = jax.random.normal(jax.random.key(1), arrays["value"].shape, problem.dtype)
     if mode == "step":
@@ -139,7 +140,7 @@ def by_glax(problem: Problem, mode: str, arrays: dict, d_output, state) -> Way:
 
 
 def call(problem: Problem, mode: str, arrays: dict, d_output, state):
-    """Return (a function whose first result is the output to compare, its operands)."""
+    """Return (a function whose first result is the output to compare, its operands). mode: "forward", "train" or "step"."""
     match mode:
         case "forward":
             return problem.forward, (arrays,)
@@ -150,7 +151,7 @@ def call(problem: Problem, mode: str, arrays: dict, d_output, state):
 
 
 def decode(arrays: dict, state):
-    """Return the output of the first token, the output after the last of TOKENS equal tokens, and the last state."""
+    """Return (the output of the first token, the output after the last of TOKENS equal tokens, the last state)."""
     first, state = recurrent_step(**arrays, state=state)
 
     def step(_, carry):
@@ -186,8 +187,8 @@ def expected(problem: Problem, arrays: dict, state) -> np.ndarray:
 
 
 def judged(result, want: np.ndarray, bar: float) -> tuple[float | None, bool]:
-    """Return the relative RMS error of the first result where the reference is known, or None if it is not finite; and whether
-    it is within the bar."""
+    """Return (the relative RMS error of the result where the reference `want` is known, None if it is not finite; whether it is
+    at most `bar`)."""
     output = result[0] if isinstance(result, tuple) else result
     tokens, heads, _ = want.shape
     got = as_numpy(output[0]).reshape(-1, *output.shape[-2:])[:tokens, :heads]
@@ -217,7 +218,7 @@ def show(document: dict):
 
 
 def show_result(name: str, dtype: str, result: dict, machine: dict):
-    """Print the times of one call by every way that ran, the rates of glax, and its kernels."""
+    """Print the times of one call for each library that ran, the rates of glax, and its kernels."""
     own, rows = result["ways"][0]["ms"], []
     for way in result["ways"]:
         if (ms := way["ms"]) is None:

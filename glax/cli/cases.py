@@ -57,7 +57,7 @@ class Problem:
 
     @property
     def features(self) -> str:
-        """Name what is the same for one token and for many."""
+        """Return the part of the problem's name that is the same for one token and for many."""
         heads = f"H{self.H}" if self.G == self.H else f"G{self.G} H{self.H}"
         widths = f"D{self.K}" if self.K == self.V else f"K{self.K} V{self.V}"
         return f"{heads} {widths} {self.gate}{' delta' if self.delta else ''} {self.dtype}"
@@ -68,12 +68,12 @@ class Problem:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """The rows of the arrays and their tokens."""
+        """Return (the rows of the arrays, the tokens of a row)."""
         return (self.B, self.T) if self.packed == 1 else (1, self.B * self.T)
 
     @property
     def boundaries(self) -> np.ndarray:
-        """Where the packed sequences begin and end, drawn at random."""
+        """Return the boundaries of the packed sequences, drawn at random."""
         tokens = self.B * self.T
         inner = np.random.default_rng(self.packed).choice(np.arange(1, tokens), self.packed - 1, replace=False)
         return np.array([0, *np.sort(inner), tokens], np.int32)
@@ -152,7 +152,8 @@ class Problem:
 
 
 def flops_of_token(K: int, V: int, chunk: int) -> tuple[int, int]:
-    """Return the operations of the chunked form for one token and head: (forward, gradient). See `Problem.flops`."""
+    """Return (the operations of the forward, those of the gradient) of the chunked form for one token and head, by the formulas
+    of `Problem.flops`."""
     return 4 * K * V + 2 * chunk * (K + V), 10 * K * V + 2 * chunk * (3 * K + 2 * V)
 
 

@@ -47,7 +47,7 @@ def run(args) -> int:
 
 
 def installation(backend: Backend) -> str:
-    """Return the versions and the devices that a report of a kernel's results needs."""
+    """Return the versions and the devices to report beside the results of a backend's kernels, as a text."""
     packages = ("jax", "jaxlib", *PACKAGES[backend])
     found = [f"{name} {version}" for name in packages if (version := version_of(name)) is not None]
     return ", ".join([f"glax {__version__}", *found, f"{len(jax.devices())} of {jax.devices()[0].device_kind}"])
@@ -84,8 +84,8 @@ def rounding_of(dtype: str, stochastic: bool) -> str:
 
 
 def growing_dtypes(errors: list[StateError]) -> list[str]:
-    """Return the dtypes whose error at some decay, where it is above `SMALL`, is 1.5 times as large at the last number of tokens
-    as at the first."""
+    """Return the dtypes for which, at some decay, the error after the last number of tokens is 1.5 times the error after the
+    first. Errors up to `SMALL` do not count."""
     found = {}
     for x in errors:
         found.setdefault((x.dtype, x.stochastic, x.decay), []).append(x.error)
@@ -120,7 +120,7 @@ def show(results: list[Result]):
 
 
 def by_reason(results: Iterable[Result]) -> dict[str | None, list[str]]:
-    """Return the cases of the results by their reason."""
+    """Return {reason: names of cases} of the results; None as the reason of those without one."""
     found: dict[str | None, list[str]] = {}
     for result in results:
         found.setdefault(result.reason, []).append(result.case)
@@ -133,7 +133,7 @@ def kernels_that_refuse_all(results: list[Result]) -> list[str]:
 
 
 def by_backend(kernels: list[str]) -> str:
-    """Return a count of kernels by the machine that they need, such as "3 for a GPU, 1 for other calls than these"."""
+    """Return a text that counts kernels by the machine that they need, such as "3 for a GPU, 1 for other calls than these"."""
     found = collections.Counter(kernel_registry.kernels[name].backend for name in kernels)
     here = sum(found.pop(backend, 0) for backend in (Backend.here(), Backend.ANY))
     counts = [f"{count} for a {str(backend).upper()}" for backend, count in found.items()]

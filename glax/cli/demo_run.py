@@ -68,7 +68,8 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Halves:
-    """Hold a text in two parts. train: all but the last 5%. held_out: the rest, in windows of one byte more than is predicted."""
+    """Hold a text in two parts. train: all but the last 5%. held_out: the rest, in windows of length + 1 bytes, of which the
+    first is not predicted."""
 
     name: str
     train: UInt8[np.ndarray, "bytes"]
@@ -76,7 +77,7 @@ class Halves:
 
 
 def tour(settings: Settings) -> int:
-    """Run the whole demo, and return its exit code."""
+    """Run the whole demo: kernels, training, comparison and generation. Return its exit code."""
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     text = prepare(settings)
     # A GPU would otherwise round float32 products to TensorFloat-32, and two ways to compute one sum would differ by that.
@@ -91,8 +92,8 @@ def tour(settings: Settings) -> int:
 
 
 def prepare(settings: Settings) -> Halves:
-    """Return the text, and write the part to train on into the folder for results. What can fail because of the user's settings
-    fails here, before the work."""
+    """Return the text, and write the part to train on into the folder for results. Errors of the user's settings are raised
+    here, before the work."""
     out, path = settings.out, settings.text
     try:
         raw = library_text() if path is None else read_regular(path)[1]

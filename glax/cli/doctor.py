@@ -51,7 +51,8 @@ def run(args) -> int:
 
 
 def probes(T: int) -> dict[str, Recurrence]:
-    """Return the calls that users make most: a gate per key and one per head, and the delta rule, in both dtypes of training."""
+    """Return the calls that users make most, by name, with T tokens: per-key gates, per-head gates, and the delta rule, in both
+    dtypes of training."""
     calls = {"per-key gate": (("gk",), ()), "per-head gate": (("g",), ()), "delta rule": (("g",), ("beta",))}
     cases = {
         f"{dtype}, {name}": Case("", gates=gates, erasure=erasure, dtype=dtype, B=1, T=T, heads=(4, 4, 4), K=64, V=64)
@@ -75,7 +76,8 @@ def kernel_state(spec: KernelSpec, probes: dict[str, Recurrence]) -> dict:
 
 
 def shortened(calls: list[str]) -> list[str]:
-    """Leave the dtype out of the names of calls that stand there in both dtypes: "float32, per-key gate"."""
+    """Return the names of calls, without the dtype for calls that are in the list in both dtypes: "per-key gate" for "float32,
+    per-key gate"."""
     names = [call.split(", ")[1] for call in calls]
     return list(
         dict.fromkeys(call if names.count(name) == 1 else name for call, name in zip(calls, names, strict=True))
@@ -83,7 +85,8 @@ def shortened(calls: list[str]) -> list[str]:
 
 
 def fix(spec: KernelSpec) -> str | None:
-    """Return what the user can do where the machine is the obstacle. Other reasons of a kernel state the remedy themselves."""
+    """Return what the user can do if this machine is the reason why a kernel does not run, else None. Other reasons state the
+    remedy themselves."""
     packages = [name for name in NEEDS.get(spec.platform, ()) if version_of(name) is None]
     missing = f"pip install {' '.join(packages)}" if packages else None
     if spec.backend in (Backend.here(), Backend.ANY):
@@ -98,7 +101,7 @@ def fix(spec: KernelSpec) -> str | None:
 
 
 def present(backend: Backend) -> bool:
-    """Return whether the system shows a device of that kind, which JAX may not have found."""
+    """Return whether the system shows a device of that kind, whether or not JAX has found it."""
     return any(glob.glob(pattern) for pattern in DEVICES[backend])
 
 
@@ -114,7 +117,7 @@ def cache_state() -> dict:
 
 
 def verdict(report: dict) -> list[str]:
-    """Return three lines: whether glax works here, what runs, and what is lost."""
+    """Return three lines: whether glax works here, which kernels run, and what this machine could run and does not."""
     versions, kernels = report["versions"], report["kernels"]
     usable = [kernel for kernel in kernels if kernel["usable"]]
     kinds = ", ".join(dict.fromkeys(device["kind"] for device in report["devices"]))
@@ -127,7 +130,7 @@ def verdict(report: dict) -> list[str]:
 
 
 def lost(report: dict) -> str:
-    """Return what this machine could run and does not."""
+    """Return a line that says what this machine could run and does not."""
     unused = [backend for backend in JAX_FOR if backend is not Backend.here() and present(backend)]
     if unused:
         return f"Lost: this machine's {str(unused[0]).upper()}, which JAX does not use. What helps is below."
@@ -176,7 +179,7 @@ def show(report: dict):
 
 
 def grouped(kernels: list[dict], usable: bool) -> dict[tuple, list[str]]:
-    """Return the names of kernels that are usable, or are not, by (reason, remedy)."""
+    """Return {(reason, remedy): names} of the kernels for which "usable" is `usable`."""
     found: dict[tuple, list[str]] = {}
     for kernel in kernels:
         if kernel["usable"] is usable:

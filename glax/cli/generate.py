@@ -31,7 +31,7 @@ def run(args) -> int:
 
 
 def generated(args, began: float) -> int:
-    """Load the model, and print what it writes. began: the time at which the command began."""
+    """Load the model, and print what it writes. Return the exit code. began: the time at which the command began."""
     import jax.numpy as jnp
 
     from glax._src.core.compiling import beside
@@ -113,7 +113,7 @@ def stored_programs() -> Iterator[None]:
 
 
 def check_limits(args):
-    """Raise UsageError for a limit on the command line, where the temperature is 0."""
+    """Raise UsageError if the command line has top_k or top_p, and the temperature is 0."""
     for option, limit in (("--top-k", args.top_k), ("--top-p", args.top_p)):
         if limit is not None:
             raise UsageError(
@@ -149,8 +149,8 @@ def length_of(row: list[int], eos: tuple[int, ...], stops) -> int:
 
 
 def shown_text(tokenizer, tokens, stops, *, is_whole: bool = True) -> str:
-    """Return the text that is printed of tokens. is_whole: whether no token follows; else what later tokens may change is left
-    out."""
+    """Return the text that is printed for tokens. is_whole: whether no token follows; if not, text that later tokens may change
+    is left out."""
     from glax.models.sampling import before_stop
 
     text = tokenizer.decode(tokens)
@@ -160,8 +160,8 @@ def shown_text(tokenizer, tokens, stops, *, is_whole: bool = True) -> str:
 
 
 def show(tokenizer, pieces, stops, *, as_it_grows: bool) -> tuple[list[list[int]], np.ndarray, list[float]]:
-    """Print the text of one sequence as it grows. Return the tokens and the log_probs of all sequences, and when each token was
-    there."""
+    """Print the text of one sequence as it grows. Return (the tokens of all sequences, their log_probs, the time at which each
+    token was there)."""
     tokens, log_probs, times, shown = [], [], [], ""
     for token, found in pieces:
         times.append(time.perf_counter())

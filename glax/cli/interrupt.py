@@ -11,7 +11,7 @@ USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_D
 
 @dataclasses.dataclass
 class Interrupt:
-    """signal: the number of the signal that came, or 0."""
+    """Hold the signal that asked the process to end. signal: its number, or 0 if none came."""
 
     signal: int = 0
 
@@ -21,7 +21,7 @@ class Interrupt:
 
     @property
     def exit_code(self) -> int:
-        """Return what a shell returns for a process that this signal has ended."""
+        """Return the exit code that a shell reports for a process that this signal has ended."""
         return 128 + self.signal
 
 

@@ -20,7 +20,7 @@ MOST_IN_FLIGHT = 200
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """Hold one way to compute something. `run` starts it, and `wait` returns when it is done. A run makes `calls` calls."""
+    """Describe one way to compute something. `run` starts it, and `wait` returns when it is done. A run makes `calls` calls."""
 
     name: str
     run: Callable[[], Any]
@@ -42,7 +42,7 @@ class Timing:
 
 
 def interleaved(ways: Sequence[Way], iters: int) -> list[Timing]:
-    """Time each way `iters` times, with all ways in turn in every round, so that what slows the machine slows all of them."""
+    """Time each way `iters` times. Every round runs all ways in turn, so that what slows the machine slows all of them."""
     in_flight = [runs_in_flight(way) for way in ways]
     samples: list[list[float]] = [[] for _ in ways]
     for _ in range(iters):
@@ -52,7 +52,7 @@ def interleaved(ways: Sequence[Way], iters: int) -> list[Timing]:
 
 
 def runs_in_flight(way: Way) -> int:
-    """Return how many runs to start before waiting. It is one on CPUs, where independent runs may overlap."""
+    """Return the number of runs to start before waiting. It is one on CPUs, where independent runs may overlap."""
     for _ in range(WARMUP):
         milliseconds(way, 1)
     if Backend.here() is Backend.CPU:
@@ -77,7 +77,7 @@ def timing(samples: list[float]) -> Timing:
 
 
 def copy_gbytes(iters: int) -> float:
-    """Return the GB/s of negating an array in place that no cache holds, with read and written bytes added."""
+    """Return the GB/s, read and written bytes together, of negating in place an array too large for any cache."""
     x = jnp.zeros((64 if Backend.here() is Backend.CPU else 512) * 2**20, jnp.float32)
     arrays, nbytes, negate = [x], x.nbytes, jax.jit(jnp.negative, donate_argnums=0)
     del x

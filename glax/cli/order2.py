@@ -21,8 +21,9 @@ def probabilities(train: Bytes, text: Bytes) -> Float[np.ndarray, "n-2"]:
 
         p(c | a b) = (n(abc) + d(ab) p(c | b)) / (n(ab) + d(ab))
 
-    d(ab) is how many different bytes follow ab. p(c | b) is formed likewise from p(c), and p(c) from 1 / 256. A context that was
-    never seen leaves the probability of the shorter one. Witten and Bell 1991, method C, https://doi.org/10.1109/18.87000.
+    d(ab) is the number of different bytes that follow ab. p(c | b) is formed likewise from p(c), and p(c) from 1 / 256. A
+    context that was never seen leaves the probability of the shorter one. Witten and Bell 1991, method C,
+    https://doi.org/10.1109/18.87000.
     """
     a, b, c = text[:-2], text[1:-1], text[2:]
     p = np.full(len(c), 1 / BYTES)

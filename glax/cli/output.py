@@ -22,8 +22,8 @@ def show_text(text: str = "", indent: int = 0):
 
 
 def show_table(headings: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None):
-    """Print a table with text columns aligned left and other columns right. None prints as a dash. No cell is cut: what is too
-    wide goes on in the next line. A column that says nothing is left out."""
+    """Print a table with text columns aligned left and other columns right. None prints as a dash. No cell is cut: text that is
+    too wide continues in the next line. A column without any entry is left out."""
     rows, console = list(rows), Console()
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     columns = [i for i, heading in enumerate(headings) if heading or any(row[i] for row in rows)]

@@ -19,7 +19,7 @@ DEVICE = "cuda"  # of PyTorch
 
 
 class UnavailableError(Exception):
-    """A peer cannot compute a problem here, for the reason in the message."""
+    """Say why a peer cannot compute a problem here."""
 
 
 def missing(peer: str) -> list[str]:
@@ -153,7 +153,8 @@ def fla(problem: Problem, mode: str, arrays: dict[str, jax.Array], d_output, sta
 
 
 def fla_operator(problem: Problem, mode: str) -> Callable:
-    """Return fla-core's function for the gate and the rule: in chunks, or for one token."""
+    """Return fla-core's function for the problem's gate and rule: its chunk kernel, or its kernel of one token if mode is
+    "step"."""
     from fla import ops  # pyright: ignore[reportMissingImports]
 
     if mode == "step":
@@ -186,7 +187,7 @@ def tensor(x: jax.Array):
 
 
 def by_torch(name: str, run: Callable, mode: str, given: dict, d_output) -> Way:
-    """Return a `Way` to compute run(**given) by PyTorch, and for training its gradient."""
+    """Return a `Way` to compute run(**given) by PyTorch, and its gradient too if mode is "train"."""
     import torch  # pyright: ignore[reportMissingImports]
 
     def wait(_):

@@ -7,7 +7,7 @@ from glax._src.core.files import replacing
 
 
 def plot(document: dict, path: Path) -> str:
-    """Write the picture of what `glax bench` measured, and return what happened, as text for the user."""
+    """Write the picture of what `glax bench` measured to `path`. Return a text for the user that says so."""
     if importlib.util.find_spec("matplotlib") is None:
         return "no plot: matplotlib is not installed"
     from matplotlib.figure import Figure

@@ -50,7 +50,8 @@ def serve(args, listening: socket.socket, key: str | None) -> int:
 
 
 def prepared(args, listening: socket.socket, key: str | None):
-    """Return the application and what listens for it. Raises UsageError for a folder or an option that cannot be served."""
+    """Return (the application, the `Listener` that runs it). Raises UsageError for a folder or an option that cannot be
+    served."""
     from glax.server.app import Server
     from glax.server.listening import Listener
     from glax.server.scheduler import Scheduler
@@ -68,9 +69,9 @@ def prepared(args, listening: socket.socket, key: str | None):
 
 
 def loaded(args):
-    """Return the model of the folder, and what calls share.
+    """Return (the model of the folder, the `Served` that all calls share).
 
-    On one device the programs are compiled, too. Those of several depend on where the parameters lie.
+    On one device the programs are compiled, too. Those for several depend on where the parameters lie.
     """
     import jax.numpy as jnp
 
@@ -113,7 +114,8 @@ def loaded(args):
 
 
 def tensor_mesh(count: int):
-    """Return a mesh over which the model is sharded, or None for one device. Raises UsageError if there are too few."""
+    """Return a mesh of `count` devices over which the model is sharded, or None for one device. Raises UsageError if there are
+    too few."""
     import jax
 
     if count > len(jax.devices()):
@@ -137,7 +139,7 @@ def read_key(file: Path | None) -> str | None:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound, before the model is loaded. Raises UsageError."""
+    """Return a socket bound to the address, before the model is loaded. Raises UsageError if that fails."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listening = socket.socket(family, socket.SOCK_STREAM)

@@ -39,10 +39,10 @@ def run(args) -> int:
 
 
 def shown(config, train, console, *, bits: bool = False, smoothed: int = 1):
-    """Train with a progress bar. Return the history and the exit code, which names a signal that has ended the training.
+    """Train with a progress bar. Return (the history, the exit code, which names a signal that has ended the training).
 
-    bits: whether losses are shown in bits per byte instead of nats per token. smoothed: the steps over whose losses the mean is
-    shown.
+    bits: whether losses are shown in bits per byte instead of nats per token. smoothed: the number of last steps whose mean
+    loss is shown.
     """
     import math
 
@@ -83,7 +83,7 @@ def shown(config, train, console, *, bits: bool = False, smoothed: int = 1):
 
 
 def resumption(step: int, config) -> str:
-    """Return in words where the run begins."""
+    """Return a text that says where the run begins: at the start, or at the checkpoint of `step`."""
     if step == 0:
         return f"a new run in {config.out}"
     left = "resumes" if step < config.steps else "no step is left; the model is written again"
@@ -97,7 +97,8 @@ def model_parameters(model):
 
 
 def bar(console, steps: int):
-    """Yield update(step, status, whether a line is due), which shows a bar on a terminal and else prints a line now and then."""
+    """Yield a function update(step, status, is_line_due), which shows a bar on a terminal, and else prints a line when one is
+    due."""
     import contextlib
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
