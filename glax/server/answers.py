@@ -15,7 +15,7 @@ Content = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Hold a token for `logprobs`, and where its text begins in the answer."""
+    """Hold a token for `logprobs`, and the offset in the answer at which its text begins."""
 
     token: Token
     offset: int
@@ -25,7 +25,7 @@ class Sample:
     """Turn the events of one request into text.
 
     reason: "stop" or "length" once the answer has ended, or why there is none: "cancelled", "timeout" or "error". is_over:
-    whether the scheduler has left the request. tokens: how many the answer has, the end token included.
+    whether the request's last event has come. tokens: the number of tokens of the answer, the end token included.
     """
 
     def __init__(self, served: Served, call: Call, index: int):
@@ -39,7 +39,7 @@ class Sample:
         self.waiting: list[Entry] = []
 
     def push(self, event: Event) -> tuple[str, list[Entry]]:
-        """Return the text that an event adds, and the tokens of it where logprobs are asked for."""
+        """Return (the text that an event adds, the entries of its tokens if logprobs are asked for)."""
         if isinstance(event, Finished):
             self.is_over, self.cached_tokens = True, event.cached_tokens
             if self.reason:
@@ -61,7 +61,8 @@ class Sample:
         return self.taken(piece)
 
     def taken(self, piece: str, is_whole: bool = False) -> tuple[str, list[Entry]]:
-        """Return a piece of text, and the tokens that begin before its end."""
+        """Return (piece, the waiting entries whose tokens begin before the end of `piece`). is_whole: whether it is the last
+        piece, which takes all entries."""
         self.written += len(piece)
         is_whole = is_whole and not self.finder.found
         entries = [entry for entry in self.waiting if is_whole or entry.offset < self.written]
@@ -70,7 +71,7 @@ class Sample:
 
 
 class Writer:
-    """Write the objects of one call's answer."""
+    """Build the JSON objects of one call's answer, in the form of chats or of completions."""
 
     def __init__(self, served: Served, call: Call):
         self.served, self.call = served, call
@@ -78,7 +79,7 @@ class Writer:
         self.created = int(time.time())
 
     def whole(self, samples: Iterable[Sample], texts: Iterable[str], entries: Iterable[list[Entry]]) -> Content:
-        """Return the answer that is sent in one."""
+        """Return the answer as one object."""
         samples = list(samples)
         choices = []
         for i, (sample, text, found) in enumerate(zip(samples, texts, entries, strict=True)):
@@ -144,7 +145,7 @@ class Writer:
         )
 
     def likeliest(self, token: Token) -> Mapping[str, float]:
-        """Return the likeliest tokens by text, with the token itself."""
+        """Return {text: logprob} of the likeliest tokens, and of the token itself."""
         found = [*token.likeliest, (token.token, token.logprob or 0.0)]
         return {self.text_of(other): finite(logprob) for other, logprob in found}
 
@@ -157,7 +158,8 @@ class Writer:
         return dict(token=raw.decode(errors="replace"), logprob=finite(logprob), bytes=list(raw))
 
     def text_of(self, token: int) -> str:
-        """Return a token's text; bytes that are no characters are written as such, so that two tokens differ."""
+        r"""Return a token's text. Bytes that are no characters are written as "bytes:\x..", so that different tokens have
+        different texts."""
         raw = self.served.token_bytes.of(token)
         try:
             return raw.decode()

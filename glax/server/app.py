@@ -34,10 +34,10 @@ FAILURES = {"error": 500, "timeout": 504, "cancelled": 503}
 
 
 class Server:
-    """Hold what the endpoints share.
+    """Hold the state that the endpoints share.
 
-    body_bytes: the most bytes of a body. key: what clients must send as bearer, or None. hosts: the names by which browsers
-    may call the server, or None for any.
+    body_bytes: the most bytes of a body. key: the bearer token that clients must send, or None. hosts: the names by which
+    browsers may call the server, or None for any.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Server:
         await self.routes(scope, receive, counted)
 
     def check_caller(self, request: Request):
-        """Raise Refusal for a caller without the key, and for a page of another site in a browser."""
+        """Raise Refusal for a caller without the key, or for a page of another site in a browser."""
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         if self.hosts is not None and address_of(f"//{host}")[0] not in self.hosts:
             raise Refusal(f"the host must be one of {', '.join(sorted(self.hosts))}, got {shown(host)}", status=403)
@@ -121,7 +121,7 @@ class Server:
         )
 
     async def answer(self, request: Request, *, is_chat: bool) -> ASGIApp:
-        """Answer a call, in one or as a stream. What it runs is cancelled when its client leaves."""
+        """Answer a call, as one object or as a stream. Its requests are cancelled when its client leaves."""
         began = time.perf_counter()
         try:
             if self.is_stopping:
@@ -171,12 +171,13 @@ class Server:
 
 
 class Handover:
-    """Bring events from the scheduler's thread to the queues of the event loop.
+    """Pass events from the scheduler's thread to the queues of the event loop.
 
     To wake the loop is a system call, at which the scheduler's thread gives up Python's lock and then waits for it. So a loop
-    that was woken is not woken again before it takes what has come: about once for a round where it lags. Each loop has one.
+    that was woken is not woken again before it has taken the events: about once a round if it lags. Each loop has one Handover.
 
-    arrived: queues of the loop, each with what is to be put there. is_woken: whether the loop is about to take them.
+    arrived: pairs of a queue of the loop and an item to be put there. is_woken: whether the loop was woken and has not taken
+    them yet.
     """
 
     def __init__(self):
@@ -198,7 +199,7 @@ class Handover:
 
 
 class Run:
-    """Run the requests of a call. Raises Refusal if the scheduler takes not all of them."""
+    """Run the requests of a call. Raises Refusal if the scheduler does not take all of them."""
 
     def __init__(self, server: Server, call: Call, began: float):
         self.server, self.call, self.began = server, call, began
@@ -217,11 +218,11 @@ class Run:
         server.num_open += 1
 
     def receive(self, index: int, event: Event):
-        """Take an event from the scheduler's thread."""
+        """Pass an event of request `index` to the event loop. The scheduler's thread calls it."""
         self.handover.put(self.loop, self.events, (index, event))
 
     def close(self):
-        """Leave what still runs."""
+        """Cancel the requests that still run, and count the call as ended."""
         for ticket in self.tickets:
             ticket.cancel()
         self.server.num_open -= 1
@@ -249,7 +250,8 @@ class Run:
                 await asyncio.sleep(0)
 
     def push(self, index: int, events: Iterable[Event]) -> tuple[str, list]:
-        """Return the text that events of a request add, and its tokens. Cancel a request whose answer a stop text ends."""
+        """Return (the text that events of a request add, the entries of its tokens). If a stop text ends the answer, the
+        request is cancelled."""
         sample, texts, entries = self.samples[index], [], []
         had_ended = bool(sample.reason)
         for event in events:
@@ -261,7 +263,7 @@ class Run:
         return "".join(texts), entries
 
     def failure(self) -> Refusal | None:
-        """Return why one of the answers did not come about, if so."""
+        """Return the Refusal that says why an answer failed; None if none did."""
         for sample in self.samples:
             if sample.reason in FAILURES:
                 message = sample.message or f"the request ended early: {sample.reason}"
@@ -347,7 +349,7 @@ def body(content: bytes, *, more: bool) -> dict[str, Any]:
 
 
 def encoded(content: Any) -> bytes:
-    """Return JSON of ASCII alone, which holds every text, those too that UTF-8 cannot hold."""
+    """Return content as JSON in ASCII, which can express every text, also text that UTF-8 cannot hold."""
     return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
@@ -377,12 +379,12 @@ async def http_error(request: Request, error: Exception) -> Response:
 
 
 async def failed(request: Request, error: Exception) -> Response:
-    """Return the answer to a call that met an error of ours. The traceback goes to the log."""
+    """Return the answer, of status 500, to a call in which the server raised an error. The traceback goes to the log."""
     return refused(Refusal("an error of the server ended the call: its log says which", status=500))
 
 
 def address_of(url: str) -> tuple[str | None, str]:
-    """Return the host's name in a URL, and its address with the port; None and nothing unless the URL is these alone."""
+    """Return (the name of the host, the address with the port) of a URL; (None, "") if the URL has other parts."""
     try:
         parts = urlsplit(url)
         is_alone = url.endswith(f"//{parts.netloc}")

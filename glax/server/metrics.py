@@ -12,7 +12,7 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 3
 
 
 class Histogram:
-    """Count values by the limits that they do not exceed."""
+    """Count values in buckets: for each limit, the values that do not exceed it."""
 
     def __init__(self):
         self.counts, self.sum = [0] * (len(SECONDS) + 1), 0.0
@@ -31,7 +31,7 @@ class Histogram:
 
 
 class Metrics:
-    """Hold what the HTTP side counts. All calls come from one thread."""
+    """Hold the counts of the HTTP side. All calls come from one thread."""
 
     def __init__(self):
         self.responses: collections.Counter[int] = collections.Counter()
@@ -49,14 +49,15 @@ def head(name: str, kind: str, help: str) -> Iterable[str]:
 
 
 def family(name: str, kind: str, help: str, label: str, values: Mapping) -> Iterable[str]:
-    """Yield the lines of values by a label, which needs no escapes."""
+    """Yield the lines of a metric with one value for each value of `label`. kind: Prometheus' type, such as "counter". Labels
+    need no escapes."""
     yield from head(name, kind, help)
     for key, found in sorted(values.items()):
         yield f'{name}{{{label}="{key}"}} {found}'
 
 
 def scheduler_lines(counts: Counts) -> Iterable[str]:
-    """Yield the lines of what a scheduler has counted."""
+    """Yield the lines of a scheduler's `Counts`."""
     for name, kind, help in (
         ("running", "gauge", "Requests that have a slot."),
         ("waiting", "gauge", "Requests in the queue."),

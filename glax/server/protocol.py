@@ -97,7 +97,7 @@ class Refusal(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """Hold what all calls share: the model's name, how its text is read and written, and the limits of a request.
+    """Hold the properties that all calls share: the model's name, its tokenizer and template, and the limits of a request.
 
     most_samples: the most answers of one call. timeout: seconds until a request ends. defaults: how tokens are drawn where a
     body does not say.
@@ -116,9 +116,9 @@ class Served:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Hold one call: its requests, and how their answers are written.
+    """Hold one call: its requests, and the options of its answer.
 
-    requests: `samples` for each of the prompts, in the order of the choices. context: for each request the tokens on which the
+    requests: `samples` for each of the prompts, in the order of the choices. context: for each request, the tokens on which the
     text of its first token may depend.
     """
 
@@ -134,7 +134,7 @@ class Call:
 
 
 def read_call(served: Served, raw: bytes, *, is_chat: bool) -> Call:
-    """Return the call of a body. Raises Refusal, which names the field."""
+    """Return the call that a body describes. raw: the body in JSON. Raises Refusal, which names the field."""
     body = read_body(raw)
     check_fields(
         body, CHAT_SUPPORTED if is_chat else COMPLETION_SUPPORTED, CHAT_NEUTRAL if is_chat else COMPLETION_NEUTRAL
@@ -187,12 +187,13 @@ def read_body(raw: bytes) -> dict[str, Any]:
 
 
 def shown(value) -> str:
-    """Return a short text of a value, whatever its size and depth."""
+    """Return a value as a short text for messages, whatever its size and depth."""
     return reprlib.repr(value)
 
 
 def check_fields(body: Mapping[str, Any], supported: frozenset[str], neutral: Mapping[str, tuple], of: str = ""):
-    """Raise Refusal for a field that is not known, or not supported with its value."""
+    """Raise Refusal for a field that is neither in `supported` nor has a value of `neutral`, {name: values without effect}. of:
+    the name before each field in messages."""
     for name, value in body.items():
         if name in supported or name in IGNORED or value is None:
             continue
@@ -214,7 +215,8 @@ def check_model(served: Served, body: Mapping[str, Any]):
 
 
 def of_kind(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], wanted: str, default=None) -> Any:
-    """Return a field of a kind, or the default where it is left out or null."""
+    """Return the field `name`, or the default if it is missing or null. Raises Refusal unless it is of type `kind`. wanted: the
+    type in words."""
     value = body.get(name)
     if value is None:
         return default
@@ -246,7 +248,8 @@ def number(body: Mapping[str, Any], name: str, least: float, most: float, defaul
 
 
 def read_drawing(served: Served, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how tokens are drawn: as the body says, else as generation_config.json does, else as OpenAI's interface has it."""
+    """Return the fields of `Request` that say how tokens are drawn: from the body, else from generation_config.json, else
+    OpenAI's defaults."""
     defaults = served.defaults
     top_p = number(body, "top_p", 0, 1, defaults.top_p or 1.0)
     return dict(
@@ -260,7 +263,7 @@ def read_drawing(served: Served, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_seeds(body: Mapping[str, Any], samples: int) -> list[int | None]:
-    """Return the seed of each sample, an integer of 64 bits. The first has the seed of the body."""
+    """Return the seed of each sample, an integer of 64 bits or None. The first sample has the seed of the body."""
     seed = integer(body, "seed", -SEEDS, SEEDS - 1)
     if seed is None:
         return [None] * samples
@@ -268,7 +271,8 @@ def read_seeds(body: Mapping[str, Any], samples: int) -> list[int | None]:
 
 
 def read_stops(served: Served, body: Mapping[str, Any]) -> tuple[tuple[str, ...], frozenset[int]]:
-    """Return the texts that end an answer, and the tokens that do: the model's end tokens, and special tokens among the texts.
+    """Return (the texts that end an answer, the tokens that end it: the model's end tokens, and special tokens among the
+    texts).
 
     A special token's text stays among the texts, because ordinary tokens may spell it.
     """
@@ -285,7 +289,7 @@ def read_stops(served: Served, body: Mapping[str, Any]) -> tuple[tuple[str, ...]
 
 
 def read_logprobs(body: Mapping[str, Any], is_chat: bool) -> int | None:
-    """Return how many of the likeliest tokens the answer names beside each token, or None for no logprobs."""
+    """Return how many likeliest tokens the answer lists with each token, or None for no logprobs."""
     if not is_chat:
         return integer(body, "logprobs", 0, MOST_LOGPROBS)
     most = integer(body, "top_logprobs", 0, MOST_LOGPROBS)
@@ -297,7 +301,7 @@ def read_logprobs(body: Mapping[str, Any], is_chat: bool) -> int | None:
 
 
 def read_max_tokens(served: Served, body: Mapping[str, Any], length: int, is_chat: bool) -> int:
-    """Return the most tokens of an answer to a prompt of `length` tokens."""
+    """Return the most tokens of the answer to a prompt of `length` tokens, by the body and the model's length."""
     name = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     room = served.max_length - length
     count = integer(body, name, 1, 2**31 - 1)
@@ -314,7 +318,7 @@ def read_max_tokens(served: Served, body: Mapping[str, Any], length: int, is_cha
 
 
 def read_prompts(served: Served, body: Mapping[str, Any]) -> list[list[int]]:
-    """Return the tokens of each prompt: of a text, of tokens, or of a list of either."""
+    """Return the tokens of each prompt of a completion. The body has a text, a list of tokens, or a list of either."""
     prompt = of_kind(body, "prompt", (str, list), "a text, a list of tokens, or a list of these")
     if prompt is None:
         raise Refusal("prompt must be given: a text, a list of tokens, or a list of these", "prompt")
@@ -349,7 +353,7 @@ def encoded(served: Served, text: str, field: str, *, add_special_tokens: bool) 
 
 
 def read_messages(served: Served, body: Mapping[str, Any]) -> list[int]:
-    """Return the tokens of the prompt that the chat template makes of the messages."""
+    """Return the tokens of the prompt that the chat template renders from the body's messages."""
     if served.template is None:
         raise Refusal("this model has no chat template: use /v1/completions", "messages", code="no_chat_template")
     messages = of_kind(body, "messages", list, "a list of messages", [])
@@ -383,7 +387,8 @@ def read_message(template: ChatTemplate, message: Any, field: str) -> dict[str, 
 
 
 def read_content(content: Any, field: str) -> str:
-    """Return the text of a message, whose parts stand on lines of their own."""
+    """Return the text of a message's content: a text, or parts, which are joined by line breaks. field: its name, for a
+    Refusal."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
@@ -405,5 +410,5 @@ def name_of(folder: Path) -> str:
 
 
 def finite(logprob: float) -> float:
-    """Return a logprob as JSON can hold it: OpenAI's interface has -9999 for one of minus infinity."""
+    """Return a logprob, with -9999 for minus infinity, as in OpenAI's interface, because JSON has no infinity."""
     return logprob if math.isfinite(logprob) else -9999.0

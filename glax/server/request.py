@@ -134,10 +134,10 @@ class Request:
 
 
 def as_tokens(name: str, tokens: Iterable) -> np.ndarray:
-    """Return tokens as an array [T] of int64. Raises ValueError, with the first of them that is no integer from 0 on.
+    """Return tokens as an array [T] of int64. Raises ValueError, which shows the first that is no integer of at least 0.
 
-    A prompt may have a hundred thousand tokens, and other calls wait for Python's lock meanwhile, so no Python code looks at
-    each of them.
+    A prompt may have a hundred thousand tokens, and other calls wait for Python's lock meanwhile. So no Python code runs for
+    each token.
     """
     if not (isinstance(tokens, np.ndarray) and tokens.dtype.kind in "iu" and tokens.ndim == 1):
         tokens = list(tokens)
@@ -160,5 +160,5 @@ def is_integer(value) -> bool:
 
 
 def is_number(value) -> bool:
-    """Return whether a value is a real number that is finite in float32. A comparison with NaN is false."""
+    """Return whether a value is a real number that is finite in float32."""
     return (is_integer(value) or isinstance(value, float | np.floating)) and bool(abs(value) <= LARGEST)

@@ -64,12 +64,13 @@ class Ticket:
 
     @property
     def most_length(self) -> int:
-        """Return the most that `length` may become. The last token of the answer is not read."""
+        """Return the largest value of `length`: the tokens of the prompt and of the whole answer, without its last token, which
+        is not read."""
         return len(self.prompt) + self.request.max_tokens - 1
 
     @property
     def next_length(self) -> int:
-        """Return the most that `length` may be after the next round."""
+        """Return the largest value that `length` may have after the next round."""
         return min(max(len(self.prompt), self.length) + 1, self.most_length)
 
     @property
@@ -77,7 +78,7 @@ class Ticket:
         return self.length < len(self.prompt)
 
     def tokens(self, begin: int, end: int) -> np.ndarray:
-        """Return tokens of the prompt and the answer together."""
+        """Return the tokens from `begin` to `end` of the prompt followed by the answer."""
         before = len(self.prompt)
         answer = np.array(self.written[max(begin - before, 0) : max(end - before, 0)], np.int32)
         return np.concatenate([self.prompt[begin:end], answer])
@@ -85,8 +86,8 @@ class Ticket:
 
 @dataclasses.dataclass(frozen=True)
 class Called:
-    """Hold a request in a program that was called: its slot and its length then, and the reserved block that its states are saved
-    in, -1 for none."""
+    """Hold a request that a called program reads: its slot and length at the call, and the reserved block into which its states
+    are saved, -1 for none."""
 
     ticket: Ticket
     slot: int
@@ -200,8 +201,8 @@ class Scheduler:
         self.is_stopped, self.thread = False, None
 
     def make(self):
-        """Make empty pools, and an empty store of prefixes with the tree that finds them, unless there are some: in a new
-        scheduler, and in the round after one that `recover` has ended."""
+        """Make empty pools, an empty store of prefixes and its tree, unless they exist. They do not in a new scheduler, and
+        after `recover`."""
         self.slots.make()
         if self.num_blocks and self.store is None:
             self.store = self.slots.store(self.num_blocks, self.block)
@@ -231,7 +232,8 @@ class Scheduler:
         return self.submit_together([(request, receive)])[0]
 
     def submit_together(self, requests: Iterable[tuple[Request, Callable[[Event], None]]]) -> list[Ticket]:
-        """Add all of several requests, or none: as `submit`, which says what is raised."""
+        """Add several requests, or none if one of them cannot be added. requests: pairs (request, receive). Raises the errors
+        of `submit`."""
         tickets = [self.ticket(request, receive) for request, receive in requests]
         with self.changed:
             if self.is_stopped:
@@ -246,7 +248,7 @@ class Scheduler:
         return tickets
 
     def ticket(self, request: Request, receive: Callable[[Event], None]) -> Ticket:
-        """Return the ticket of a request that can be served."""
+        """Return the ticket of a request, after a check. Raises ValueError for a request that cannot be served."""
         self.check(request)
         ends = self.ends if request.ends is None else frozenset(request.ends)
         deadline = float("inf") if request.deadline is None else time.monotonic() + request.deadline
@@ -328,7 +330,7 @@ class Scheduler:
             self.thread.join()
 
     def run(self):
-        """Run rounds until `stop`; the function of the thread."""
+        """Run rounds until `stop`. It is the function of the thread."""
         try:
             while not self.is_stopped:
                 if not self.round():
@@ -344,12 +346,12 @@ class Scheduler:
     # ---- one round -------------------------------------------------------------------------------------------------------
 
     def round(self) -> bool:
-        """Read pieces of prompts, and write one token of every answer whose prompt is read. Then tell consumers what the round
-        before has found, while the device works on what this one has called.
+        """Read pieces of prompts, and write one token of every answer whose prompt is read. Then give consumers the tokens of
+        the round before, while the device computes this one.
 
         Return True, or False if there is nothing to do. An exception of a program is logged, and this method does not raise it.
-        The requests that run then end with "error", or the first that waits if none runs, and all states and stored prefixes are
-        dropped.
+        The requests that run then end with "error", or the first that waits if none runs, and all states and stored prefixes
+        are dropped.
         """
         with self.turn, jax.default_matmul_precision(self.precision):
             self.end_due()
@@ -376,7 +378,7 @@ class Scheduler:
             return [*self.waiting]
 
     def end_due(self):
-        """End requests that were cancelled, and those past their deadlines."""
+        """End requests that were cancelled or are past their deadlines."""
         now = time.monotonic()
         if any(now >= x.deadline for x in self.running):
             self.settle()  # an answer may be whole
@@ -387,7 +389,8 @@ class Scheduler:
                 self.end(ticket, "timeout", f"its deadline of {ticket.request.deadline} s has passed")
 
     def admit(self):
-        """Give slots to waiting requests, in their order, as long as the longest that all may become fit into the memory."""
+        """Give slots to waiting requests, in order, while the memory has room for all running requests at their greatest
+        lengths."""
         while self.waiting:
             ticket = self.waiting[0]
             if not ticket.request.max_tokens:
@@ -419,9 +422,10 @@ class Scheduler:
             self.slots.admit(ticket.slot, ticket.seed, own)
 
     def grow(self):
-        """Give the pools the room that the round needs, and begin to compile the programs of what a later one will need.
+        """Give the pools the room that this round needs, and begin to compile the programs for the room that a later round will
+        need.
 
-        An answer for which they have no room waits while these are compiled, and others run on.
+        An answer without room in the pools waits while these programs are compiled, and others run on.
         """
         while (needed := max((x.next_length for x in self.running), default=0)) > self.slots.room:
             if self.prepare(needed).done():
@@ -437,8 +441,11 @@ class Scheduler:
             self.prepare(self.slots.room + 1)
 
     def prepare(self, needed: int) -> concurrent.futures.Future:
-        """Begin to compile the programs of pools with the least room for `needed` tokens, and the one that moves requests there,
-        unless that was begun. Return what ends with it, which has ended if they are compiled when they are called."""
+        """Begin to compile the programs of pools with the least room for `needed` tokens, and the program that moves requests
+        there, unless that was begun before.
+
+        Return a future, which ends when they are compiled.
+        """
         move = self.slots.room, self.slots.room_for(needed)
         if move not in self.prepared:
             before = [compiling for (_, room), compiling in self.prepared.items() if room == move[1]]
@@ -447,7 +454,8 @@ class Scheduler:
         return self.prepared[move]
 
     def wait_for(self, needed: int) -> bool:
-        """Wait until what `prepare` has begun ends, and return True; or False once another request comes or has to end."""
+        """Wait for the compilation that `prepare(needed)` has begun, and return True; return False as soon as another request
+        comes or has to end."""
         compiling = self.prepare(needed)
         while not compiling.done():
             has_come = self.num_submitted > self.num_seen
@@ -457,10 +465,10 @@ class Scheduler:
         return True
 
     def end_failed(self, needed: int, tickets: list[Ticket]) -> bool:
-        """End the requests that need pools with the least room for `needed` tokens, if the programs of these could not be
-        compiled. Return whether that was so. A later request compiles them anew.
+        """Return whether the programs of pools with room for `needed` tokens could not be compiled. If so, end the requests in
+        `tickets` that need them; a later request compiles them anew.
 
-        Those end for which the present pools have no room, or the last if these have enough room and too few slots.
+        These are the requests for which the present pools lack room, or the last one if the pools lack only slots.
         """
         if (error := self.prepare(needed).exception()) is None:
             return False
@@ -484,7 +492,8 @@ class Scheduler:
         return [x for x in self.running if x.next_length <= self.slots.room]
 
     def read_prompts(self):
-        """Read pieces of prompts, as many tokens as one packed call holds, and write the first token behind prompts that end."""
+        """Read pieces of prompts, as many tokens as one packed call takes, and draw the first token of each answer whose prompt
+        ends."""
         end_of = dict(self.pieces())
         if not end_of:
             return
@@ -496,9 +505,9 @@ class Scheduler:
         self.keep(end_of, found)
 
     def pieces(self) -> Iterator[tuple[Ticket, int]]:
-        """Yield the requests whose prompts the round reads, each with the token of its prompt before which its piece ends.
+        """Yield (a request whose prompt the round reads, the index of the prompt's token before which its piece ends).
 
-        A prompt whose next block another one reads in this round, or has read in the one before, waits until it is stored.
+        A prompt whose next block another request reads in this round, or has read in the one before, waits until it is stored.
         """
         room, count, most_pieces = self.rows, 0, self.slots.most_pieces(self.rows, self.slots.room)
         calls = [call for calls, _ in self.called for call in calls]
@@ -533,9 +542,10 @@ class Scheduler:
             self.keep(ready, found)
 
     def keep(self, tickets: Collection[Ticket], found: dict):
-        """Keep what a program finds until `hand_out` takes it, and save the states behind whole blocks that it has read.
+        """Store the results `found` of a program until `hand_out` takes them, and save the states behind whole blocks that it
+        has read.
 
-        found: as of `glax.server.slots.draw`.
+        found: the result of `glax.server.slots.draw`, arrays by name.
         """
         if all(x.request.logprobs is None for x in tickets):
             found = {name: found[name] for name in ("token", "is_sound")}
@@ -545,7 +555,8 @@ class Scheduler:
         self.called.append((calls, found))
 
     def hand_out(self, remaining: int):
-        """Take what all programs but the last `remaining` have found. What an exception leaves is taken at the next call."""
+        """Take the results of all programs but the last `remaining`, and give their tokens to consumers. Results that are left
+        after an exception are taken at the next call."""
         while len(self.called) > remaining:
             calls, found = self.called[0]
             values = jax.device_get(found) if calls else {}
@@ -554,8 +565,7 @@ class Scheduler:
             self.called.popleft()
 
     def settle(self):
-        """Wait for all programs that were called, and give consumers the tokens that these have drawn. If one failed, end the
-        requests that run."""
+        """Wait for all called programs, and give their tokens to consumers. If a program failed, end the requests that run."""
         try:
             self.hand_out(0)
         except Exception as error:  # as in `round`
@@ -563,7 +573,8 @@ class Scheduler:
             self.recover(f"{type(error).__name__}: {error}")
 
     def take(self, call: Called, values: dict[str, np.ndarray]):
-        """Give the next token to the consumer of a request whose prompt is read, and end the request if it is done."""
+        """Give the next token to the consumer of a request whose prompt is read, and end the request if it is done. values: the
+        results of the program by name."""
         ticket = call.ticket
         is_sound = values["is_sound"][call.slot]
         self.store_block(call, is_sound)
@@ -584,7 +595,8 @@ class Scheduler:
             self.end(ticket, "length")
 
     def forget(self):
-        """Drop what programs have found, for requests that have ended."""
+        """Drop the results of programs that are not taken yet, and give back the blocks reserved for them. All their requests
+        have ended."""
         for calls, _ in self.called:
             while calls:
                 self.store_block(calls.popleft(), False)
@@ -592,7 +604,8 @@ class Scheduler:
     # ---- prefixes --------------------------------------------------------------------------------------------------------
 
     def go_on_from_prefix(self, ticket: Ticket):
-        """Hold the longest stored prefix of the prompt. Bring it into the slot, if it is longer than what has been read."""
+        """Take a hold of the longest stored prefix of the prompt. If it is longer than what has been read, load its states into
+        the slot."""
         if self.prefixes is None or self.store is None or ticket.length % self.block:
             return
         found = self.prefixes.match(ticket.prompt)
@@ -608,8 +621,8 @@ class Scheduler:
             ticket.length = found.length
 
     def save_block(self, ticket: Ticket) -> int:
-        """Save the states of a request that has read a whole block, if those before it are saved and there is room. Return the
-        block's slot, which is reserved, or -1."""
+        """Save the states of a request that has read a whole block, if those of the blocks before are saved and the store has
+        room. Return the block's slot in the store, which is reserved, or -1."""
         is_next = ticket.prefix is not None and ticket.length - self.block == ticket.saved
         if self.prefixes is None or self.store is None or not is_next:
             return -1
@@ -619,7 +632,7 @@ class Scheduler:
         return block
 
     def store_block(self, call: Called, is_sound: bool):
-        """Let requests find a block that was saved, or give it back if its states are of no use."""
+        """Make a saved block available to requests; if not `is_sound`, give its slot in the store back."""
         ticket, begin = call.ticket, call.length - self.block
         if self.prefixes is None or call.block < 0:
             return
@@ -638,7 +651,8 @@ class Scheduler:
     # ---- ends ------------------------------------------------------------------------------------------------------------
 
     def end(self, ticket: Ticket, reason: str, message: str = ""):
-        """Take a request from those that run or wait, and tell its consumer."""
+        """Remove a request from those that run or wait, and give its consumer the event `Finished` with `reason` and
+        `message`."""
         if ticket.has_ended:  # its consumer has stopped the scheduler
             return
         self.release(ticket)
@@ -652,7 +666,7 @@ class Scheduler:
         self.tell(ticket, Finished(reason, message, ticket.cached_tokens))
 
     def tell(self, ticket: Ticket, event: Event):
-        """Give an event to the consumer. One that raises an exception has its request cancelled."""
+        """Give an event to a request's consumer. If the consumer raises an exception, the request is cancelled."""
         try:
             ticket.receive(event)
         except Exception:  # the consumer is its caller's code, which may raise anything; the other requests go on
@@ -666,8 +680,8 @@ class Scheduler:
             self.forget()
 
     def recover(self, message: str):
-        """End the requests of a round that failed with "error", and drop all states: the program may have taken arrays that were
-        donated. The next round makes new ones. message: of `Finished`, what failed."""
+        """End the requests of a failed round with "error" and `message`, and drop all states, because the program may have
+        taken arrays that were donated. The next round makes new ones."""
         with contextlib.suppress(Exception):  # what programs found before the one that failed
             self.hand_out(0)
         for ticket in self.running[:] or self.all_waiting()[:1]:
@@ -678,12 +692,14 @@ class Scheduler:
 
 
 def default_rows() -> int:
-    """Return the tokens of prompts that a round reads: where products are fast, so many that they reach their full rate."""
+    """Return the tokens of prompts that a round reads by default: enough for matrix products to reach their full rate on this
+    backend."""
     return 128 if Backend.here() is Backend.CPU else 2048
 
 
 def blocks_within(prefix_bytes: int | None, slots: Slots, block: int) -> int:
-    """Return how many blocks of prefixes a scheduler with this argument stores. Raises ValueError if it has bytes for none."""
+    """Return the number of blocks of prefixes that a scheduler with this prefix_bytes stores. Raises ValueError if it is above
+    0 and less than one block."""
     if prefix_bytes == 0 or (prefix_bytes is None and slots.max_length <= block):
         return 0
     own = slots.store_bytes(block)
@@ -700,14 +716,15 @@ def is_due(ticket: Ticket) -> bool:
 
 
 def ended() -> concurrent.futures.Future:
-    """Return a future that has ended."""
+    """Return a future that is done."""
     future = concurrent.futures.Future()
     future.set_result(None)
     return future
 
 
 def event_of(token: int, values: dict[str, np.ndarray], slot: int, count: int | None) -> Token:
-    """Return the event of the next token of the request in a slot, with logprobs and the likeliest `count` unless it is None."""
+    """Return the event `Token` of the request in a slot. values: the results of the program. count: how many likeliest tokens
+    it has; None for no logprobs."""
     if count is None:
         return Token(token)
     likeliest, logprobs = (values[name][slot, :count].tolist() for name in ("likeliest", "logprobs"))

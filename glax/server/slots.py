@@ -47,7 +47,8 @@ FEW = 256  # up to so many tokens are read by a smaller program
 
 
 def on_axes_of(arrays, f, *operands, spec_of_found: P | None = None):
-    """Return f(arrays, *operands), which lies where `arrays` do; with a spec of what else f finds, (this, found)."""
+    """Return f(arrays, *operands), run with automatic axes; the result is sharded as `arrays`. With spec_of_found, f returns a
+    pair, whose second part has this spec."""
     specs = jax.tree.map(spec_of, arrays)
     return with_automatic_axes(f, specs if spec_of_found is None else (specs, spec_of_found), arrays, *operands)
 
@@ -90,9 +91,10 @@ def empty(structure: Structure, capacity: int, room: int, parameters) -> dict:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def admit(arrays: dict, slot: Int[Array, ""], seed: Int[Array, ""], own: dict) -> dict:
-    """Return arrays with the request's `own` entries in a slot, each without the axis of slots, and zeros in its others.
+    """Return arrays with the entries `own` of a request set in a slot, and zeros in the slot's other arrays. own: without the
+    axis of slots.
 
-    seed: of the request's draws.
+    seed: the seed of the request's draws.
     """
 
     def run(arrays, slot, seed, own):
@@ -108,8 +110,8 @@ def admit(arrays: dict, slot: Int[Array, ""], seed: Int[Array, ""], own: dict) -
 
 @functools.partial(jax.jit, donate_argnums=0)
 def load(arrays: dict, store: PrefixStore, slot: Int[Array, ""], blocks: Int[Array, "J"]) -> dict:
-    """Return arrays with a stored prefix in a slot. blocks: those of the prefix in order, followed by -1; the last alone where
-    slots do not grow."""
+    """Return arrays with a stored prefix in a slot. blocks: the slots, in the store, of the prefix's blocks in order, followed
+    by -1; only the last if slots do not grow with length."""
 
     def run(arrays, store, slot, blocks):
         return arrays | dict(pools=store.load(arrays["pools"], slot[None], blocks[None]))
@@ -119,7 +121,7 @@ def load(arrays: dict, store: PrefixStore, slot: Int[Array, ""], blocks: Int[Arr
 
 @functools.partial(jax.jit, donate_argnums=0)
 def save(store: PrefixStore, pools, slot: Int[Array, ""], block: Int[Array, ""], end: Int[Array, ""]) -> PrefixStore:
-    """Return the store with the states in a slot, which has read `end` tokens, in `block`."""
+    """Return the store with the states of a slot, which has read `end` tokens, written to its slot `block`."""
 
     def run(store, pools, slot, block, end):
         return store.save(pools, slot[None], block[None], end[None])
@@ -181,7 +183,8 @@ def draw(draws: Draws, arrays: dict, logits: Float[Array, "C V"], active: Bool[A
 
 
 def with_logprobs(is_wanted: Bool[Array, ""], logits: Float[Array, "C V"], token: Int[Array, "C"]) -> dict:
-    """Return what `draw` finds of probabilities, or zeros if they are not wanted."""
+    """Return the logprob of each token and the likeliest tokens with theirs, by name, as `draw` does; zeros if they are not
+    wanted."""
     count = min(MOST_LOGPROBS, logits.shape[1])
 
     def wanted(logits, token):
@@ -198,7 +201,7 @@ def with_logprobs(is_wanted: Bool[Array, ""], logits: Float[Array, "C V"], token
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def resize(structure: Structure, room: int, parameters, arrays: dict, sources: Int[Array, "C"]) -> dict:
-    """Return arrays with room for `room` tokens. Each slot comes from the one in `sources`, or is empty for -1."""
+    """Return arrays with room for `room` tokens. Slot n comes from slot sources[n], or is empty for -1."""
     capacity = sources.shape[0]
 
     def run(arrays, parameters, sources):
@@ -221,13 +224,16 @@ def without_pools(arrays: dict) -> dict:
 
 
 def sizes(most: int) -> tuple[int, ...]:
-    """Return the sizes, in tokens, of the programs that read up to `most`. A program takes as long for few tokens as for its
-    size. Where prefixes are stored, one prompt alone has at most a block of tokens in a round."""
+    """Return the sizes, in tokens, of the programs that read up to `most` tokens of prompts.
+
+    A program takes as long for few tokens as for its size. Where prefixes are stored, one prompt alone has at most a block of
+    tokens in a round.
+    """
     return (FEW, most) if most >= 4 * FEW else (most,)
 
 
 def draws_of(entries: dict) -> Draws:
-    """Return what a request with these `Slots.entries` asks of a program that draws its tokens."""
+    """Return the least `Draws` that a request needs. entries: the request's `Slots.entries`."""
     options, is_drawn = entries["options"], entries["options"]["temperature"] > 0
     if entries["wants_logprobs"] or (is_drawn and (options["top_k"] > 0 or options["top_p"] < 1)):
         return Draws.ANY
@@ -235,7 +241,7 @@ def draws_of(entries: dict) -> Draws:
 
 
 def integer(x: int) -> np.signedinteger:
-    """Return an integer of 64 bits as JAX has it: without x64, its lower 32 bits."""
+    """Return x as an integer of 64 bits; without x64, as JAX would read it: its lower 32 bits."""
     return np.int64(x).astype(jax.dtypes.canonicalize_dtype(np.int64))
 
 
@@ -247,13 +253,13 @@ def nbytes(tree) -> int:
 
 
 class Slots:
-    """Hold the arrays of `empty`, and call the programs. Arguments are integers, sequences and arrays of NumPy. What programs
-    find stays on the devices.
+    """Hold the arrays of all slots, as the function `empty` makes them, and call the programs. Arguments are integers,
+    sequences and arrays of NumPy. Results of programs stay on the devices.
 
     most_slots: the slots that pools have, unless state_bytes leaves fewer. max_length: the most tokens of a request.
     state_bytes: the most bytes of the pools, None for no limit: the longer the requests, the fewer slots. room: the tokens of a
-    request for which a slot of the pools has room. grows: whether a slot has more bytes with more room. block: the
-    tokens of a stored block of a prefix. Where prefixes are stored, a round reads at most so many of one prompt.
+    request for which a slot of the pools has room. grows: whether a slot has more bytes with more room. block: the tokens of a
+    stored block of a prefix. Where prefixes are stored, a round reads at most so many of one prompt.
     """
 
     def __init__(self, model: CausalLM, most_slots: int, max_length: int, state_bytes: int | None, block: int = BLOCK):
@@ -288,13 +294,13 @@ class Slots:
         return self.fixed_bytes + self.token_bytes * room
 
     def capacity_with(self, room: int) -> int:
-        """Return how many slots pools of this room have."""
+        """Return the number of slots of pools with this room."""
         fitting = self.most_slots if self.state_bytes is None else self.state_bytes // self.slot_bytes(room)
         return min(self.most_slots, fitting)
 
     @property
     def capacity(self) -> int:
-        """Return how many slots the pools have."""
+        """Return the number of slots of the pools."""
         return self.capacity_with(self.room)
 
     @property
@@ -303,30 +309,33 @@ class Slots:
         return self.capacity * self.slot_bytes(self.room) if self.arrays else 0
 
     def make(self):
-        """Make empty arrays, unless there are some."""
+        """Make the arrays of empty slots, unless they exist."""
         if not self.arrays:
             arrays = empty(self.structure, self.capacity, self.room, self.parameters)
             self.arrays = states_on_mesh(arrays, first_array(self.model))
 
     def compile(self, size: int, store: PrefixStore | None = None):
-        """Compile the programs of the pools there are, side by side in threads: those that admit requests, read `size` tokens of
-        prompts, write tokens, and save prefixes in a store and load them. The parameters may be shapes."""
+        """Compile the programs for the present pools, side by side in threads: those that admit requests, read `size` tokens of
+        prompts, write tokens, and save prefixes in a store and load them.
+
+        The parameters may be shapes.
+        """
         arrays = self.arrays or self.shapes(self.room)
         for compiling in start_compiling(self.lowered(self.room, size, arrays, store)):
             compiling.result()
 
     def call_idle(self, size: int):
-        """Call the programs that read up to `size` tokens, that write, and that draw the likeliest tokens, for no request."""
+        """Call the programs that read up to `size` tokens, write, and draw the likeliest tokens, with no active slot."""
         for each in sizes(size):
             self.read_in(each, ())
         self.write(())
 
     def prepare(self, room: int, size: int, store: PrefixStore | None, before: Sequence[Future] = ()) -> Future | None:
-        """Begin to compile the programs of pools with this room, and the one that moves requests there from those there are, in a
-        thread. Return what ends with it, with the error of a program that could not be compiled. Return None for a model on
-        several devices: its programs depend on where the arrays lie, which shapes do not say.
+        """Begin to compile, in a thread, the programs of pools with this room, and the one that moves requests there from the
+        present pools. Return a future, which has the error of a program that could not be compiled.
 
-        before: of calls for the same room. What these have compiled is not compiled again.
+        Return None for a model on several devices: its programs depend on where the arrays lie, which shapes do not say.
+        before: the futures of earlier calls for the same room. Programs that these have compiled are not compiled again.
         """
         if self.num_devices > 1:
             return None
@@ -353,7 +362,8 @@ class Slots:
     def lowered(
         self, room: int, size: int, arrays: dict, store: PrefixStore | None, source: dict | None = None
     ) -> Iterator[jax.stages.Lowered]:
-        """Yield the programs of pools with this room, large ones first. source: the arrays that are moved there."""
+        """Yield the lowered programs of pools with this room, large ones first. source: the shapes of the arrays from which
+        requests are moved there, or None."""
         parameters, zero, capacity = self.parameters, np.int32(0), self.capacity_with(room)
         active, pools = np.zeros(capacity, bool), arrays["pools"]
         for each in reversed(sizes(size)):
@@ -370,7 +380,7 @@ class Slots:
             yield resize.lower(self.structure, room, parameters, source, np.zeros(capacity, np.int32))
 
     def entries(self, request: Request, prompt: Int[np.ndarray, "T"]) -> dict:
-        """Return what `admit` sets in a request's slot, without the data of its key."""
+        """Return the entries that `admit` sets in a request's slot, without the data of its key."""
         in_prompt = np.zeros(self.model.vocabulary, bool)
         in_prompt[prompt] = True
         options = dict(
@@ -385,7 +395,8 @@ class Slots:
         return dict(options=options, wants_logprobs=np.bool_(request.logprobs is not None), in_prompt=in_prompt)
 
     def admit(self, slot: int, seed: int, own: dict):
-        """Clear a slot for a request with these `entries`, whose draws have this seed."""
+        """Clear a slot, and set how its new request draws tokens. seed: the seed of the draws. own: the request's result of
+        `entries`."""
         self.draws_in[slot] = draws_of(own)
         self.arrays = admit(self.arrays, np.int32(slot), integer(seed), own)
 
@@ -393,7 +404,7 @@ class Slots:
         self.arrays = load(self.arrays, store, np.int32(slot), self.padded(blocks, self.room, store))
 
     def padded(self, blocks: Sequence[int], room: int, store: PrefixStore) -> np.ndarray:
-        """Return the blocks that `load` takes for a prefix, in pools with this room."""
+        """Return the argument `blocks` of the program `load`, for a prefix in these blocks, in pools with this room."""
         if not self.grows:  # the last state is all
             blocks = blocks[-1:]
         padded = np.full(room // store.every if self.grows else 1, -1, np.int32)
@@ -422,8 +433,8 @@ class Slots:
         return min(max(FEWEST_PIECES, size // self.block), self.capacity_with(room))
 
     def packed(self, size: int, pieces: Sequence[tuple[int, np.ndarray, bool]], room: int) -> tuple[np.ndarray, ...]:
-        """Return the tokens, the slots and the boundaries that the program `read` takes for pieces of prompts, in pools with this
-        room."""
+        """Return (the tokens, the slots, the boundaries) as the program `read` takes them, for pieces of prompts in pools with
+        this room."""
         tokens, slots = np.zeros(size, np.int32), np.full(self.most_pieces(size, room), -1, np.int32)
         cuts = np.zeros(len(slots) + 1, np.int32)
         for n, (slot, piece, _) in enumerate(pieces):
@@ -438,7 +449,8 @@ class Slots:
         return self.draw(logits, slots)
 
     def draw(self, logits: Array, slots: Sequence[int]) -> dict:
-        """Draw the next token in some slots, of logits that may hold those of others too, and return what `draw` finds."""
+        """Draw the next token in `slots`, from logits that may hold those of other slots too. Return the arrays [C] of the
+        program `draw`, by name."""
         draws = max((self.draws_in[slot] for slot in slots), default=Draws.LIKELIEST)
         others, found = draw(draws, without_pools(self.arrays), logits, self.active(slots))
         self.arrays |= others
@@ -462,15 +474,16 @@ class Slots:
         self.arrays, self.room = {}, self.room_for(1)
 
     def store_bytes(self, every: int) -> int:
-        """Return the bytes of one block of a store of prefixes."""
+        """Return the bytes of one slot of a store of prefixes. every: the tokens of a block."""
         return nbytes(self.store_shapes(1, every))
 
     def store_shapes(self, blocks: int, every: int) -> PrefixStore:
-        """Return the shapes of a store of prefixes."""
+        """Return a store of prefixes with shapes in place of arrays. blocks: its slots. every: the tokens of a block."""
         return jax.eval_shape(lambda: PrefixStore(self.model.empty_states, blocks, every, self.max_length))
 
     def store(self, blocks: int, every: int) -> PrefixStore:
-        """Return a store of prefixes of the model, which lies where the model does."""
+        """Return an empty store of prefixes of the model, on the model's devices. blocks: its slots. every: the tokens of a
+        block."""
         store = PrefixStore(self.model.empty_states, blocks, every, self.max_length)
         placed = states_on_mesh(store.structure.unflatten(store.leaves), first_array(self.model))
         return store.with_leaves(jax.tree.leaves(placed))

@@ -22,7 +22,7 @@ TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 
 class Generation(jinja2.ext.Extension):
-    """Read the tag `generation`, which marks an assistant's own words for training, as the words alone."""
+    """Parse jinja's tag `generation`, which marks an assistant's words for training, and render its content unchanged."""
 
     tags = {"generation"}  # noqa: RUF012  the type is jinja2's
 
@@ -51,9 +51,9 @@ class ChatTemplate:
             raise ValueError(f"{origin} holds no template of jinja2: line {error.lineno}: {error}") from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables) -> str:
-        """Return the prompt, which ends where the assistant's answer begins. It holds its own special tokens.
+        """Return the prompt, which ends where the assistant's answer begins. It already contains its special tokens.
 
-        variables: what the template reads besides. Raises ValueError, with the template's own words, for messages that it
+        variables: other variables of the template. Raises ValueError, with the template's own words, for messages that it
         refuses.
         """
         given = dict(tools=None, documents=None, add_generation_prompt=True) | self.tokens | variables

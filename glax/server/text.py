@@ -14,7 +14,7 @@ UNFINISHED = 3  # bytes of a character that lacks its last
 
 
 class TextStream:
-    """Decode tokens one by one. The pieces together are the text of all tokens, behind the text of `before`.
+    """Decode tokens one by one. The pieces together are the text of all tokens, as decoded behind the tokens `before`.
 
     A character whose bytes are in several tokens comes with the last of them. before: tokens of the prompt's end, on which the
     first token's text may depend, as a leading space does.
@@ -30,7 +30,7 @@ class TextStream:
         self.ends: list[int] = []  # places in the window where a character ends
 
     def push(self, token: int) -> str:
-        """Return the text that is certain with one more token, and was not before."""
+        """Return the text that becomes certain with one more token."""
         self.window.append(token)
         text = self.tokenizer.decode(self.window)
         # Where bytes are tokens of their own, those that make no character yet spoil the characters before them, too.
@@ -45,7 +45,7 @@ class TextStream:
         return piece
 
     def forget(self, rest: str):
-        """Leave the oldest tokens up to the end of a character, unless `rest`, the text not shown yet, depends on them."""
+        """Drop the oldest tokens up to the end of a character, unless `rest`, the text not shown yet, depends on them."""
         last = len(self.window) - WINDOW
         cut = max((end for end in self.ends if end <= last), default=last if last > MOST_WINDOW else 0)
         text = self.tokenizer.decode(self.window[cut:])
@@ -54,20 +54,25 @@ class TextStream:
             self.ends = [end - cut for end in self.ends if end > cut]
 
     def finish(self) -> str:
-        """Return what is left: the replacement characters of a character that lacks bytes."""
+        """Return the text that is left: replacement characters for a character that lacks bytes."""
         text = self.tokenizer.decode(self.window)
         piece, self.shown = text[self.shown :], max(len(text), self.shown)
         return piece
 
 
 class StopFinder:
-    """Hold text back that may begin one of `stops`. found: whether one was there."""
+    """Find the first of `stops` in a text that comes in pieces, and hold back text that may begin one. found: whether one was
+    found."""
 
     def __init__(self, stops: Sequence[str]):
         self.stops, self.held, self.found = tuple(stops), "", False
 
     def push(self, text: str, *, is_whole: bool = False) -> str:
-        """Return the text that comes before any stop, with `text` at its end. is_whole: whether no text follows."""
+        """Append `text`, and return the text that can be shown: all held-back text before a stop, or before an end that may
+        begin one.
+
+        is_whole: whether no text follows, so that nothing need be held back.
+        """
         if self.found:
             return ""
         self.held += text
@@ -78,7 +83,7 @@ class StopFinder:
 
 
 class TokenBytes:
-    """Know the bytes of each token, which need not be characters. special: the special tokens by their texts."""
+    """Provide the bytes of each token, which need not be whole characters. special: {text: token} of the special tokens."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.inner = None if isinstance(tokenizer, Bytes) else tokenizer.inner  # pyright: ignore[reportAttributeAccessIssue]
@@ -93,7 +98,7 @@ class TokenBytes:
             self.has_spaces = bool(kinds & {"Metaspace", "Replace"})
 
     def of(self, token: int) -> bytes:
-        """Return the bytes of a token, none for one that the tokenizer does not have."""
+        """Return the bytes of a token; b"" for one that the tokenizer does not have."""
         if self.inner is None:
             return bytes([token]) if token < Bytes.vocabulary else b""
         if token in self.added:
@@ -109,7 +114,7 @@ class TokenBytes:
 
 
 def parts(decoder: dict | None):
-    """Yield a decoder of a tokenizer.json, and those that it is a sequence of."""
+    """Yield the parts of a decoder in a tokenizer.json: itself, and for a sequence those in it."""
     if decoder is not None:
         yield decoder
         for each in decoder.get("decoders", ()):
@@ -117,8 +122,8 @@ def parts(decoder: dict | None):
 
 
 def byte_characters() -> dict[str, int]:
-    """Return which byte each character of a byte-level token stands for: printable bytes for themselves, the others in order
-    from 256."""
+    """Return {character: byte} of byte-level tokens. Printable bytes stand for themselves; the others are the characters from
+    256 on, in order."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
