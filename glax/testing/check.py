@@ -65,7 +65,7 @@ class Trial:
         return reference_gradient(self.r, *self.cotangents)
 
     def forward(self, kernel: str, run: Callable[[Recurrence], Outputs]) -> Result:
-        """Return the result of run(r), compared with the reference."""
+        """Return the `Result` of comparing run(r) with the reference's outputs."""
 
         def compared() -> list[Comparison]:
             return self.compare_outputs(Outputs(*jax.block_until_ready(run(self.r))))
@@ -73,7 +73,7 @@ class Trial:
         return self.judged(kernel, compared)
 
     def verification(self, kernel: str, run: Callable[[Recurrence], jax.Array]) -> Result:
-        """Return what run(r) returns beside the output of the reference."""
+        """Return the `Result` of comparing run(r), an output alone, with the reference's."""
 
         def compared() -> list[Comparison]:
             return [compare_output(self.r, jax.block_until_ready(run(self.r)), self.wanted.output, self.extreme)]
@@ -81,7 +81,7 @@ class Trial:
         return self.judged(kernel, compared)
 
     def gradient(self, kernel: str, run: Callable[..., Recurrence]) -> Result:
-        """Return the result of run(r, d_output, d_final), a gradient, compared with the reference."""
+        """Return the `Result` of comparing run(r, d_output, d_final), a gradient, with the reference's."""
 
         def compared() -> list[Comparison]:
             return self.compare_gradients(jax.block_until_ready(run(self.r, *self.cotangents)))
@@ -89,7 +89,7 @@ class Trial:
         return self.judged(kernel, compared)
 
     def both(self, kernel: str, run: Callable[..., tuple[Outputs, Recurrence]]) -> Result:
-        """Return the result of run(r, d_output, d_final), outputs and gradient, compared with the reference."""
+        """Return the `Result` of comparing run(r, d_output, d_final), outputs and gradient, with the reference's."""
 
         def compared() -> list[Comparison]:
             outputs, gradient = jax.block_until_ready(run(self.r, *self.cotangents))
@@ -104,7 +104,8 @@ class Trial:
         return compare_gradients(self.r, got, self.wanted_gradient, self.extreme)
 
     def judged(self, kernel: str, compared: Callable[[], list[Comparison]]) -> Result:
-        """Return the comparison of the array that is closest to its bar or beyond it."""
+        """Return the `Result` for the array whose error is the largest part of its bar. compared: a function that runs the
+        kernel and returns the comparisons."""
         try:
             each = compared()
         except Exception as failure:  # whatever a compiler or a device raises is the result of this kernel
@@ -202,7 +203,7 @@ def check_kernels(cases: Sequence[Case] = CASES, backend: Backend | None = None)
 
 
 def result_of(trial: Trial, spec: KernelSpec, program: Callable) -> Result:
-    """Return the result of a registered kernel on a case."""
+    """Return the `Result` of a registered kernel on a trial. program: a function like jax.jit, which compiles it."""
     if (reason := spec.refusal(trial.r)) is not None:
         return Result(spec.name, trial.title, "refused", reason=reason)
     if spec.is_gradient:
@@ -213,7 +214,8 @@ def result_of(trial: Trial, spec: KernelSpec, program: Callable) -> Result:
 
 
 def forward_of(spec: KernelSpec, program: Callable) -> Callable[[Recurrence], Any]:
-    """Return a registered kernel as a function of the recurrence alone, with the config that its heuristic chooses."""
+    """Return a registered kernel as a function of the recurrence alone, with its heuristic's config. program: a function like
+    jax.jit, which compiles it."""
 
     def run(r: Recurrence) -> Outputs:
         config = spec.config.heuristic(r)
@@ -231,7 +233,7 @@ def forward_of(spec: KernelSpec, program: Callable) -> Callable[[Recurrence], An
 
 
 def without_tokens(r: Recurrence) -> RingedStates:
-    """Return the initial states of r with empty rings, which write a state at every token."""
+    """Return the initial states of r with empty replay rings, whose states are written at every token."""
     assert r.initial_state is not None
     ring = jax.tree.map(jnp.zeros_like, new_tokens(r, jnp.float32))
     length, drafted = jnp.zeros((2, r.num_sequences), jnp.int32)

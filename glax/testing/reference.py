@@ -146,7 +146,7 @@ def reference_gradient(r: Recurrence, d_output, d_final, dtype=np.float64) -> Re
 
 
 def _written(S, x: "_Arrays", b, t):
-    """Return (the decay, the decayed state, what the token writes beside its key, what it erases along another key, or 0)."""
+    """Return (the decay, the decayed state, what the token writes along its key, what it erases along another key, or 0)."""
     decay = np.exp(x.rows[b, t][..., None] + x.columns[b, t][..., None, :])
     S_bar, u = S * decay, x.v[b, t]
     y = np.zeros_like(u)
@@ -159,7 +159,7 @@ def _written(S, x: "_Arrays", b, t):
 
 
 def _read_by_erasure(S, S_bar, x: "_Arrays", b, t):
-    """Return the state that the erase vector of a token reads, of the states before and behind its decay."""
+    """Return the state that a token's erase vector reads: S, before its decay, or S_bar, behind it."""
     if not x.before_decay:
         return S_bar
     return np.zeros_like(S) if x.resets is not None and x.resets[b, t] else S
@@ -183,8 +183,8 @@ def _scans(r: Recurrence):
 
 
 class _Arrays(NamedTuple):
-    """Hold every input in one dtype, with heads repeated and gates broadcast to rows and columns of the state. e and w may be
-    None."""
+    """Hold every input of the reference in one dtype, with heads repeated, and gates broadcast to rows and columns of the
+    state. e and w may be None."""
 
     q: NumPy
     k: NumPy

@@ -64,7 +64,7 @@ def state_errors(steps: tuple[int, ...] = (STEPS,)) -> Iterator[StateError]:
 
 
 def started(dtype: str, first: np.ndarray) -> jax.Array | StatePool:
-    """Return the first states in the dtype, in a pool where they have 8 bits."""
+    """Return the first states in `dtype`; in a `StatePool` if that has 8 bits."""
     if dtype not in COMPACT:
         return jnp.asarray(first, jnp.float32).astype(dtype)
     pool = StatePool(B, len(DECAYS), WIDTH, dtype, replay=REPLAY, form="constant")
@@ -72,7 +72,7 @@ def started(dtype: str, first: np.ndarray) -> jax.Array | StatePool:
 
 
 def read(state: jax.Array | StatePool) -> jax.Array:
-    """Return the states as outputs read them, in float32."""
+    """Return the states that outputs are formed from, in float32: those of a pool in 8 bits without their rests."""
     if not isinstance(state, StatePool):
         return state.astype(jnp.float32)
     return state.replace(states=state.states_to_read(jnp.arange(B), jnp.float32)).states_of()
