@@ -393,7 +393,8 @@ def check_states(name: str, state: Mamba3State, a: dict[str, Array], rows: int):
 
 
 class Places(NamedTuple):
-    """Hold where each sequence lies: its batch row, its first and its last token in scan order, and whether it has any token."""
+    """Hold where each sequence lies: its batch row, its first and its last token in scan order, and whether it has any
+    token."""
 
     batch: Int[Array, "N"]
     first: Int[Array, "N"]

@@ -151,7 +151,8 @@ def bind(
 
 
 def l2_normalized(r: Recurrence, x: Float[Array, "B T _ K"]) -> Float[Array, "B T _ K"]:
-    """Return x with each row divided by its norm, x * rsqrt(sum x^2 + 1e-6), in the dtype of sums of r. Padding becomes zeros."""
+    """Return x with each row divided by its norm, x * rsqrt(sum x^2 + 1e-6), in the dtype of sums of r. Padding becomes
+    zeros."""
     if r.boundaries is not None:
         x = jnp.where(r.is_token[:, None, None], x, 0)
     elif r.segments is not None:

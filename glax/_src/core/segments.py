@@ -44,7 +44,8 @@ class Segments:
 
     @property
     def of_one_run(self) -> "Segments":
-        """Return segments of the same shapes in which each row is one segment without padding, for measurements by the tuner."""
+        """Return segments of the same shapes in which each row is one segment without padding, for measurements by the
+        tuner."""
         is_token = None if self.is_token is None else jnp.ones(self.is_token.shape, bool)
         return Segments(jnp.zeros(self.resets.shape, bool), is_token)
 

@@ -133,7 +133,8 @@ def partial_read(
 
 
 class InPool(NamedTuple):
-    """Name states that kernels read or write in the pool itself: the pool, and the slot of each row of a call, P for no slot."""
+    """Name states that kernels read or write in the pool itself: the pool, and the slot of each row of a call, P for no
+    slot."""
 
     states: Float[Array, "P H K V"]
     slots: Int[Array, "B"]

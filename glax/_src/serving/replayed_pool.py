@@ -68,7 +68,8 @@ class TokenOptions(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Hold the static properties of a pool, known while tracing. heads: the numbers of heads of keys, of values and of states."""
+    """Hold the static properties of a pool, known while tracing. heads: the numbers of heads of keys, of values and of
+    states."""
 
     heads: tuple[int, int, int]
     widths: tuple[int, int]

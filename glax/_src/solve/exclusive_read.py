@@ -53,7 +53,8 @@ def solve_with_bonus(solver: Callable, r: Recurrence, bonus: Float[Array, "H K"]
 
 
 def passing_padding(r: Recurrence) -> Recurrence:
-    """Return r with k = v = 0 and no decay in the padding of its segments, so that the state passes through padding unchanged."""
+    """Return r with k = v = 0 and no decay in the padding of its segments, so that the state passes through padding
+    unchanged."""
     s = r.segments
     if s is None or s.is_token is None:
         return r

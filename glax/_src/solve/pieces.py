@@ -113,7 +113,8 @@ class Pieces(NamedTuple):
 
 
 def solve_packed(solver: Solver, r: Recurrence, every: int, dtype) -> OutputsWithStates:
-    """Return the outputs and states of packed sequences, by a loop over the pieces of all sequences, each in rows of its own."""
+    """Return the outputs and states of packed sequences, by a loop over the pieces of all sequences, each in rows of its
+    own."""
     p, (N, *_), start = Pieces.of(r, every), r.state_shape, r.start_state
     if r.decay.constant is not None:  # rows of a piece that are not valid must not decay
         r = r.replace(decay=r.decay.with_tokens(r.by_token))

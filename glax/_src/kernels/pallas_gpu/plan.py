@@ -1,4 +1,5 @@
-"""Define the plans, the static sizes and options that scans are compiled for, and the results of scans without the delta rule."""
+"""Define the plans, the static sizes and options that scans are compiled for, and the results of scans without the delta
+rule."""
 
 import dataclasses
 import functools

@@ -361,7 +361,8 @@ class LastChunk:
 
 
 def boundaries_within(r: Recurrence) -> Int[Array, "N+1"]:
-    """Return the boundaries of packed sequences, [N + 1], each clipped to 0 ... T. Tokens lie between the first and the last."""
+    """Return the boundaries of packed sequences, [N + 1], each clipped to 0 ... T. Tokens lie between the first and the
+    last."""
     assert r.boundaries is not None
     return jnp.clip(r.boundaries, 0, r.q.shape[1])
 

@@ -203,7 +203,8 @@ class Backward:
         store_gradient(plan, self.step, refs.dv, Hv, unit, dv)
 
     def decay_state_terms(self, sums: HeadSums, heads, dq, dk, dv):
-        """Return dq, dk and dv, so far the terms from S and dS, multiplied by the decays between tokens and the chunk's edges."""
+        """Return dq, dk and dv, so far the terms from S and dS, multiplied by the decays between tokens and the chunk's
+        edges."""
         plan = self.plan
         dq *= join_heads(plan, plan.K, [sums.from_start(head, dq.shape[1]) for head in heads])
         to_end = [sums.to_end(head, max(dk.shape[1], dv.shape[1])) for head in heads]

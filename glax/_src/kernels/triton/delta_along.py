@@ -502,7 +502,8 @@ def load_undecayed(undecayed, pair, which, tokens, D: tl.constexpr):
 
 @triton.jit
 def load_near(x, HEADS: tl.constexpr, STEP: tl.constexpr, origin, h, tokens, ck, count, D: tl.constexpr):
-    """Load, for each token i of a chunk, the row of x at token i + STEP, [C, BK] in float32; 0 if the chunk has no such token."""
+    """Load, for each token i of a chunk, the row of x at token i + STEP, [C, BK] in float32; 0 if the chunk has no such
+    token."""
     rows = tokens + STEP
     return load_tokens(x, origin, h, HEADS, D.K, tl.where(rows >= 0, rows, D.C), ck, count, D).to(tl.float32)
 

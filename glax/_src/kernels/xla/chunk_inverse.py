@@ -48,7 +48,8 @@ def merged(L: Float[Array, "B H C C"]) -> Float[Array, "B H C C"]:
 
 
 def diagonal_blocks(L: Float[Array, "B H C C"], size: int, below: int) -> Float[Array, "B H n size size"]:
-    """Return the blocks of L on its diagonal, [B, H, n, size, size]; for `below` = 1, the blocks below every second of these."""
+    """Return the blocks of L on its diagonal, [B, H, n, size, size]; for `below` = 1, the blocks below every second of
+    these."""
     n, step = L.shape[-1] // size, 1 + below
     parts = [L[..., (i + below) * size : (i + below + 1) * size, i * size : (i + 1) * size] for i in range(0, n, step)]
     return jnp.stack(parts, axis=2)

@@ -84,7 +84,8 @@ def launch(
 
 
 def by_role(roles: Roles, work: Mapping[str, Callable]):
-    """Run work[role] in the warpgroups of each role. If a role has several warpgroups, work[role] receives the index of each."""
+    """Run work[role] in the warpgroups of each role. If a role has several warpgroups, work[role] receives the index of
+    each."""
     me, first = lax.axis_index(WARPGROUP), 0
     for role, count in roles.items():
         for index in range(count):

@@ -159,7 +159,8 @@ def high_part(x):
 
 
 def rounded_part(x):
-    """Return float32 x rounded to the bits of bfloat16, halves away from 0. It is not a cast there and back, which XLA drops."""
+    """Return float32 x rounded to the bits of bfloat16, halves away from 0. It is not a cast there and back, which XLA
+    drops."""
     return lax.bitcast_convert_type((lax.bitcast_convert_type(x, jnp.int32) + 0x8000) & -65536, jnp.float32)
 
 

@@ -755,7 +755,8 @@ def store_gradient(p: Program, gradient, tile, summed, result):
 
 
 def parts(S, dS, rows: int, columns: int) -> list[tuple]:
-    """Return the pairs of corresponding tiles of S and dS: [64, 64], or [64, 32] where 64 does not divide `rows` or `columns`."""
+    """Return the pairs of corresponding tiles of S and dS: [64, 64], or [64, 32] where 64 does not divide `rows` or
+    `columns`."""
     if rows % 64:
         places = [(pl.ds(row, 32), pl.ds(column, 64)) for row in range(0, rows, 32) for column in range(0, columns, 64)]
         return [tuple(transposed(x.at[at]) for x in (S, dS)) for at in places]

@@ -71,7 +71,8 @@ class Items:
 
     @property
     def block(self) -> tuple[slice | pl.Slice, slice | pl.Slice]:
-        """Return the rows and columns of a block [D, D] of the state: two slices, which may pass the end of what is in memory."""
+        """Return the rows and columns of a block [D, D] of the state: two slices, which may pass the end of what is in
+        memory."""
         keys, values = self.in_memory
         return span(0, self.D, keys), span(0, self.D, values)
 

@@ -308,7 +308,8 @@ class Rests(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk(items.Chunk):
-    """Hold the chunk that a computing warpgroup processes. Properties ending in _w are tiles of this warpgroup's 64 channels."""
+    """Hold the chunk that a computing warpgroup processes. Properties ending in _w are tiles of this warpgroup's 64
+    channels."""
 
     scan: ScanOrder
     vector: Ref  # [C]: this warpgroup's row of `vectors`
