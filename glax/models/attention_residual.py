@@ -111,10 +111,9 @@ class AttentionResidualLM(CausalLM):
 
 
 def residual_names(output: str, attn: str, mlp: str) -> Rules:
-    """Return rules for the names of the residuals before the last norm, and before the mixer and the MLP of a layer.
+    """Return rules that name the residuals in a checkpoint: before the last norm, and before the mixer and the MLP of a layer.
 
-    output, attn, mlp: the names of these in the checkpoint, each with the endings `_norm` and `_proj`. output also names the
-    module that holds it.
+    output, attn, mlp: their names there, which end in `_norm` and `_proj`. output also names the module that holds it.
     """
     inside = tuple((rf"\.{part}_residual\.", f".{name}_") for part, name in (("attn", attn), ("mlp", mlp)))
     return ((r"^output_residual\.", f"{output}_"), *inside)

@@ -152,8 +152,8 @@ def delta_model(config: ModelConfig, precision: Precision) -> CausalLM:
 
 
 def delta_arguments(options: KimiOptions, heads: int) -> dict[str, Any]:
-    """Return the arguments of KimiDeltaAttention. Configs of transformers have the width of its heads as linear_head_dim, and
-    that of the rotation as head_dim."""
+    """Return the arguments of KimiDeltaAttention. Configs of transformers have the width of its heads as linear_head_dim; their
+    head_dim is the width of the rotation."""
     head_width = options.integer("linear_head_dim", options.integer("head_dim", 128))
     size = options.integer("linear_conv_kernel_dim", options.integer("short_conv_kernel_size", 4))
     heads = options.integer("linear_num_heads", heads)

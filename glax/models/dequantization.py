@@ -25,8 +25,8 @@ FLOAT4, POWER, FLOAT8 = np.dtype(np.uint8), np.dtype(np.uint8), np.dtype(ml_dtyp
 
 
 def pairs_of_4_bits(numbers: np.ndarray) -> np.ndarray:
-    """Return a table [256, 2] of the two numbers in each byte, that of its lower four bits first. numbers: the number of each
-    four bits, [16]."""
+    """Return a table [256, 2] of the two numbers in each byte; the first is the number of its lower four bits. numbers: the
+    number of each four bits, [16]."""
     byte = np.arange(256)
     return np.stack([numbers[byte & 15], numbers[byte >> 4]], -1)
 

@@ -334,8 +334,8 @@ class Reader:
 def held_out_rows(mixture: Mixture, pattern: str, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the first `count` tokens, or all, of the files of `pattern` in their order, as packed rows: (tokens, segment ids).
 
-    Both are [rows, length + 1], and the segment ids are -1 in padding. The field is the first part's. Raises
-    ValueError if there is no document.
+    Both are [rows, length + 1], and the segment ids are -1 in padding. The text is read from the field of the mixture's first
+    source. Raises ValueError if there is no document.
     """
     field = mixture.sources[0][1]
     packed = mixture.packed(grain.MapDataset.source(Documents(files_of(pattern), field)))

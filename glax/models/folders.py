@@ -248,8 +248,10 @@ class Weights:
                         self.parts[one] = name, (expert, slice(i * size, (i + 1) * size))
 
     def divide_rows(self, stacked: tuple[tuple[str, tuple[str, ...]], ...]):
-        """Name the rows, each as [1, 1, columns], of tensors [rows, columns]. stacked: pairs (pattern of such a tensor, the
-        names of its rows)."""
+        """Give each row of some tensors [rows, columns] a name of its own, as a tensor [1, 1, columns].
+
+        stacked: pairs (pattern of the name of such a tensor, the names of its rows).
+        """
         for pattern, parts in stacked:
             for name in [name for name in self.names() if re.search(pattern, name)]:
                 shape = self.header(name).get_shape()

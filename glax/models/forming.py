@@ -95,7 +95,7 @@ def content(x) -> bytes:
 
 
 def variables(atoms: Iterable) -> list:
-    """Return the atoms of equations that are no literals."""
+    """Return the atoms of equations that are variables, not literals."""
     return [x for x in atoms if not isinstance(x, Literal)]
 
 

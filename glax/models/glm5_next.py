@@ -91,7 +91,8 @@ class IndexInputs(NamedTuple):
 
 
 class Indexer(nnx.Module):
-    """Compute the `IndexInputs` of a `glax.nn.choice.Choice` from x [*rows, width] and the latent c [*rows, rank] of its query:
+    """Compute the `IndexInputs` of a `glax.nn.choice.Choice` from x [*rows, width] and the latent c [*rows, rank] of the
+    attention's query:
 
         index_query_t = W_q c_t  [H, D]                    index_key_t = [LayerNorm(W_k x_t), W_g x_t]  [2 D]
         index_weight_t = W_w x_t / sqrt(H D)  [H]
@@ -254,8 +255,8 @@ class StreamBlock(nnx.Module):
     ) -> tuple[tuple[Array, IndexInputs | None], dict]:
         """Return (the pair for the next block, the new state).
 
-        pair: the streams [*rows, N, D], and the index inputs that the block before passes on. position_bias: that of the
-        indexer of the block before, if this block's mixer has none.
+        pair: the streams [*rows, N, D], and the index inputs that the block before passes on. position_bias: the bias of the
+        previous block's indexer, for a block whose mixer has no indexer.
         """
         x, index = pair
         read, post, mixing = self.attn_streams(x)

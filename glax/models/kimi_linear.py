@@ -70,7 +70,7 @@ class KimiOptions(Options):
     """Hold options that Kimi's own config names otherwise than transformers. Both names are read."""
 
     def either(self, key: str, other: str) -> str:
-        """Return that of the two names which the config has. Raises UnsupportedOption if it has both, with different values."""
+        """Return `other` if the config has this key, else `key`. Raises UnsupportedOption if both have values, which differ."""
         if key in self.values and other in self.values and self.values[key] != self.values[other]:
             raise self.unsupported(other, f"it must be {key}={self.values[key]!r}, which names the same")
         self.ignore(key, other)

@@ -44,7 +44,7 @@ def mamba(config: ModelConfig, precision: Precision) -> CausalLM:
 
 
 def of_fla(config: ModelConfig, precision: Precision) -> CausalLM:
-    """Build a Mamba-1 model of fla. Its kernels and its plain code agree for SiLU alone, which no other act replaces."""
+    """Build a Mamba-1 model of fla. hidden_act must be SiLU, the only one for which fla's kernels and its plain code agree."""
     options = Options(config.values, code="mamba_fla")
     width, layers = options.integer("hidden_size", 2048), options.integer("num_hidden_layers", 48)
     inside = rounded_width("expand", width, options.number("expand", 2, above=0))

@@ -115,8 +115,8 @@ def shardings_of(model: nnx.Module, state: nnx.State, mesh: Mesh) -> nnx.State:
 
 
 def shardings_like(tree, params: Mapping[str, NamedSharding], default: NamedSharding):
-    """Return a sharding for each leaf of an optimizer's state: that of the parameter whose path ends the leaf's path, or else
-    `default`.
+    """Return a sharding for each leaf of an optimizer's state: the sharding of the parameter whose path ends the leaf's path,
+    or else `default`.
 
     An optimizer holds its moments in trees that repeat the parameters' paths. params: {path of a parameter: sharding}.
     """

@@ -94,7 +94,10 @@ class HyperConnection(nnx.Module):
         return (w * by_head(h, self.count)).mean(-2), h
 
     def write(self, x: Float[Array, "*rows N D"], y: Float[Array, "*rows D"], h: Array) -> Float[Array, "*rows N D"]:
-        """Return x'. y: what the block returns. h: as `read` returns it."""
+        """Return x' [*rows, N, D]: x'_n = x_n + 2 sigmoid(s_n) y, with s = strength(h) / N.
+
+        y: the output of the block. h: the second result of `read`.
+        """
         assert self.strength is not None  # the last of a model writes nothing
         return x + y[..., None, :] * (2 * jax.nn.sigmoid(self.strength(h) / self.count))[..., None]
 
@@ -260,7 +263,7 @@ class NGrams(nnx.Module):
         return dict(ngram_tokens=tokens, ngram_values=self.conv.empty_state(batch)["recurrent"])
 
     def mix(self, x: Float[Array, "*rows N D"], tokens: Int[Array, "*rows 1"], state: State, rows: Rows):
-        """Return y [*rows, N, D] and the new state, which holds token - end, so that zeros stand for `end`."""
+        """Return y [*rows, N, D] and the new state. The state holds tokens minus `end`, so that zeros stand for `end`."""
         end = self.hashes.end
         views, held = rows.window(tokens - end, self.hashes.size, state.get("ngram_tokens"))
         places = self.hashes([view[..., 0] + end for view in reversed(views)])

@@ -217,7 +217,7 @@ class Journal:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Return the lines of a history file. If others are among them, the file is set aside, with a warning, and they are left out.
+    """Return the lines of a history file. If some cannot be read, they are left out, and the file is set aside, with a warning.
     A last line without its end is left out silently."""
     lines, wrong = [], None
     try:

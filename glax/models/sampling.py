@@ -88,10 +88,11 @@ class SequenceOptions(NamedTuple):
 
 
 class Draws(enum.IntEnum):
-    """Name what a program that chooses tokens can do. A program of a higher value can do what one of a lower value can.
+    """Name what a program that chooses tokens can do. A program of a higher value can do everything that one of a lower value
+    can.
 
     Sorting takes long, so a program that can sort tests at run time whether a sequence needs it. On a GPU the host waits for
-    the result. The other programs test nothing.
+    the result of this test. The other programs test nothing.
     """
 
     LIKELIEST = 0  # all temperatures are 0

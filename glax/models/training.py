@@ -890,9 +890,10 @@ class Run:
         self.update, self.evaluate = update, evaluate
 
     def begin_compiling(self, shapes, data: Data) -> Future:
-        """Trace `update` for the shapes of the state, of a model without frozen variables, and begin to compile it in a thread.
+        """Trace `update` and begin to compile it in a thread. shapes: the shapes of the state, of a model without frozen
+        variables.
 
-        The call of a step then finds it compiled, if its arguments have the same dtypes and shardings.
+        The first step then finds its program compiled, if its arguments have the same dtypes and shardings.
         """
 
         def shape(x, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

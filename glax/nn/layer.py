@@ -45,7 +45,7 @@ class OfClass:
 
 
 def with_signature(module: M) -> M:
-    """Return the class `module`, changed in place so that its signature is that of its __init__.
+    """Return the class `module`, changed in place to have the signature of its __init__.
 
     Flax's metaclass takes (*args, **kwargs), which help() and documentation would show in place of the arguments. An instance
     has the signature of its __call__, from which `jax.jit` reads the names of arguments.

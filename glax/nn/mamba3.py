@@ -193,7 +193,7 @@ class Mamba3(Layer):
         return merged((y * for_rows(y, shares)).sum(-3))
 
     def solve_sequences(self, Q: Array, K: Array, V: Array, **options) -> tuple[Array, Mamba3State]:
-        """Return (output, final state) of `glax.mamba3` for whole sequences. The layer's argument `recurrence` solves them.
+        """Return (output, final state) of `glax.mamba3` for whole sequences, computed by the layer's `recurrence`.
 
         Q, K: as `keys_of` returns them. V: [*rows, H, V]. *rows is [B, T], or [T] for packed sequences without B. options: the
         other arguments of `glax.mamba3` by name, but ADT, DT and Trap as [*rows, H]. Without B in V, arrays of tokens and the

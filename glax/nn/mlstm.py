@@ -119,11 +119,11 @@ class MLSTM(Layer):
         return y, dict(zip(STATES, after, strict=True))
 
     def solve_sequences(self, q, k, v, *, input_gate, g, **options) -> Outputs:
-        """Return the `Outputs` of `glax.mlstm` for whole sequences, output [*rows, H, V]. The argument `recurrence` solves them.
+        """Return the `Outputs` of `glax.mlstm` for whole sequences, output [*rows, H, V], computed by the layer's `recurrence`.
 
-        q, k: [*rows, H, K]. v: [*rows, H, V]. *rows is [B, T], or [T] for packed sequences without B. input_gate, g: [*rows, H],
-        the logarithms of the input gate and of the forget gate: i_t and g_t of the layer. options: eps, and those of
-        `glax.mlstm`, such as initial_state, an `MLSTMState`, and cu_seqlens.
+        q, k: [*rows, H, K]. v: [*rows, H, V]. *rows is [B, T], or [T] for packed sequences without B. input_gate, g: [*rows,
+        H], the logarithms of the input gate and of the forget gate: i_t and g_t of the layer. options: eps, and the arguments
+        of `glax.mlstm` such as initial_state, an `MLSTMState`, and cu_seqlens.
         """
         arrays = dict(query=q, key=k, value=v, input_gate=input_gate, g=g)
         return mlstm_by(self.recurrence, arrays, **options)

@@ -65,7 +65,7 @@ class Server:
         self.routes = Starlette(routes=routes, exception_handlers={HTTPException: http_error, Exception: failed})
 
     async def __call__(self, scope, receive, send):
-        """Run the application behind the checks of every call."""
+        """Check the call, and then run the application for it."""
 
         async def counted(message):
             if message["type"] == "http.response.start":

@@ -428,8 +428,11 @@ class Slots:
         return self.draw(logits, ends)
 
     def most_pieces(self, size: int, room: int) -> int:
-        """Return the most pieces of prompts that a read of `size` tokens takes in pools with this room: those that fill it, and
-        at least FEWEST_PIECES, but one for each slot at most. Each has its states gathered."""
+        """Return the largest number of pieces of prompts that a read of `size` tokens takes: one for each block of tokens.
+
+        It is at least FEWEST_PIECES, and at most the number of slots of pools with this room. room: as `capacity_with` takes
+        it.
+        """
         return min(max(FEWEST_PIECES, size // self.block), self.capacity_with(room))
 
     def packed(self, size: int, pieces: Sequence[tuple[int, np.ndarray, bool]], room: int) -> tuple[np.ndarray, ...]:

@@ -152,7 +152,8 @@ def uses_all_gather(n: int) -> bool:
 
 
 def shift_distances(n: int) -> list[int]:
-    """Return the distances by which messages are passed on, one exchange each."""
+    """Return the distances 1, 1, 2, 4, ... by which n devices pass messages on, one exchange each. Their sum is n - 1 or
+    more."""
     distances = [1]
     while sum(distances) < n - 1:
         distances.append(sum(distances))

@@ -289,7 +289,7 @@ def place_of_decay(r: Recurrence, bonus):
     """Return a function from the log decays of tokens, [B, T, ...], to those of their reads, [B, R, ...], in the order of
     `joined`.
 
-    A token's log decay is that of its first read that follows the decay. Its other reads have zeros.
+    The first read of a token that follows its decay gets the token's log decay. Its other reads get zeros.
     """
     if bonus is not None:  # the one token reads before its decay
         return jnp.zeros_like

@@ -338,9 +338,9 @@ class StatePool:
     def checked(self, arrays: dict, options: TokenOptions, slots) -> tuple[dict, ScanOptions]:
         """Return the arrays of tokens by the names of `recurrent`'s arguments, and their flags, which are static under jit.
 
-        arrays: query, key, value and what else is checked with them. options: the other arguments of tokens. Raises TypeError or
-        ValueError for wrong names, types and flags, and for known slots that the pool does not have. Shapes are checked later,
-        while tracing.
+        arrays: query, key, value and further arrays to check, by name. options: the other arguments of tokens. Raises TypeError
+        or ValueError for wrong names, types and flags, and for known slots that the pool does not have. Shapes are checked
+        later, while tracing.
         """
         given: dict[str, Any] = dict(options)
         unknown = [name for name in given if name not in TokenOptions.__annotations__]

@@ -155,7 +155,7 @@ def _(*_, call: Call, jaxpr: ClosedJaxpr, devices: ClosedJaxpr | None):
 
 @kernel_p.def_impl
 def _(*leaves, call: Call, jaxpr: ClosedJaxpr, devices: ClosedJaxpr | None):
-    """Outside of any jit: on the device that the operands lie on.
+    """Run the kernel outside of any jit, on the device that the operands lie on.
 
     Each operation of the kernel is run by itself there, and jax_debug_infs would refuse the gates of -inf at resets.
     """

@@ -30,7 +30,7 @@ def solve_with_states(solver: Solver, r: Recurrence, every: int, dtype) -> Outpu
 
 
 class RowStates(NamedTuple):
-    """Hold the fields of `OutputsWithStates` for rows that are not packed."""
+    """Hold the outputs, final states and J stored states of B rows that are not packed."""
 
     output: Float[Array, "B T H V"]
     final_state: Float[Array, "B H K V"]

@@ -63,9 +63,10 @@ def attend_whole(q, k, v, intervals: Intervals, scale: float | None) -> Float[Ar
 def attend_in_blocks(
     q, k, v, intervals: Intervals, scale: float | None, blocks: ReadBlocks | None = None
 ) -> Float[Array, "B T Hq V"]:
-    """Return the same as `attend_whole`. A block of rows reads the keys between the ends of its intervals alone.
+    """Return the outputs of softmax attention in which each row reads the keys of its interval, as `attend_whole` does.
 
-    blocks: which blocks of these keys each row reads; all if None.
+    A block of rows reads only the keys between the ends of its intervals. blocks: which blocks of these keys each row reads;
+    all if None.
     """
     return attend(in_blocks, SoftmaxOperands(q, k, v, *intervals, None, blocks), scale)
 
@@ -73,9 +74,10 @@ def attend_in_blocks(
 def attend_by_sequence(
     q, k, v, intervals: Intervals, scale: float | None, cuts: Int[Array, "N+1"], blocks: ReadBlocks | None = None
 ) -> Float[Array, "1 T Hq V"]:
-    """Return the same as `attend_in_blocks` for B = 1, in blocks of rows of one sequence: the rows cuts[n] to cuts[n + 1].
+    """Return the outputs of softmax attention for B = 1, in blocks of rows of one sequence: the rows cuts[n] to cuts[n + 1].
 
-    The keys of a sequence need not lie beside those of the next. Rows behind the last sequence are 0.
+    Each row reads the keys of its interval. The keys of a sequence need not lie beside those of the next. Rows behind the last
+    sequence are 0.
     """
     return attend(by_sequence, SoftmaxOperands(q, k, v, *intervals, cuts, blocks), scale)
 
@@ -267,7 +269,8 @@ forward.defvjp(forward_fwd, forward_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gradient(form: Form, operands: SoftmaxOperands, o: Array, log_total: Array, d_o: Array):
-    """Return dq, dk and dv. Their derivatives in o and log_total are counted with those in the operands."""
+    """Return dq, dk and dv. Their derivatives treat o and log_total as functions of the operands, so that neither has one of
+    its own."""
 
     def by_xla(operands, o, log_total, d_o):
         return form.pulled(form.by_xla, operands, d_o)

@@ -118,8 +118,8 @@ def is_recorded() -> bool:
 def compiled(static_argnums: tuple[int, ...] = ()) -> Callable[[Callable], Callable]:
     """Return a decorator for a function of glax that calls kernels: jax.jit, inlined into the programs of callers.
 
-    Where decisions are recorded the function is traced anew, so that each call is recorded, and under one cache key
-    (`one_key`).
+    While decisions are recorded, the function is traced at each call, so that every call is recorded. JAX's caches then see one
+    key (`one_key`).
     """
 
     def decorate(f: Callable) -> Callable:

@@ -70,8 +70,8 @@ class Widths:
 
     @classmethod
     def of(cls, r: Recurrence, square: bool) -> "Widths":
-        """Return the widths for r. square: whether the gradient's kernels need square blocks, of 64 columns where keys are that
-        narrow and else of 128."""
+        """Return the widths for r. square: whether the gradient's kernels need square blocks: of 64 columns if keys have at
+        most 64, else of 128."""
         (K, V), width = (r.q.shape[3], r.v.shape[3]), 64 if r.q.shape[3] <= 64 else BLOCK
         if r.erasure is not None:
             # Without per-key gates tiles have 32 columns where 64 does not divide K; a state wider than 128 is in rows of 64.

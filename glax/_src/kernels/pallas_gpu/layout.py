@@ -472,8 +472,10 @@ class KernelLayout:
         return held.reshape(self.chunks, C)
 
     def by_sequence(self, x):
-        """Return the sums of x over the chunks of every sequence, [N, H]. x: [B, chunks, H], or if packed sequences each begin
-        a chunk [chunks, H] over all of them."""
+        """Return the sums of x over the chunks of every sequence, [N, H].
+
+        x: [B, chunks, H]. Where packed sequences each begin a chunk, x is [chunks, H], over the chunks of all sequences.
+        """
         return x.sum(1) if self.apart is None else self.apart.by_sequence(x)
 
     # ---- between rows and the sequences of the caller ----------------------------------------------------------------
@@ -491,7 +493,8 @@ class KernelLayout:
         return last
 
     def gradient_of_tokens(self, x):
-        """Return the gradient of an array with a token axis, in the sequences of `given`. x: the gradient in the rows of r."""
+        """Return the gradient of an array with a token axis, in the sequences that the caller gave. x: the gradient in the rows
+        of r."""
         return x
 
     def gradient_of_given(self, d: Recurrence) -> Recurrence:

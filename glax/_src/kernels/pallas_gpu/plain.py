@@ -57,7 +57,7 @@ def in_phases(r: Recurrence, config: HopperConfig) -> KernelLayout:
 
 
 def begin(r: Recurrence, config: HopperConfig):
-    """Run the first phase of the forward: compute the state of every segment from zero, and the message to other devices."""
+    """Run the first phase of the forward. Return the state of every segment from zero, and the message to other devices."""
     p = in_phases(r, config)
     return first_part(p, p.k, p.v, r.initial_state, adjoint=False)
 
@@ -77,7 +77,7 @@ def finish_with_residuals(begun, r: Recurrence, config: HopperConfig) -> tuple[O
 
 
 def begin_vjp(r: Recurrence, d_output, d_final, config: HopperConfig):
-    """Run the first phase of the gradient: compute every segment's term of dL/dS, and the message to other devices."""
+    """Run the first phase of the gradient. Return every segment's term of dL/dS, and the message to other devices."""
     p = in_phases(r, config)
     return first_part(p, p.q, p.of_values(d_output), d_final, adjoint=True)
 

@@ -261,8 +261,8 @@ class Scan:
         return self.every > 0 and self.adjoint
 
     def leave(self, segment, store):
-        """Run store(n) if the segment ends a sequence, the n-th, or if the scan is `two_way` with n the segment: its last state
-        is a result."""
+        """Run store(n) if the state after the segment is a result: the n-th sequence ends there. In a `two_way` scan every
+        segment's state is a result, and n is the segment."""
         if self.two_way:
             return store(segment)
         at_end = remainder(segment, self.parts) == (0 if self.reverse != self.adjoint else self.parts - 1)

@@ -28,10 +28,11 @@ def gradient_priority(r: Recurrence) -> int:
 
 
 def copies_much(r: Recurrence, square: bool) -> bool:
-    """Return whether, in a large call, the blocks of the kernels hold at least 1.5 times as much as the states need.
+    """Return whether the call is large and its kernels' blocks are much wider than its states: at least 1.5 times as many
+    elements.
 
-    In larger calls 1.25 times is enough, where keys fit in one block. The result is False for the delta rule, which is faster
-    here all the same. square: whether the gradient's blocks are meant.
+    In still larger calls 1.25 times is enough, where keys fit in one block. The result is False for the delta rule, for which
+    these kernels are faster all the same. square: whether the gradient's blocks are meant.
     """
     if r.erasure is not None:
         return False

@@ -52,7 +52,7 @@ class Reading:
     def of(
         cls, r: Recurrence, parts: int = 1, d_final=None, residuals: Residuals | None = None, in_phases: bool = False
     ) -> "Reading":
-        """Return the form for r, or for the gradient of r with these operands.
+        """Return how kernels read the rows of r, or for its gradient the rows of these operands too.
 
         parts: the segments of a sequence. in_phases: whether the kernel runs in two phases, which join and pack nothing.
         """

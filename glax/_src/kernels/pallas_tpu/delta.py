@@ -128,8 +128,8 @@ class HeadDecays:
         return dS
 
     def write_gradient(self, k, U, dS):
-        """Return (the gradient of U [C, pack * V], that of k [C, pack * K]) through the state after the chunk, whose gradient
-        is dS."""
+        """Return the gradients of U [C, pack * V] and of k [C, pack * K] through the state after the chunk, whose gradient is
+        dS."""
         dU = chunk_math.fine_dot(k, dS, chunk_math.NT, self.dtype)
         dk = chunk_math.fine_dot(U, dS, chunk_math.NN, self.dtype)
         if self.sums is None:
@@ -360,7 +360,7 @@ def apply_heads(plan: Plan, pairs: list, x, dims, dtype):
 
 
 def forward(plan: Plan, step: Step, scale, refs: ForwardRefs):
-    """Compute o and S' of `glax._src.kernels.pallas_tpu.forward` for the delta rule."""
+    """Store a chunk's outputs and replace its state S by the state S' behind it, for the delta rule."""
     betas = load_betas(plan, step, refs)
 
     def unit_outputs(unit, decays):

@@ -112,7 +112,10 @@ def load_gates(
 
 
 def forward(plan: Plan, step: Step, scale, refs: ForwardRefs):
-    """Compute o and S' of `glax._src.kernels.pallas_tpu.forward`, without gates or with per-head gates."""
+    """Store a chunk's outputs and replace its state S by the state S' behind it, without gates or with per-head gates:
+
+    o = scale (e^G (q S^T) + ((q k^T) * e^{G_i - G_j}) v)        S' = e^{G_last} S + v^T (k e^{G_last - G})        S: [V, K]
+    """
     dtype = refs.q.dtype
     sums, edges = load_gates(plan, step, refs, dtype)
     causal = chunk_math.causal_mask(plan.chunk, plan.reverse, inclusive=True)

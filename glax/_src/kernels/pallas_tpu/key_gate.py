@@ -218,7 +218,7 @@ class Forward:
 
 
 def forward(plan: Plan, step: Step, scale, refs: ForwardRefs):
-    """Compute o and S' of `glax._src.kernels.pallas_tpu.forward` with per-key gates."""
+    """Store a chunk's outputs and replace its state S by the state S' behind it, with per-key gates."""
     stages = Forward(plan, step, scale, refs)
     run_units(plan, step, refs, stages.factored_units, stages.exact)
 

@@ -10,7 +10,8 @@ Ref = Any  # a Pallas reference, whose type JAX does not export, or None where t
 
 
 class ForwardRefs(NamedTuple):
-    """Hold the references of the forward kernel."""
+    """Hold the references of the forward kernel: blocks of the operands and results for one step. Fields that a call lacks are
+    None."""
 
     q: Ref  # [C, heads * K]
     k: Ref  # [C, heads * K]
@@ -27,7 +28,7 @@ class ForwardRefs(NamedTuple):
 
 
 class StateRefs(NamedTuple):
-    """Hold the references of the kernel that saves the state before each chunk."""
+    """Hold the references of the kernel that saves the state before each chunk. Fields that a call lacks are None."""
 
     k: Ref  # [C, heads * K]
     v: Ref  # [C, heads * V]
@@ -43,7 +44,8 @@ class StateRefs(NamedTuple):
 
 
 class BackwardRefs(NamedTuple):
-    """Hold the references of the backward kernel."""
+    """Hold the references of the backward kernel: blocks of the operands and gradients for one step. Fields that a call lacks
+    are None."""
 
     q: Ref  # [C, heads * K]
     k: Ref  # [C, heads * K]

@@ -19,8 +19,8 @@ from glax._src.kernels.triton.delta_chunked import delta_chunked, delta_chunked_
 
 
 def interleaved(first: Array | None, second: Array | None, reverse: bool) -> Array:
-    """Return [B, 2 * T, ...]: for each token its row of one array [B, T, ...] and its row of the other, that of `first` first
-    in scan order. None stands for zeros."""
+    """Return [B, 2 * T, ...], the rows of two arrays [B, T, ...] in turn: for each token first the row of `first`, in scan
+    order, then the row of `second`. None stands for zeros."""
     given = first if first is not None else second
     assert given is not None
     rows = [jnp.zeros_like(given) if x is None else x for x in (first, second)]

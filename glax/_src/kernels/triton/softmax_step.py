@@ -54,7 +54,7 @@ def add_keys(
 
 @triton.jit
 def part_outputs(q, k, v, first, last, slots, sizes, scale, o, log_total, D: tl.constexpr):
-    """Compute o [PARTS, B, HQ, V] and L [PARTS, B, HQ] of each part. sizes: P, S and B."""
+    """Store the outputs o [PARTS, B, HQ, V] and log totals L [PARTS, B, HQ] of each part of the keys. sizes: (P, S, B)."""
     program, blocks = tl.program_id(0), tl.cdiv(D.GROUP, D.ROWS)
     part, other = program % D.PARTS, program // D.PARTS
     block, other = other % blocks, other // blocks

@@ -34,7 +34,8 @@ LONGEST = 2**12
 
 
 def stays_in_cache(r: Recurrence) -> bool:
-    """Return whether this kernel is faster than the chunk scan: on CPUs, while the state stays in a core's cache, up to LONGEST.
+    """Return whether the state is small enough to stay in a CPU core's cache up to LONGEST tokens: there this kernel is faster
+    than the chunk scan.
 
     The bounds, 2^12 elements per head and 2^15 in all, were measured in float32 on a machine with two cores.
     """

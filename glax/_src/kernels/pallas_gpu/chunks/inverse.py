@@ -97,7 +97,7 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Hold the results, in global memory."""
+    """Hold the results, in global memory, by chunk: the inverse R [B, chunks, H, C, C], and factors by token."""
 
     inverse: Ref  # [B, chunks, H, C, C]: R, in bfloat16
     # [B, chunks, H, FACTORS, C] in float32: beta, beta e^G, e^{G_last - G}, e^G, G to base 2; with e the first two are H to base
@@ -106,7 +106,7 @@ class Results(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Hold the shared memory of a warpgroup."""
+    """Hold the shared memory of a warpgroup: its keys [C, K], vectors [C] and matrices [C, C]."""
 
     k: Ref  # [C, K]
     numbers: Ref  # [C]: log2 gates, and then beta, or with e H to base 2

@@ -94,7 +94,7 @@ Ref = Any
 
 
 class Operands(NamedTuple):
-    """Hold the operands, in global memory."""
+    """Hold the operands, in global memory: tokens, and the scale of each chunk. Each field's comment has its shape."""
 
     q: Ref  # [B, T, HQ, K]
     k: Ref  # [B, T, HK, K]
@@ -105,7 +105,8 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Hold the results. All but `decay` and `levels` are bfloat16."""
+    """Hold the results, in global memory: matrices of pairs and decayed rows, by chunk. All but `decay` and `levels` are
+    bfloat16."""
 
     inverse: Ref  # [B, chunks, H, C, C]: R
     scores: Ref  # [B, chunks, H, C, C]: P
@@ -221,7 +222,7 @@ def pairs_of_chunks(reverse: bool, before_decay: bool, *operands) -> Results:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Hold the references of one program."""
+    """Hold the references of one program: its operands, results, shared memory and barriers."""
 
     reverse: bool
     before_decay: bool
@@ -240,14 +241,18 @@ class Program:
         return self.operands.scale[b, c]
 
     def hidden(self, x):
-        """Return the number x behind a barrier, so that the compiler does not know its value. Matrices that sum gates are
-        formed from it where several products read them, for the reason that `Program.hidden` of `scan/key.py` states."""
+        """Return the number x behind a barrier, so that the compiler does not know its value.
+
+        Matrices that sum rows are formed from it where several products read them, because ptxas 13.0 writes a matrix that it
+        knows to be constant too late for the first product.
+        """
         return jnp.where(self.scale() < jnp.inf, x, x + 1)  # x + x is known where x is 0
 
     def in_order(self, i, j):
-        """Return i and j, ordered as the tokens of rows and of columns are scanned, from their positions in memory.
+        """Return (i, j) such that i > j where the row's token is scanned after the column's. i, j: positions in memory of the
+        tokens of rows and of columns.
 
-        In a reverse scan i is the position of the column and j the position of the row, so that nothing is subtracted.
+        In a reverse scan the two change places, so that nothing is subtracted.
         """
         return (j, i) if self.reverse else (i, j)
 

@@ -236,12 +236,12 @@ class Meeting:
         return [Wait(self.waiting or self.of, self.of, name)]
 
     def arrive(self, team=None):
-        """Report that this warpgroup is there. team: its team, where there are several."""
+        """Report that this warpgroup has arrived. team: its team, where there are several."""
         check(self.of, "arrive")
         plgpu.barrier_arrive(self.all_there if team is None else self.all_there.at[team])
 
     def wait(self, team=None):
-        """Wait until all are there."""
+        """Wait until all warpgroups of the meeting have arrived. team: the waiting team, where there are several."""
         check(self.waiting or self.of, "wait")
         plgpu.barrier_wait(self.all_there if team is None else self.all_there.at[team])
 

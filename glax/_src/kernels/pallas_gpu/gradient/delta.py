@@ -118,7 +118,8 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Hold the results, in global memory."""
+    """Hold the results, in global memory: dq, dk, de [B, T, heads, K], and terms of d_scale and of the gradients of gates and
+    beta, by token. Each field's comment has its shape."""
 
     dq: Ref  # [B, T, H / sums, K]: sums over as many neighbouring heads
     dk: Ref  # [B, T, H / sums, K]
@@ -291,7 +292,7 @@ class ChunkProgram:
         return self.operands.d_output.shape[3] // COLUMNS
 
     def place(self):
-        """Return sequence, chunk and head."""
+        """Return (sequence, chunk, head), the place of this program's chunk."""
         return chunk_of(quotient(self.item(), self.blocks), self.results.terms.shape[1], self.H)
 
     def block(self):
@@ -581,7 +582,7 @@ def compute_queries_wide(p: Program):
 
 
 def add_queries(p: Program, step, totals):
-    """Return dO U^T, dO S^T and parts of <S, dS'>, with the terms of a step's columns added."""
+    """Return `totals`, which are dO U^T, dO S^T and parts of <S, dS'>, plus the terms of a step's columns."""
     own, ring, stage, (pairs, of_state, edge) = p.own, p.pipeline.columns, p.stage(step), totals
     ring.wait(stage)
     d_output, S, dS = own.d_output.at[stage], own.S.at[stage], own.dS.at[stage]
@@ -605,7 +606,7 @@ def compute_keys_wide(p: Program):
 
 
 def add_keys(p: ChunkProgram, step, totals):
-    """Return dX U^T, dX S^T and U dS'^T, with the terms of a step's columns added."""
+    """Return `totals`, which are dX U^T, dX S^T and U dS'^T, plus the terms of a step's columns."""
     own, ring, stage = p.own, p.pipeline.columns, p.stage(step)
     ring.wait(stage)
     U, dX = p.by_columns(own.U.at[stage]), [p.by_rows(own.dX.at[stage])]
@@ -654,9 +655,10 @@ def gradient_of_gates(p: Program):
 
 
 def erased_scores(p: Program, pairs):
-    """Return B [C, C], and store it in two terms, for which registers have no room.
+    """Return -dX U^T decayed from the written token j to the reading e of token i, [C, C], and store it in two bfloat16 terms.
 
-    Where e reads before the decay, the pairs of neighbouring tokens are left out of what is stored. pairs: dX U^T, [C, C].
+    It is stored because registers have no room for it. If e reads before the decay, the pairs of neighbouring tokens are left
+    out of what is stored. pairs: dX U^T, [C, C].
     """
     B = p.decayed(pairs, p.reading(), factor=-1.0)
     store_split(p.tiles.erase_pairs, B - neighbours(p, B) if p.before_decay else B)

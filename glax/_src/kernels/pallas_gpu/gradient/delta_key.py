@@ -104,7 +104,8 @@ Ref = Any
 
 
 class Operands(NamedTuple):
-    """Hold the operands, in global memory."""
+    """Hold the operands, in global memory: tokens, and the states and dL/dS of every chunk. Each field's comment has its
+    shape."""
 
     q: Ref  # [B, T, HQ, K]
     k: Ref  # [B, T, HK, K]
@@ -119,7 +120,7 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Hold the results, in global memory."""
+    """Hold the results, in global memory: the gradients [B, T, H, K], and terms by token of d_scale and of beta's gradient."""
 
     dq: Ref  # [B, T, H, K]
     dk: Ref  # [B, T, H, K]
@@ -138,7 +139,8 @@ class Results(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Hold the shared memory of an item's channels of K."""
+    """Hold the shared memory of an item: tiles over BLOCK channels of K, and vectors [C]. Each field's comment has its
+    shape."""
 
     matrices: Ref  # [MATRICES or one more, C, BLOCK]: those that properties name
     wide: Ref  # [1, C, BLOCK]: float32 gates as they are loaded, and at last dg; None for bfloat16
@@ -283,8 +285,11 @@ class Program(ChunkProgram):
         return lax.optimization_barrier(found) if varies else found
 
     def hidden(self, x):
-        """Return the number x behind a barrier, so that the compiler does not know its value. Matrices that sum rows are formed
-        from it where several products read them, for the reason that `Program.hidden` of `scan/key.py` states."""
+        """Return the number x behind a barrier, so that the compiler does not know its value.
+
+        Matrices that sum rows are formed from it where several products read them, because ptxas 13.0 writes a matrix that it
+        knows to be constant too late for the first product.
+        """
         return jnp.where(self.scale() < jnp.inf, x, x + 1)  # x + x is known where x is 0
 
     def levels(self):
@@ -461,7 +466,7 @@ def of_queries(p: Program):
 
 
 def add_queries(p: Program, step, totals):
-    """Return dO U^T, dO S^T and the products S dS' of every column, with the terms of a step added."""
+    """Return `totals`, which are dO U^T, dO S^T and the products S dS' of every column, plus the terms of a step's columns."""
     own, stage, (pairs, of_state, edge) = p.own, p.stage(step), totals
     p.pipeline.columns.wait(stage)
     d_output, S, dS = own.d_output.at[stage], own.S.at[stage], own.dS.at[stage]
@@ -501,7 +506,8 @@ def of_keys(p: Program):
 
 
 def add_keys_of_two_terms(p: Program, step, totals):
-    """Return dX U^T, dX S^T and U dS'^T, with the terms of a step's columns added. dX has two terms."""
+    """Return `totals`, which are dX U^T, dX S^T and U dS'^T, plus the terms of a step's columns. dX is a sum of two bfloat16
+    arrays."""
     own, columns, lost, stage = p.own, p.pipeline.columns, p.pipeline.lost, p.stage(step)
     assert lost is not None
     columns.wait(stage)

@@ -59,7 +59,8 @@ OF_ROW, OF_COLUMN = ROWS.reduce(1), ROWS.reduce(0)
 
 
 class Operands(NamedTuple):
-    """Hold the operands, in global memory."""
+    """Hold the operands, in global memory: those of the fast kernel, and flags of the chunks whose gates are out of its
+    range."""
 
     of_chunks: Any  # `key.Operands`
     out_of_range: Ref  # [B, chunks, H]: whether this kernel computes a chunk
@@ -206,7 +207,7 @@ class Block:
         return read(tile.at[row, self.mine], OF_ROW)
 
     def of_all(self, tile: Ref, row):
-        """Return a token's numbers in all columns of the tile at `row`."""
+        """Return row `row` of the tile, all columns of one token, in registers."""
         return read(tile.at[row], OF_COLUMN)
 
     def gate(self, row, load: Callable):

@@ -79,7 +79,7 @@ Ref = Any
 
 
 class Operands(NamedTuple):
-    """Hold the operands, in global memory."""
+    """Hold the operands, in global memory: tokens, the gates' sums, states and dL/dS. Each field's comment has its shape."""
 
     gates: Ref  # [B, chunks, heads, C]: G
     q: Ref  # [B, T, HQ, D]
@@ -99,7 +99,7 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Hold the results, in global memory."""
+    """Hold the results, in global memory: the gradients [B, T, H, D], and by token the terms of dg and of d_scale."""
 
     dq: Ref  # [B, T, H, D]
     dk: Ref  # [B, T, H, D]
@@ -115,7 +115,7 @@ class Results(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Hold the shared memory. Tiles of tokens have two slots a team."""
+    """Hold the shared memory of a program. Tiles of tokens have two slots a team. Each field's comment has its shape."""
 
     q: Ref  # [slots, C, D]: q, then dq
     k: Ref  # k, then dk
@@ -213,7 +213,7 @@ def gradient_head(
 
 
 def load(p: Program):
-    """Run the loading warpgroup."""
+    """Run the loading warpgroup: copy the chunks' tokens, gates and states to shared memory, and their results back."""
     n, x, s, pipeline = p.plan, p.operands, p.tiles, p.pipeline
 
     def load_tokens(names, program, i, t: int):
@@ -267,7 +267,7 @@ def load(p: Program):
 
 
 def compute(p: Program):
-    """Run a computing warpgroup."""
+    """Run a computing warpgroup: compute the gradients of its chunks."""
     _, first = items.first_item(p.plan)
     items.compute_chunks(p.plan, first, functools.partial(compute_chunk, p))
 

@@ -146,7 +146,7 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Hold the results, in global memory."""
+    """Hold the results, in global memory: dq and dk summed over an item's heads, dv, and the terms of dg by token."""
 
     dq: Ref  # [B, T, parts, K]: of all heads of an item
     dk: Ref  # [B, T, parts, K]

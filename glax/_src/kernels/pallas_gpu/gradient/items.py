@@ -78,7 +78,7 @@ class Items:
 
     @property
     def tile(self) -> int:
-        """Return the columns of a tile in shared memory."""
+        """Return the number of columns of a tile in shared memory."""
         return tile_columns(*self.in_memory)
 
     @property
@@ -275,10 +275,10 @@ def marks(newest, reverse: bool):
 
 
 def hidden_zero():
-    """Return 0, which the compiler does not know, as the index of a tile.
+    """Return 0 behind a barrier, for the index of a tile, so that the compiler does not know its value.
 
-    It would compute addresses of known tiles ahead of all loops, and spill them. No constant may be the index of a tile that
-    products are added by.
+    The compiler would compute the addresses of known tiles ahead of all loops, and spill them. A tile that products add to may
+    not have a constant index.
     """
     return lax.optimization_barrier(jnp.int32(0))
 

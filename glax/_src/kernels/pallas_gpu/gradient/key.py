@@ -89,7 +89,7 @@ Ref = Any
 
 
 class Operands(NamedTuple):
-    """Hold the operands, in global memory. Those that a call does not have are None."""
+    """Hold the operands, in global memory: tokens, states and dL/dS by chunk. Fields that a call does not have are None."""
 
     q: Ref  # [B, T, HQ, D]
     k: Ref  # [B, T, HK, D]
@@ -106,7 +106,7 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Hold the results, in global memory."""
+    """Hold the results, in global memory: the gradients [B, T, heads, D], and by token the terms of d_scale."""
 
     dq: Ref  # [B, T, H / summed, D]
     dk: Ref  # [B, T, H / summed, D]
@@ -237,7 +237,7 @@ def gradient_key(
 
 
 def load(p: Program):
-    """Run the loading warpgroup."""
+    """Run the loading warpgroup: copy the chunks' tokens, gates and states to shared memory, and their results back."""
     n, x, s, pipeline = p.plan, p.operands, p.tiles, p.pipeline
 
     def load_tokens(names, program, i, t: int, late: bool = False):
@@ -369,7 +369,7 @@ class Chunk(items.Chunk):
 
 
 def compute(p: Program):
-    """Run a computing warpgroup."""
+    """Run a computing warpgroup: compute the gradients of its chunks."""
     n = p.plan
     wg, first = items.first_item(n)
     if not n.resets:  # many masks: where tokens stand is read from shared memory

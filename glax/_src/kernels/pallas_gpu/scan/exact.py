@@ -77,7 +77,8 @@ def state_layout(rows: int):
 
 
 class Operands(NamedTuple):
-    """Hold the references of the operands, in global memory."""
+    """Hold the references of the operands, in global memory: the table of segments, flags of chunks, tokens, gates and
+    scale."""
 
     table: Ref  # [E, 4], or [E, 7] of a plan that clears rows
     flags: Ref  # `shape_of_flags`: `by_group` of `key_scan`

@@ -63,7 +63,7 @@ Pair = tuple[Ref, ...]  # two references, one for each head
 
 
 class Operands(NamedTuple):
-    """Hold the operands, in global memory."""
+    """Hold the operands, in global memory: the table of segments, tokens, the gates' sums and the states that enter."""
 
     table: Ref  # [E, 4] or [E, 5]
     q: Ref  # [B, T, HQ, K]
@@ -104,7 +104,8 @@ class Results(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Hold the shared memory. A tile that the plan does not use has the smallest size."""
+    """Hold the shared memory of a program. A tile that the plan does not use has the smallest size. Each field's comment has
+    its shape."""
 
     q: Ref  # [stages, C, K]
     k: Ref  # [stages, C, K]

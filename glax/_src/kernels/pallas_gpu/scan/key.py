@@ -86,7 +86,8 @@ Ref = Any
 
 
 class Operands(NamedTuple):
-    """Hold the operands, in global memory, of E segments and N sequences."""
+    """Hold the operands, in global memory: the table of E segments, the tokens of N sequences, gates, and the states that
+    enter."""
 
     table: Ref  # [E, 4] or [E, H, 5]; [E, 7] or [E, H, 7] of a plan that clears rows
     q: Ref  # [B, T, HQ, K]
@@ -125,7 +126,8 @@ class Results(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Hold the shared memory. A tile that the plan does not use has the smallest size."""
+    """Hold the shared memory of a program. A tile that the plan does not use has the smallest size. Each field's comment has
+    its shape."""
 
     q: Ref  # [stages, C, K]: q, then q^, then without a tile of their own the outputs
     k: Ref  # [stages, C, K]: then k^
