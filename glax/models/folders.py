@@ -234,8 +234,11 @@ class Weights:
                     self.files[usual], self.stored[usual] = self.files.pop(other), self.stored.pop(other, other)
 
     def divide(self, stacked: tuple[tuple[str, tuple[str, ...]], ...]):
-        """Name the parts of tensors [experts, rows, columns] that hold all experts. stacked: pairs (pattern of such a tensor,
-        the names of its equal parts with `*` for the expert)."""
+        """Give each expert's part of some tensors [experts, rows, columns] a name of its own. The parts divide the rows
+        equally.
+
+        stacked: pairs (pattern of the name of such a tensor, the names of its parts, with `*` for the expert).
+        """
         for pattern, parts in stacked:
             for name in [name for name in self.names() if re.search(pattern, name)]:
                 shape = self.header(name).get_shape()

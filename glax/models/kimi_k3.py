@@ -140,7 +140,7 @@ def language_model(config: ModelConfig, options: KimiOptions, precision: Precisi
 
 
 def activation_of(options: Options) -> tuple[str, tuple[float, float | None] | None]:
-    """Return (activation, situ), the arguments of `SwiGLU` of these names."""
+    """Return (activation, situ), the arguments of `SwiGLU` with these names, from the options."""
     beta = options.number("activation_situ_beta", None, optional=True, least=0)
     linear_beta = options.number("activation_situ_linear_beta", None, optional=True, above=0)
     if options.values.get("hidden_act") == "situ":

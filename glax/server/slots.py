@@ -430,8 +430,8 @@ class Slots:
     def most_pieces(self, size: int, room: int) -> int:
         """Return the largest number of pieces of prompts that a read of `size` tokens takes: one for each block of tokens.
 
-        It is at least FEWEST_PIECES, and at most the number of slots of pools with this room. room: as `capacity_with` takes
-        it.
+        It is at least FEWEST_PIECES, and at most the number of slots of pools with this room. room: the tokens of a request for
+        which a slot has room.
         """
         return min(max(FEWEST_PIECES, size // self.block), self.capacity_with(room))
 

@@ -218,7 +218,7 @@ def two_phases(resolution: Resolution, r: Recurrence, gradient: bool) -> Phases:
 
 
 def runs_in_two_phases(resolution: Resolution, r: Recurrence, gradient: bool) -> bool:
-    """Return whether the kernel that runs r (or its gradient) has two phases there."""
+    """Return whether the kernel of r, or of its gradient if `gradient`, runs in two phases for r."""
     return phases_of(resolution, r, gradient) is not None
 
 

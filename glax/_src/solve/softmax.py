@@ -36,7 +36,7 @@ class SoftmaxKernel(FunctionKernel):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Form:
-    """Hold how a call is computed where Triton does not: by_xla(operands, scale) -> o."""
+    """Hold the scale of a call, and how it is computed where Triton's kernels do not run: by_xla(operands, scale) -> o."""
 
     by_xla: Callable[[SoftmaxOperands, float], Array]
     scale: float

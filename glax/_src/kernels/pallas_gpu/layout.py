@@ -47,8 +47,7 @@ class KernelLayout:
     are per key.
 
     q, k, v: [B, rows, heads * blocks, K or V] in bfloat16. gates: the result of `gate_operands`; None under the delta rule,
-    whose
-    kernels read gates as they are. scale: [N] in float32. table: the result of `segments`.
+    whose kernels read gates as they are. scale: [N] in float32. table: the result of `segments`.
     """
 
     def __init__(

@@ -60,8 +60,8 @@ class HeadDecays:
     dtype: Any
 
     def entering(self, S):
-        """Return the state before the chunk, transposed, in the form that `read` takes. The adjoint of this function is the
-        function itself."""
+        """Return the state before the chunk, transposed, as the argument S of `read`: S unchanged. The adjoint of this function
+        is the function itself."""
         return S
 
     def read(self, xs, S):
@@ -124,7 +124,8 @@ class HeadDecays:
         return dxs, dks
 
     def leaving(self, dS):
-        """Return dS, the gradient of the state after the chunk, in the form that `write_gradient` and `decayed` take."""
+        """Return dS, the gradient of the state after the chunk, as the argument of `write_gradient` and `decayed`: dS
+        unchanged."""
         return dS
 
     def write_gradient(self, k, U, dS):

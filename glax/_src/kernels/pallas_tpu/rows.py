@@ -3,8 +3,7 @@
     rows[n] = pool[slots[n]]        pool[slots[n]] = rows[n]
 
 Both are copies within HBM, of a whole row each, which pass no VMEM. All copies are under way together, and the program waits
-for
-all at its end. A row of slot -1 has no copy: what is read there is undefined, and nothing is written.
+for all at its end. A row of slot -1 has no copy: what is read there is undefined, and nothing is written.
 """
 
 import jax

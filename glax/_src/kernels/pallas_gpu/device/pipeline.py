@@ -90,7 +90,7 @@ class Ring:
     free: Ref = None
 
     def barriers(self, roles: Roles) -> dict[str, plgpu.Barrier]:
-        """Return the types of the barriers by field."""
+        """Return the types of the barriers by field, full and free. roles: the number of warpgroups of each role."""
         counts = {}
         if self.fill:
             counts |= dict(full=len(self.copies) or arrivals(roles, self.fill, self.teams))
@@ -162,14 +162,14 @@ class Handoff:
     free: Ref = None
 
     def barriers(self, roles: Roles) -> dict[str, plgpu.Barrier]:
-        """Return the types of the barriers by field."""
+        """Return the types of the barriers by field, full and free. roles: the number of warpgroups of each role."""
         used = any(name in roles for name in self.store) and any(name in roles for name in self.read)
         stored, read = (arrivals(roles, names) if used else 1 for names in (self.store, self.read))
         found = dict(full=plgpu.Barrier(num_arrivals=len(self.copies) or stored))
         return found | (dict(free=plgpu.Barrier(num_arrivals=read)) if self.returned else {})
 
     def waits(self, name: str) -> list[Wait]:
-        """Return the lines of the table."""
+        """Return the table's lines for this handoff: which roles wait for which. name: the handoff's field in its pipeline."""
         tiles = ", ".join(dict.fromkeys(self.copies))
         full = Wait(self.read, self.store, f"{name} loaded: {tiles}" if tiles else f"{name} stored")
         return [full, *[Wait(self.store, self.read, f"{name} read")] * self.returned]
@@ -227,12 +227,12 @@ class Meeting:
     all_there: Ref = None
 
     def barriers(self, roles: Roles) -> dict[str, plgpu.Barrier]:
-        """Return the types of the barriers by field."""
+        """Return the types of the barriers by field. roles: the number of warpgroups of each role."""
         count = arrivals(roles, self.of, self.teams)
         return dict(all_there=plgpu.Barrier(num_arrivals=count, num_barriers=self.teams))
 
     def waits(self, name: str) -> list[Wait]:
-        """Return the lines of the table."""
+        """Return the table's line for this meeting: which roles wait for which. name: the meeting's field in its pipeline."""
         return [Wait(self.waiting or self.of, self.of, name)]
 
     def arrive(self, team=None):
@@ -261,7 +261,7 @@ class Pipeline:
         return {name: part for name, part in found.items() if part is not None}
 
     def barriers(self, roles: Roles) -> dict[str, plgpu.Barrier]:
-        """Return the types of all barriers, by names as "tokens.full" and in the order of shared memory."""
+        """Return the types of all barriers, by names such as "tokens.full" and in the order of shared memory."""
         parts = self.parts().items()
         found = {f"{name}.{end}": x for name, part in parts for end, x in part.barriers(roles).items()}
         return {name: found[name] for name in self.ORDER or found if name in found}

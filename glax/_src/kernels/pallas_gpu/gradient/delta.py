@@ -22,11 +22,10 @@ are left out of the sums, too.
 Two kernels compute this. Up to 128 channels and columns, `delta_gradient` has all of S in shared memory. Its programs are
 persistent: one for each multiprocessor, which takes chunks of heads in turns. Where two heads share q and k, it takes them one
 after another and writes the sums of their dq and dk; where more heads share them, XLA adds up those of each. Where keys or values
-are wider,
-`delta_gradient_wide` has a program for every chunk, head and 128 channels of K, or two of 96 where K is 192. dO U^T, dX U^T, dO
-S^T, dX S^T, U dS'^T and <S, dS'> are then added up in registers over steps of 64 columns of V, always in the same order. So q,
-k and the states are read once, and dq and dk are written once. dq, de and dk of a channel need no sums over other channels, but
-each program forms A and B again. States with more than 128 channels are stored as [K, V], and others as [V, K].
+are wider, `delta_gradient_wide` has a program for every chunk, head and 128 channels of K, or two of 96 where K is 192. dO U^T,
+dX U^T, dO S^T, dX S^T, U dS'^T and <S, dS'> are then added up in registers over steps of 64 columns of V, always in the same
+order. So q, k and the states are read once, and dq and dk are written once. dq, de and dk of a channel need no sums over other
+channels, but each program forms A and B again. States with more than 128 channels are stored as [K, V], and others as [V, K].
 
 Roles. *queries* computes A and dq (`compute_queries`, `compute_queries_wide`), and *keys* B, de and dk (`compute_keys`,
 `compute_keys_wide`). *load* loads (`load`, `load_wide`). At last *queries* forms dg from the sums of each token that both have
@@ -450,8 +449,9 @@ def delta_gradient_wide(reverse: bool, before_decay: bool, *operands) -> Results
 def heads_summed(x: Operands) -> int:
     """Return the number of neighbouring heads whose dq and dk `delta_gradient` sums: 2 where two heads share q and k, else 1.
 
-    Where more heads share them, sums of two would be rounded to bfloat16 here, beside the rounding of each head, before XLA adds
-    them up: dk of four heads is then above the bar of docs/numerics.md. Beside e shared memory has no room for the sums.
+    Where more heads share them, sums of two would be rounded to bfloat16 here, beside the rounding of each head, before XLA
+    adds them up: dk of four heads is then above the tolerance of docs/numerics.md. Beside e shared memory has no room for the
+    sums.
     """
     shared = [x.d_output.shape[2] // keys.shape[2] for keys in (x.q, x.k)]
     return 2 if x.e is None and shared == [2, 2] else 1

@@ -711,7 +711,8 @@ def write_chunk(o: OutputWarpgroup, weak: bool | None, step):
     """Form the outputs of one chunk, [C, columns], and send them to global memory in bfloat16.
 
     P [C, C] has the scores q^_i . k^_j of tokens j before i, and own scores on its diagonal. It is 0 in a chunk out of range.
-    weak: whether q^ has two terms. None where registers have no room for all products together: it is then read here.
+    weak: whether q^ has two terms. If None, `Tiles.weak` says so at run time: registers then have no room for all products
+    together.
     """
     p, w = o.p, o.p.plan
     stages, total = w.stages, o.total
