@@ -264,8 +264,11 @@ class Weights:
                     self.parts[re.sub(pattern, part, name)] = name, (slice(i, i + 1), np.newaxis)
 
     def divide_anew(self, sizes: Mapping[str, int]):
-        """Divide the rows of some tensors anew, as {name: number of rows} in `sizes` says. Together, in this order, they hold
-        the rows of one tensor."""
+        """Change where the rows of one tensor are cut into the tensors that `sizes` names, which hold them in this order.
+        sizes: {name: number of rows}.
+
+        Nothing changes if a tensor is missing, or if the numbers of rows do not add up.
+        """
         if not sizes.keys() <= self.files.keys():
             return
         rows = np.concatenate([self.read(name) for name in sizes])

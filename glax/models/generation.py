@@ -561,7 +561,8 @@ def eos_tokens(eos, vocabulary: int) -> tuple[int, ...]:
 
 
 def check_key(key, rows: int):
-    """Raise TypeError unless key is one key, typed or raw. Raise ValueError for several of another number than `rows`."""
+    """Raise TypeError unless key is a key or an array of keys with one axis, typed or raw; ValueError unless such an array has
+    `rows` keys."""
     if isinstance(key, np.ndarray):
         check_memory("key", key)
     typed = is_array(key) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)

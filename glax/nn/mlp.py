@@ -265,7 +265,10 @@ class Experts(nnx.Module):
         self.down = stack(inside, width, MLP, EMBED)
 
     def __call__(self, x: Float[Array, "M D"], chosen: Chosen) -> Float[Array, "M D"]:
-        """Return y [M, D]. chosen: (the weights [M, k], the numbers of the experts [M, k]) of each token."""
+        """Return y [M, D], the weighted sum of the outputs of the experts that each token chose.
+
+        chosen: (the weights [M, k], the numbers of the experts [M, k]) of each token.
+        """
         weights, experts = chosen
         check_floats("x", x, self.width)
         check_floats("weights", weights)
@@ -421,7 +424,7 @@ class SparseMLP(nnx.Module):
         self.out_of = None if latent_width is None else linear(inner, width, (None, EMBED), **ends)
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        """Return y [..., D] of x [..., D]."""
+        """Return y, the weighted sum of the chosen experts' outputs and the shared MLP's output, [..., D], for x [..., D]."""
         check_floats("x", x, self.width)
         flat = x.reshape(-1, x.shape[-1])
         y = self.experts(flat if self.into is None else self.into(flat), self.chosen(flat))

@@ -183,8 +183,8 @@ def draw(draws: Draws, arrays: dict, logits: Float[Array, "C V"], active: Bool[A
 
 
 def with_logprobs(is_wanted: Bool[Array, ""], logits: Float[Array, "C V"], token: Int[Array, "C"]) -> dict:
-    """Return the logprob of each token and the likeliest tokens with theirs, by name, as `draw` does; zeros if they are not
-    wanted."""
+    """Return {"logprob": [C], of each token; "likeliest", "logprobs": the likeliest tokens and theirs, [C, MOST_LOGPROBS]
+    or as many as there are}. All are zeros if not `is_wanted`."""
     count = min(MOST_LOGPROBS, logits.shape[1])
 
     def wanted(logits, token):

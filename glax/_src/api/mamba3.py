@@ -380,7 +380,8 @@ def state_shapes(rows: int, heads: int, angles: int, key_width: int, value_width
 
 
 def shapes_of(a: dict[str, Array], rows: int) -> tuple:
-    """Return the shapes of the states that the arguments of a call need."""
+    """Return the shapes of a `Mamba3State` for `rows` sequences or slots, in the order of its fields. a: the arguments of a
+    call by name."""
     (H, V), K, A = a["V"].shape[-2:], a["Q"].shape[-1], a["Angles"].shape[-1]
     return state_shapes(rows, H, A, K, V, *a["Q_bias"].shape[1:-1])
 

@@ -258,7 +258,8 @@ def _change_fwd(reverse: bool, is_own: Array, begins: Array, i: Array, g: Array)
 
 
 def _change_bwd(reverse: bool, saved: tuple, d_m: Array) -> tuple[None, None, Array, Array]:
-    """Sum d_m over the tokens whose m comes through a token, from the scan's end."""
+    """Return the cotangents (None, None, di, dg). A token's total is its d_m, plus the total of the next token in the scan if
+    that token's m is formed from this one's. The total is di where is_own, else dg."""
     is_own, begins = saved
 
     def then(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -427,8 +427,8 @@ class DeltaScan:
 
     @property
     def tight(self) -> bool:
-        """Return whether shared memory is too small for two stages of R and v, and for a tile of dV beside what dX loses in
-        bfloat16."""
+        """Return whether shared memory is too small for two stages of the inverse R and of v, and for both a tile of dV and a
+        tile of what dX loses in bfloat16. It is so in a wide adjoint scan with beta."""
         return self.wide and self.kind == "adjoint" and not self.has_erase
 
     @property

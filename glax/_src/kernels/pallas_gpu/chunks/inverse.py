@@ -273,7 +273,7 @@ def write_inverse(p: Program, me, item, following, numbers):
 
 
 def erased(t: Tiles, keys, size: int, places, is_counted=None):
-    """Return [C, BLOCK] of L: the columns that `places` selects for each `size` rows, as the argument `L` of `store_inverse`.
+    """Return a part of L, [C, BLOCK]: in rows [size i, size (i + 1)) the BLOCK columns of L from places[i] on.
 
     keys: k_i . k_j or e_i . k_j, [C, C]. is_counted: a mask of the entries to keep, the others being 0. Without it nothing is
     masked: rows of first blocks then hold numbers that are not in L, and no product of these rows is used.
