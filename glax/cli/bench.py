@@ -63,7 +63,11 @@ def run(args) -> int:
 
 
 def chosen_peers(named: list[str] | None) -> dict:
-    """Return the peers to time. Raises UsageError for one that is named and not installed."""
+    """Return the peers to time, {name: function that prepares a `Way`}, as in `PEERS`.
+
+    named: the names that the user gave; all peers, installed or not, if None or empty. Raises UsageError for a named peer that
+    is not installed.
+    """
     for peer in named or ():
         if lacking := missing(peer):
             raise UsageError(f"argument --peer: {peer} needs {', '.join(lacking)}: pip install {' '.join(lacking)}")

@@ -107,7 +107,11 @@ def attention_layers(options: Options, width: int, layers: int) -> dict[int, dic
 
 
 def softmax_names(layers: dict[int, dict]) -> Rules:
-    """Return rules for the names of the layers of softmax attention. They apply before the rules of the other mixer."""
+    """Return rules that rename the parts of softmax attention in these layers from glax's names to a checkpoint's.
+
+    They apply before the rules of the other mixer. layers: by layer number, as `attention_layers` returns them; only the
+    numbers are read.
+    """
     return renamed(rf"{one_of(layers)}\.attn", ATTENTION)
 
 
@@ -430,7 +434,12 @@ def plain_norm(is_gated: bool) -> tuple[str, ...]:
 
 
 def grouped_heads(options: Options, *, heads: int, head_width: int, expand: float) -> dict[str, Any]:
-    """Return num_heads, num_qk_heads, key_width and value_width of gated_deltanet and kda, whose values may have more heads."""
+    """Return num_heads (of values), num_qk_heads, key_width and value_width of a head, as arguments of a delta-rule layer.
+
+    They are read from num_heads (of queries and keys), num_v_heads, head_dim and expand_v of the config. The heads of values
+    are a multiple of those of queries and keys. heads, head_width, expand: the values for a config that lacks num_heads,
+    head_dim or expand_v. Raises UnsupportedOption for a num_v_heads that num_heads does not divide.
+    """
     qk_heads = options.integer("num_heads", heads)
     heads = options.integer("num_v_heads", None, optional=True) or qk_heads
     if heads % qk_heads:

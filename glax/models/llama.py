@@ -67,8 +67,9 @@ def transformer(
 ) -> CausalLM:
     """Return a model of softmax attention and gated MLPs, from the options that are not taken yet.
 
-    windows: by kind of layer, how many tokens a token reads; None for all. inside, positions, vocabulary: the values for a
-    config that lacks the option.
+    kinds: the kind of each layer. windows: by kind, how many tokens a token reads; None for all. sizes: num_heads, num_kv_heads
+    and head_width, as `attention_sizes` returns them. inside, positions, vocabulary: the values for a config that lacks
+    intermediate_size, max_position_embeddings or vocab_size. mlp_bias: whether the MLPs have biases.
     """
     width = options.integer("hidden_size", 4096)
     outer, init = outer_options(options, precision, vocabulary)

@@ -126,9 +126,11 @@ def advance_rounded(choice: Choice, r: Recurrence, slots, rounding_key) -> Outpu
 
 
 def advance_and_round(choice: Choice, r: Recurrence, slots, rounding_key) -> Outputs:
-    """Advance the states by one token and round the new states stochastically.
+    """Return the output [B, T, H, V] and the states behind r's tokens, rounded stochastically to the initial states' dtype.
 
-    Step kernels round to nearest, so kernels for whole sequences form the states.
+    Step kernels round to nearest, so kernels for whole sequences form the states. slots: [B], the row of each sequence in the
+    pool [P, H, K, V] of r's initial states, P for no sequence, whose output is 0. None: these are the states [B, H, K, V] in
+    order. The states returned have their shape. rounding_key: a key of jax.random.
     """
     pool = pool_of(r)
     if slots is None:

@@ -264,8 +264,11 @@ def bound_commit(state, draft: Draft, accepted, rounding_key):
 
 
 def commit_on_device(draft: Draft, arrays: dict):
-    """Return the state, or pool, behind the accepted tokens, for arrays on one device. arrays: those of the draft, and the
-    public arguments, by name."""
+    """Return the state [B, H, K, V], or the pool [P, H, K, V], behind the accepted tokens, for arrays on one device.
+
+    arrays: by name, those of `Draft.as_arguments`, and state, accepted and rounding_key of `commit`. They replace the arrays
+    of `draft`.
+    """
     draft = draft.from_arguments(arrays)
     state, accepted, rounding_key = (arrays[name] for name in ("state", "accepted", "rounding_key"))
     pool, decay, places = state, draft.decay, None

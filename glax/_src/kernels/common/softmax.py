@@ -165,7 +165,11 @@ class Tiles(NamedTuple):
 
 
 def tiles_of_rows(operands: SoftmaxOperands, blocks: RowBlocks, rows: int, keys: int) -> Tiles:
-    """Return the keys at which tiles of `keys` of them begin, for a program of each block of `rows` rows."""
+    """Return, for each block of rows, the tiles of `keys` consecutive keys of which one of its rows reads a key.
+
+    The starts, [B, blocks of rows, most], are the indices of the tiles' first keys in rising order, in front of those of tiles
+    that are not read. blocks: as `row_blocks` returns them for `rows`, the most rows of a block.
+    """
     assert operands.blocks is not None
     S = operands.k.shape[1]
     if operands.cuts is not None:  # a block has rows of one sequence
@@ -175,7 +179,11 @@ def tiles_of_rows(operands: SoftmaxOperands, blocks: RowBlocks, rows: int, keys:
 
 
 def tiles_of_keys(operands: SoftmaxOperands, blocks: RowBlocks, rows: int, keys: int) -> Tiles:
-    """Return the numbers of the blocks of `rows` rows, for a program of each `keys` keys."""
+    """Return, for each tile of `keys` consecutive keys, the blocks of rows of which one row reads a key of it.
+
+    The starts, [B, tiles of keys, blocks of rows], are the numbers of these blocks in rising order, in front of the others.
+    blocks: as `row_blocks` returns them for `rows`, the most rows of a block.
+    """
     (B, count), N = blocks.low.shape, -(-operands.k.shape[1] // keys)
     starts = jnp.broadcast_to(jnp.arange(N, dtype=jnp.int32) * keys, (B, count, N))
     is_read = tiles_read(operands, blocks, rows, starts, keys).swapaxes(1, 2)

@@ -26,7 +26,7 @@ JOINS = True
 
 
 class Form(enum.StrEnum):
-    """Name the forms in which sequences are read."""
+    """Name the forms in which kernels read the sequences of a call as rows of tokens. Each value says its form in words."""
 
     GIVEN = "rows as they are given"
     FILLED = f"rows filled up to a multiple of {ROWS} by a copy"

@@ -103,7 +103,10 @@ def head_sums(gates, reverse: bool, dtype) -> HeadSums:
 def load_gates(
     plan: Plan, step: Step, refs: ForwardRefs | StateRefs | BackwardRefs, dtype
 ) -> tuple[HeadSums | None, EdgeDecays | None]:
-    """Return the sums of the step's gates and the decays at the chunk's edges, both None without gates."""
+    """Return the sums of the step's log gates, and the decays between tokens and the chunk's edges; both None without gates.
+
+    dtype: of q, k and v. With float32 the sums have two terms.
+    """
     gates = load_head_gates(plan, step, refs)
     if gates is None:
         return None, None

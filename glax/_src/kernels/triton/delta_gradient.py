@@ -383,9 +383,13 @@ def delta_key_gradient(
 ):  # fmt: skip
     """Compute dq, dk, dg [rows, H, K], dv [rows, H, V], dscale [chunks, H] and the gradient of the erasure of a chunk.
 
-    erasure, write, d_erasure, d_write and BV: as in `delta_gradient`. Each iteration takes BK columns of the states [chunks, H,
-    V, K]. q_read, e_read, k_written and decays are those of `delta_key_pairs`. In the code x, z and y are q e^M, e e^M and k
-    e^{-M}. Where gates are out of range, `exact_delta_key_gradient` computes dq, dk, dg, dscale and de again.
+    q [rows, HQ, K], k [rows, HK, K], v [rows, HV, V], g [rows, H, K] and do [rows, H, V], where rows are all B T tokens.
+    erasure, write, d_erasure, d_write and BV: as in `delta_gradient`. q_read, e_read, k_written and decays: those of
+    `delta_key_pairs`. written, d_written: U, and -Y or with beta -beta Y, [chunks, H, V, C]; in bfloat16 [.., 2 C], what they
+    lose behind them. scale: [N], by sequence. states, d_states: [chunks, H, V, K], S before and dL/dS behind every chunk, or
+    with bfloat16 inputs both at the middle of a chunk in range. Each iteration takes BK of their columns. table: of `Segments`.
+    In the code x, z and y are q e^M, e e^M and k e^{-M}. Where gates are out of range, `exact_delta_key_gradient` computes dq,
+    dk, dg, dscale and de again.
     """
     h, e = tl.program_id(0) % D.H, tl.program_id(0) // D.H
     pair = e.to(tl.int64) * D.H + h
@@ -585,10 +589,11 @@ def exact_delta_key_gradient(
     q, k, erasure, g, do, written, d_written, scale, states, d_states, table, max_abs_cumsum, pairs, dq, dk, dg, dscale,
     de, D: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite the results of `delta_key_gradient` where key gates are out of range.
+    """Overwrite dq, dk, dg [rows, H, K] and dscale [chunks, H] of `delta_key_gradient` where key gates are out of range.
 
-    de: the gradient of e, which is not touched with beta. `pairs` holds the number of (chunk, head) pairs; a program tests PAIRS
-    of them.
+    The other operands are those of `delta_key_gradient` too. de: [rows, H, K], the gradient of e, which is not touched with
+    beta. max_abs_cumsum: [chunks, H], of `delta_key_pairs`; a chunk above FAST_LIMIT is out of range. pairs: [1], the number of
+    (chunk, head) pairs, of which a program tests PAIRS.
     """
     count_of_pairs = tl.load(pairs)
     for each in range(0, num_exact_pairs(max_abs_cumsum, count_of_pairs, D.PAIRS)):

@@ -663,7 +663,10 @@ def chunk_gradients(
 ):
     """Compute (dq, dk, dv, the gradient of the gates, the gradient of the scale [chunks, H]).
 
-    before, behind: [chunks, H, K, V], S before and dL/dS behind every chunk.
+    dq, dk, dv: [B, T, heads, width]; heads is H, or fewer where a program sums heads that share an array. The gradient of the
+    gates: [B, T, H, K] for per-key gates, [B, T, H] for per-head gates, and the sums of chunks [chunks, H] for constant ones;
+    without gates it has no meaning. d_output: [B, T, H, V]. chunks: the segments of the table, one for each chunk. operands:
+    what the scans read. before, behind: [chunks, H, K, V], S before and dL/dS behind every chunk.
     """
     gradients = wide_gradients if config.columns else narrow_gradients
     return gradients(r, d_output, config, chunks, operands, before, behind)

@@ -97,7 +97,11 @@ def held(first, last, keys):
 
 @triton.jit
 def block_number(keys, first, D: tl.constexpr):
-    """Return which block of a row's keys has a key, 0 for a key before its first."""
+    """Return the number of the block of D.SIZE keys in which each key lies, uint32; 0 for a key before the row's first.
+
+    A row counts its blocks from its first key on. keys: indices of keys. first: the index of each row's first key. Their shapes
+    are broadcast.
+    """
     return tl.maximum(keys - first, 0).to(tl.uint32) // D.SIZE
 
 
@@ -367,7 +371,12 @@ def add_key_gradient(
 def key_gradient(
     q, k, v, first, last, table, sizes, scale, log_total, shift, d_o, d_k, d_v, D: tl.constexpr
 ):  # fmt: skip
-    """Compute d_k [B, S, HK, K] with D.KEY, and d_v [B, S, HK, V] with D.VALUE. A program has a block of keys of one head."""
+    """Compute d_k [B, S, HK, K] with D.KEY, and d_v [B, S, HK, V] with D.VALUE. A program has a block of keys of one head.
+
+    q [B, T, HQ, K], k [B, S, HK, K] and v [B, S, HK, V]. first, last: [B, T], the interval of keys of each row. table: of
+    `gradient_table`. sizes: [programs of a head, S]. scale: one number. log_total, shift: L and d_o . o, [B, T, HQ].
+    d_o: [B, T, HQ, V].
+    """
     of_keys(q, k, v, first, last, first, first, table, sizes, scale, log_total, shift, d_o, d_k, d_v, D)
 
 
@@ -375,8 +384,11 @@ def key_gradient(
 def chosen_key_gradient(
     q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_k, d_v, D: tl.constexpr
 ):  # fmt: skip
-    """Compute the same of rows that read chosen blocks of keys, with D.SIZE. words: of `ReadBlocks`. tiles: the blocks of rows,
-    (begin, end) in the [B T] rows. table: the counts of the tiles."""
+    """Compute d_k and d_v as `key_gradient`, of rows that read chosen blocks of D.SIZE keys.
+
+    words: [B, T, W], of `ReadBlocks`. tiles: [B, programs, most, 2], for each program the blocks of rows that it reads, (begin,
+    end) in the [B T] rows. table: [B, programs], how many these are. sizes: [programs of a head, S, W, most].
+    """
     of_keys(q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_k, d_v, D)
 
 
@@ -442,7 +454,7 @@ def of_keys(
 def key_alone(
     q, k, v, first, last, table, sizes, scale, log_total, shift, d_o, d_k, D: tl.constexpr
 ):  # fmt: skip
-    """Compute d_k alone, as `key_gradient`."""
+    """Compute d_k [B, S, HK, K] alone, from the arguments of `key_gradient`."""
     key_gradient(q, k, v, first, last, table, sizes, scale, log_total, shift, d_o, d_k, d_k, D)
 
 
@@ -450,7 +462,7 @@ def key_alone(
 def value_alone(
     q, k, v, first, last, table, sizes, scale, log_total, shift, d_o, d_v, D: tl.constexpr
 ):  # fmt: skip
-    """Compute d_v alone, as `key_gradient`."""
+    """Compute d_v [B, S, HK, V] alone, from the arguments of `key_gradient`."""
     key_gradient(q, k, v, first, last, table, sizes, scale, log_total, shift, d_o, d_v, d_v, D)
 
 
@@ -458,7 +470,7 @@ def value_alone(
 def chosen_key_alone(
     q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_k, D: tl.constexpr
 ):  # fmt: skip
-    """Compute d_k alone, as `chosen_key_gradient`."""
+    """Compute d_k [B, S, HK, K] alone, from the arguments of `chosen_key_gradient`."""
     of_keys(q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_k, d_k, D)
 
 
@@ -466,7 +478,7 @@ def chosen_key_alone(
 def chosen_value_alone(
     q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_v, D: tl.constexpr
 ):  # fmt: skip
-    """Compute d_v alone, as `chosen_key_gradient`."""
+    """Compute d_v [B, S, HK, V] alone, from the arguments of `chosen_key_gradient`."""
     of_keys(q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_v, d_v, D)
 
 

@@ -30,7 +30,10 @@ class KeysRead(NamedTuple):
     is_read: Bool[Array, "*rows S"]
 
     def hold(self, keys: Int[Array, "S"]) -> Bool[Array, "*rows S"]:
-        """Return is_read. keys: all S of them, in order."""
+        """Return whether each row reads each of the keys, which is the field `is_read`.
+
+        keys: the indices 0 to S - 1 in this order. Their values are not read.
+        """
         return self.is_read
 
 

@@ -204,10 +204,12 @@ def middle_matrix(reverse: bool) -> jax.Array:
 
 
 def edge_matrix(reverse: bool, adjoint) -> jax.Array:
-    """Return the matrix [C, C] whose product with gates sums, for each token i, the gates between i and the edge by which a
-    scan leaves the chunk: the gates behind i, or with `adjoint` those through i.
+    """Return the matrix [C, C] of 0 and 1 in bfloat16, in registers, whose product with gates [C, D] sums gates for each token
+    i.
 
-    adjoint: 0, or 1 for a reverse scan; may be traced.
+    These are the gates between i and the edge by which the scan leaves the chunk: those behind i, or with `adjoint` those
+    through i. reverse: whether the sequence is scanned from its last token to its first, so that "behind" is at lower rows.
+    adjoint: 0 for a scan of states, 1 for one of dL/dS, which goes against it; may be traced.
     """
     i, j = positions(reverse)
     through = jnp.where(j <= i, 1.0, 0.0)

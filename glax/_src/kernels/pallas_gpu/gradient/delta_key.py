@@ -189,12 +189,12 @@ class Tiles(NamedTuple):
 
     @property
     def q(self):
-        """Return the tile of q, which holds dq at last."""
+        """Return the tile of q in shared memory, [C, BLOCK] in bfloat16. At last it holds dq."""
         return self.matrix(0)
 
     @property
     def k(self):
-        """Return the tile of k, which holds dk at last."""
+        """Return the tile of k in shared memory, [C, BLOCK] in bfloat16. At last it holds dk."""
         return self.matrix(1)
 
     def pairs(self, side: int):

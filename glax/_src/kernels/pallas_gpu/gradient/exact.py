@@ -203,11 +203,11 @@ class Block:
         return C - 1 - i if self.p.plan.reverse else i
 
     def of_half(self, tile: Ref, row):
-        """Return a token's numbers in the half's channels or columns, of the tile at `row`."""
+        """Return row `row` of a tile [C, D], one token, in the half's 64 channels or columns: [64] in float32, in registers."""
         return read(tile.at[row, self.mine], OF_ROW)
 
     def of_all(self, tile: Ref, row):
-        """Return row `row` of the tile, all columns of one token, in registers."""
+        """Return row `row` of a tile [C, D], one token, in all columns: [D] in float32, in registers."""
         return read(tile.at[row], OF_COLUMN)
 
     def gate(self, row, load: Callable):
@@ -390,7 +390,7 @@ def compute_keys(at: Block, S, dS):
 
 
 def compute_values(at: Block):
-    """Store dv."""
+    """Store dv of the chunk's tokens in the half's columns of V, [C, 64], by a scan of dL/dS against time."""
     s = at.p.tiles
 
     def of_keys(tile: Ref, row):

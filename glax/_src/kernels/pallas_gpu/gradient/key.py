@@ -351,7 +351,10 @@ class Chunk(items.Chunk):
         return self.do.at[self.w]
 
     def state(self, ref: Ref, p):
-        """Return the block [64, 64] of S' or dS' with this warpgroup's channels and the p-th half of the columns."""
+        """Return a reference to the block [64, 64] of S' or dS', with this warpgroup's 64 channels and 64 columns from 64 p on.
+
+        S', dS': the states decayed to the chunk's middle. ref: `Tiles.S` or `Tiles.dS`, [teams, D, D].
+        """
         return ref.at[self.t, self.mine, half(p)]
 
     def rests(self, first: Any = 0) -> Rests:

@@ -89,7 +89,10 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Hold the results in global memory. A result that the plan leaves out has one tile."""
+    """Hold the results in global memory: outputs, stored and final states, log decays of segments, and the caller's states.
+
+    Each field's comment has its shape. A result that the plan leaves out has one tile.
+    """
 
     o: Ref  # [B, T, H, V]
     states: Ref  # [B, chunks / run, H, K, V]
