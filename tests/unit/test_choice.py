@@ -81,7 +81,7 @@ def step(x, pool):
 @pytest.mark.parametrize("T", [1, SIZE, WHOLE, WHOLE + 1, 25])
 def test_whole_sequences(T, scores):
     x = drawn(T, 2, T)
-    o, cache = attend(x, parallel_rows((2, T), None))
+    o, cache = jax.jit(lambda x: attend(x, parallel_rows((2, T), None)))(x)
     np.testing.assert_allclose(o, [by_loops(part(x, b)) for b in range(2)], atol=2e-6)
     np.testing.assert_array_equal(cache["index"][:, :, 0], x["key"])
 
@@ -92,26 +92,31 @@ def test_heads_with_weights_of_both_signs(scores):
     x["k"] = np.repeat(x["k"][..., :1, :], 2, -2)
     x["v"] = x["k"][..., :5]
     want = [by_loops(part(x, b), weighted=True) for b in range(2)]
-    q, k, v = (jnp.asarray(x[name]) for name in "qkv")
-    one = k[..., :1, :]
-    o, _ = parallel_rows((2, T), None).attend(q, k, v, {}, None, None, one, choice=choice_of(x, weighted=True))
+
+    @jax.jit
+    def whole(x):
+        one = x["k"][..., :1, :]
+        return parallel_rows((2, T), None).attend(
+            x["q"], x["k"], x["v"], {}, None, None, one, choice=choice_of(x, weighted=True)
+        )
+
+    @jax.jit
+    def continued(x, cache, cuts):
+        """Read packed rows, or with no cuts a token of each sequence."""
+        rows = token_rows(None, 2, cache, "cache") if cuts is None else parallel_rows((len(x["q"]),), cuts)
+        key = x["k"][:, :1]
+        return rows.attend(x["q"], key, key[..., :5], cache, None, None, choice=choice_of(x, weighted=True))
+
+    o, _ = whole(x)
     np.testing.assert_allclose(o, want, atol=2e-6)
 
     cache = dict(key=jnp.zeros((2, T, 1, 6)), index=jnp.zeros((2, T, 1, 7)), length=jnp.zeros(2, jnp.int32))
     first, found = 13, []
     packed = {name: value.reshape(-1, *value.shape[2:]) for name, value in part(x, slice(None), slice(first)).items()}
-    rows = parallel_rows((2 * first,), jnp.array([0, first, 2 * first]))
-    key = jnp.asarray(packed["k"][:, :1])
-    o, cache = rows.attend(
-        jnp.asarray(packed["q"]), key, key[..., :5], cache, None, None, choice=choice_of(packed, weighted=True)
-    )
+    o, cache = continued(packed, cache, jnp.array([0, first, 2 * first]))
     found.append(o.reshape(2, first, 4, 5))
     for t in range(first, T):
-        at = part(x, slice(None), t)
-        key = jnp.asarray(at["k"][:, :1])
-        o, cache = token_rows(None, 2, cache, "cache").attend(
-            jnp.asarray(at["q"]), key, key[..., :5], cache, None, None, choice=choice_of(at, weighted=True)
-        )
+        o, cache = continued(part(x, slice(None), t), cache, None)
         found.append(o[:, None])
     np.testing.assert_allclose(np.concatenate(found, 1), want, atol=2e-6)
 
@@ -120,7 +125,7 @@ def test_segments_and_padding(scores):
     lengths, x = (1, WHOLE + 2, 2, 15, WHOLE), drawn(0, 1, 40)
     ids = np.concatenate([np.full(n, i) for i, n in enumerate(lengths)] + [np.full(40 - sum(lengths), 9)])[None]
     x["key"][0, sum(lengths) :] = np.nan  # padding
-    o, _ = attend(x, parallel_rows((1, 40), None, jnp.asarray(ids), 9))
+    o, _ = jax.jit(lambda x: attend(x, parallel_rows((1, 40), None, jnp.asarray(ids), 9)))(x)
     cuts = np.cumsum((0, *lengths))
     for begin, end in itertools.pairwise(cuts):
         want = by_loops(part(x, 0, slice(begin, end)))
@@ -166,11 +171,15 @@ def test_a_prompt_that_goes_on_from_slots_and_then_by_steps(seen):
 
 
 def test_continued_rows_of_a_batch():
+    @jax.jit
+    def goes_on(x, cache):
+        return attend(x, parallel_rows(x["q"].shape[:2], None), cache)
+
     x = drawn(5, 2, 25)
     cache, found = cache_of(2, 25), []
     for begin, end in ((0, 4), (4, 18), (18, 25)):
         some = part(x, slice(None), slice(begin, end))
-        o, cache = attend(some, parallel_rows((2, end - begin), None), cache)
+        o, cache = goes_on(some, cache)
         found.append(o)
     np.testing.assert_allclose(np.concatenate(found, 1), [by_loops(part(x, b)) for b in range(2)], atol=2e-6)
 
@@ -179,7 +188,7 @@ def test_rows_that_are_not_finite_reach_those_that_read_them_alone():
     x = drawn(2, 2, 25)
     x["v"][0, 4] = np.nan
     x["k"][0, 7, 1] = np.inf
-    o, _ = attend(x, parallel_rows((2, 25), None))
+    o, _ = jax.block_until_ready(jax.jit(lambda x: attend(x, parallel_rows((2, 25), None)))(x))  # which reads x itself
     x["v"][0, 4], x["k"][0, 7, 1] = 0, 0
     reads = by_loops(part(x, 0))
     assert np.isnan(o[0, 4:8, :2]).all()  # of the head of k and v that lie in the row's own tail, or in all it sees
@@ -196,7 +205,7 @@ def test_gradients_are_those_of_the_chosen_keys_and_none_of_the_index(scores):
     def loss(x):
         return (weights * attend(x, parallel_rows((1, 25), None))[0]).sum()
 
-    found = jax.grad(loss)(jax.tree.map(jnp.asarray, x))
+    found = jax.jit(jax.grad(loss))(x)
     assert not found["query"].any() and not found["key"].any()
     for name in "qkv":
         step = 1e-4 * np.random.default_rng(0).standard_normal(x[name].shape)
@@ -219,7 +228,7 @@ def test_gradients_in_bfloat16_are_added_over_parts_of_the_rows_in_float32(monke
             o, _ = attend(x | {name: y.astype(dtype) for name, y in floats.items()}, parallel_rows((1, 150), None))
             return (weights * o.astype(jnp.float32)).sum()
 
-        return jax.grad(loss)({name: x[name] for name in "qkv"})
+        return jax.jit(jax.grad(loss))({name: x[name] for name in "qkv"})
 
     want = gradient(jnp.float32, 2**26)
     for scores in (2**26, 2400):
@@ -232,6 +241,7 @@ def test_a_row_that_is_not_finite_reaches_no_gradient_of_another_sequence():
     x = jax.tree.map(jnp.asarray, drawn(6, 1, 50))
     ids = jnp.asarray(np.repeat([[0, 1]], 25, 1))
 
+    @jax.jit
     def gradient(x):
         return jax.grad(lambda x: jnp.square(attend(x, parallel_rows((1, 50), None, ids))[0]).sum())(x)
 
