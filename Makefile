@@ -82,7 +82,8 @@ tpu: tpu-compiler
 tpu-interpret: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/conformance/test_pallas_tpu*.py $(ARGS)
 
-# In two processes: where Triton's interpreter is on, nothing compiles. The plugin knows NVIDIA's compiler, and needs no GPU.
+# In processes of their own: where Triton's interpreter is on, nothing compiles. BUDGETS takes a part of the tests that have a case
+# for each GPU. The plugin knows NVIDIA's compiler, and needs no GPU.
 TRITON := triton==3.9.0 jax-triton==0.4.1
 JAX_VERSION := from importlib.metadata import version; print(version("jax"))
 triton-compiler: $(STAMP)
@@ -97,7 +98,8 @@ triton: triton-compiler
 	    tests/conformance/test_triton_selective.py \
 	    tests/parallel/test_parallel_overlap.py::test_triton_kernels_in_parts_do_no_more \
 	    'tests/parallel/test_parallel_overlap.py::test_kernels_in_parts_work_beside_the_exchange[triton]' $(ARGS) && \
-	  $(BIN)/python -m pytest -n $(JOBS) tests/hardware/test_triton_compile.py
+	  $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/hardware/test_triton_compile.py -k budgets $(BUDGETS) && \
+	  $(BIN)/python -m pytest tests/hardware/test_triton_compile.py -k "not budgets"
 
 # The plugin of CUDA compiles with no GPU here, and with NVIDIA's compiler beside it.
 NVCC := nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-cuda-nvdisasm==13.5.37
