@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from glax.models.model import CausalLM, Mixing
 from glax.models.names import Rules
 from glax.nn import RMSNorm
-from glax.nn.parts import EMBED, kernel_of, linear
+from glax.nn.parts import EMBED, for_rows, kernel_of, linear
 from glax.nn.passes import Rows
 
 Sums = tuple[Float[Array, "*rows D"], ...]  # the embedding, and the sum of each whole group
@@ -33,7 +33,7 @@ class AttentionResidual(nnx.Module):
 
     def __call__(self, sources: Sequence[Float[Array, "*rows D"]]) -> Float[Array, "*rows D"]:
         wide = [x.astype(jnp.float32) for x in sources]
-        weight = kernel_of(self.proj)[:, 0].astype(jnp.float32)
+        weight = for_rows(wide[0], kernel_of(self.proj)[:, 0])
         scores = jnp.stack([(self.norm(x) * weight).sum(-1) for x in wide])
         p = jax.nn.softmax(scores, 0)
         return jnp.asarray(sum(p[i][..., None] * x for i, x in enumerate(wide))).astype(sources[0].dtype)

@@ -400,10 +400,14 @@ def test_float8_weights_are_read_with_the_scale_of_each_block(tmp_path, caplog):
     [
         (
             dict(quant_method="awq"),
-            "quant_method must be one of 'fp8', 'compressed-tensors', 'modelopt', got 'awq'. Otherwise",
+            "quantization_config.quant_method='awq' in config.json is not supported for model_type 'gla': it must be one of "
+            "'fp8', 'compressed-tensors', 'modelopt'. Otherwise",
         ),
         (dict(quant_method="fp8", activation_scheme="static"), "quantization_config.activation_scheme='static'"),
-        (dict(quant_method="fp8", weight_block_size=[0, 1]), "weight_block_size must be two integers"),
+        (
+            dict(quant_method="fp8", weight_block_size=[0, 1]),
+            "weight_block_size=[0, 1] in config.json is not supported",
+        ),
         (dict(quant_method="fp8", load_in_8bit=True), "quantization_config.load_in_8bit=True"),
     ],
     ids=lambda x: next(reversed(x)) if isinstance(x, dict) else "",
