@@ -215,12 +215,12 @@ class Choice:
         start = jnp.take_along_axis(starts[:, None], jnp.minimum(at, starts.shape[1] - 1), -1)
         number = jnp.where(at < starts.shape[1], (start - first[..., None]) // self.block_size, -1)
         behind = jnp.maximum(last - first + 1, 0) // self.block_size
-        number = jnp.concatenate([number, behind[..., None]], -1)
-        width = starts.shape[1] // 32 + 1
-        word = jnp.where(number < 0, width, number // 32)
+        number = jnp.concatenate([number, behind[..., None]], -1).astype(jnp.int32)
+        count = starts.shape[1] // 32 + 1
+        word = jnp.where(number < 0, count, number // 32)
         batch, row = jnp.arange(len(first))[:, None, None], jnp.arange(first.shape[1])[None, :, None]
         # Each bit is added once, so that a sum of them holds them all.
-        return jnp.zeros((*first.shape, width), jnp.int32).at[batch, row, word].add(1 << (number % 32), mode="drop")
+        return jnp.zeros((*first.shape, count), jnp.int32).at[batch, row, word].add(1 << (number % 32), mode="drop")
 
     def best_blocks(self, score: Float[Array, "*rows n"], is_whole: Bool[Array, "*rows n"]) -> Int[Array, "*rows _"]:
         """Return the numbers of the blocks that rows read, of those that are whole for them; n in the place of none."""

@@ -1,12 +1,14 @@
 """Softmax attention over chosen blocks, beside loops in float64 that read their definition."""
 
 import itertools
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from glax._src.kernels.common.softmax import ReadBlocks
 from glax.nn import choice as module
 from glax.nn.choice import Choice, block_starts
 from glax.nn.layer import from_pool, into_pool, parallel_rows, token_rows
@@ -78,7 +80,8 @@ def step(x, pool):
     return o[:2], pool
 
 
-@pytest.mark.parametrize("T", [1, SIZE, WHOLE, WHOLE + 1, 25])
+# Bits 31 and 32 lie in two words, and 200 tokens are more than one block of rows and of keys.
+@pytest.mark.parametrize("T", [1, SIZE, WHOLE, WHOLE + 1, 25, 32 * SIZE - 1, 32 * SIZE + 1, 200])
 def test_whole_sequences(T, scores):
     x = drawn(T, 2, T)
     o, cache = jax.jit(lambda x: attend(x, parallel_rows((2, T), None)))(x)
@@ -133,11 +136,12 @@ def test_segments_and_padding(scores):
 
 
 @pytest.mark.parametrize("is_cached", [False, True])
-def test_packed_sequences(is_cached, scores):
-    lengths, x = (4, 0, WHOLE + 5, 1, WHOLE, 20), drawn(1, 60)
+@pytest.mark.parametrize("lengths", [(4, 0, WHOLE + 5, 1, WHOLE, 20), (0, 140, 1, 0, 96, 2)], ids=["short", "long"])
+def test_packed_sequences(lengths, is_cached, scores):
     cuts = np.cumsum((0, *lengths))
-    rows = parallel_rows((60,), jnp.asarray(cuts))
-    o, cache = attend(x, rows, cache_of(len(lengths), 30) if is_cached else None)
+    T, x = cuts[-1], drawn(1, cuts[-1])
+    rows = parallel_rows((T,), jnp.asarray(cuts))
+    o, cache = attend(x, rows, cache_of(len(lengths), max(lengths) + 5) if is_cached else None)
     for n, (begin, end) in enumerate(itertools.pairwise(cuts)):
         np.testing.assert_allclose(o[begin:end], by_loops(part(x, slice(begin, end))), atol=2e-6)
         np.testing.assert_array_equal(cache["index"][n, : end - begin, 0], x["key"][begin:end])
@@ -279,6 +283,20 @@ def test_what_a_choice_cannot_be_beside_is_an_error():
     q, k, v = (jnp.asarray(x[name]) for name in "qkv")
     with pytest.raises(ValueError, match="window must be None where rows choose the keys that they read, got 4"):
         rows.attend(q, k, v, {}, 4, None, choice=choice_of(x))
+
+
+def test_indices_of_64_bits_raise_no_warning():
+    T, x = 33 * SIZE, drawn(8, 1, 33 * SIZE)
+    with jax.enable_x64(True), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        o, _ = attend(x, parallel_rows((1, T), None))
+    np.testing.assert_allclose(o[0], by_loops(part(x, 0)), atol=2e-6)
+
+
+def test_a_block_without_a_bit_is_not_read():
+    blocks = ReadBlocks(jnp.full((1, 2), -1), 2)  # of 64 blocks
+    found = blocks.hold(jnp.array([3]), jnp.array([[0, 3, 130, 131, 1000]]))
+    np.testing.assert_array_equal(found, [[True, True, True, False, False]])
 
 
 def test_blocks_begin_anew_in_every_sequence():

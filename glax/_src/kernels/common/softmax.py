@@ -32,7 +32,7 @@ class ReadBlocks:
     """Hold which blocks of `size` keys each row reads of its interval. Block n of row t has the keys from first[t] + n size on,
     and is read where bit n % 32 of words[t, n // 32] is set.
 
-    words: [*rows, W], int32. first: of an `Intervals`, at least 0.
+    words: [*rows, W], int32. A block behind the last bit is not read. first: of an `Intervals`, at least 0.
     """
 
     words: Any  # an array, or in a tree what stands for one
@@ -40,9 +40,22 @@ class ReadBlocks:
 
     def hold(self, first: Int[Array, "*rows"], keys: Int[Array, "*rows S"]) -> Bool[Array, "*rows S"]:
         """Return whether the block of each key is read. Keys before `first` count as those of its block."""
-        number = jnp.maximum(keys - first[..., None], 0) // self.size
-        word = jnp.minimum(number // 32, self.words.shape[-1] - 1)
-        return (jnp.take_along_axis(self.words, word, -1) >> (number % 32)) & 1 == 1
+        number = block_numbers(keys, first[..., None], self.size)
+        return (self.of_rows(number // 32) >> (number % 32)) & 1 == 1
+
+    def of_rows(self, word: Array) -> Array:
+        """Return the words of these numbers [*rows, _] as uint32, 0 from W on."""
+        count = self.words.shape[-1]
+        found = jnp.take_along_axis(self.words, jnp.minimum(word, count - 1).astype(jnp.int32), -1)
+        return jnp.where(word < count, found.astype(jnp.uint32), 0)
+
+
+def block_numbers(keys: Array, first: Array, size: int) -> Array:
+    """Return which block of `size` keys of a row has each key, 0 for a key before its first. The shapes are broadcast.
+
+    They are uint32. Of numbers with signs a quotient that rounds down is several operations, which XLA repeats for every head.
+    """
+    return jnp.maximum(keys - first, 0).astype(jnp.uint32) // size
 
 
 class ChosenKeys(NamedTuple):
@@ -198,19 +211,15 @@ def tiles_read(operands: SoftmaxOperands, blocks: RowBlocks, rows: int, starts, 
     own = blocks.begin[:, :-1, None] + jnp.arange(rows, dtype=jnp.int32)
     batch, row = jnp.arange(B)[:, None, None], jnp.minimum(own, T - 1)
     first, last, words = (x[batch, row] for x in (operands.first, operands.last, operands.blocks.words))
+    of_row = ReadBlocks(words, size)
     begin, end = starts[:, :, None], starts[:, :, None] + keys - 1  # beside [B, count, rows, 1]
     first, last, is_row = first[..., None], last[..., None], (own < blocks.begin[:, 1:, None])[..., None]
     meets = is_row & (begin <= last) & (end >= first)
-    low = jnp.maximum(begin - first, 0) // size
-    high = jnp.maximum(jnp.minimum(end, last) - first, 0) // size
-    word, bit = low // 32, (low % 32).astype(jnp.uint32)
-
-    def of(word) -> Any:
-        found = jnp.take_along_axis(words, jnp.minimum(word, words.shape[-1] - 1), -1)
-        return jnp.where(word < words.shape[-1], found, 0).astype(jnp.uint32)
-
-    bits = (of(word) >> bit) | ((of(word + 1) << 1) << (31 - bit))
-    within = (jnp.uint32(2) << jnp.clip(high - low, 0, 31).astype(jnp.uint32)) - 1
+    low = block_numbers(begin, first, size)
+    high = block_numbers(jnp.minimum(end, last), first, size)
+    word, bit = low // 32, low % 32
+    bits = (of_row.of_rows(word) >> bit) | ((of_row.of_rows(word + 1) << 1) << (31 - bit))
+    within = (jnp.uint32(2) << jnp.minimum(high - low, 31)) - 1
     return (meets & (bits & within != 0)).any(2)
 
 
