@@ -104,7 +104,8 @@ REPLAYED = {
     "delta bfloat16 128 recurrent.replay/int8": [(32_768, 128, 0), (16_384, 128, 0), (16_384, 128, 8)],
     "kda bfloat16 128 recurrent.replay/float8_e4m3fn": [None, (24_576, 128, 40), (24_576, 128, 48)],
 }
-# Softmax attention, in the same form. Most of what is spilled is spilled by the form for rows that are not finite.
+# Softmax attention over all keys and over chosen blocks of them, in the same form. Most of what is spilled is spilled by the form
+# for rows that are not finite.
 SOFTMAX = {
     ("softmax128", "outputs"): [(49_152, 255, 8), (131_072, 245, 0), (132_096, 236, 0)],
     ("softmax128", "query_gradient"): [(49_152, 255, 64), (163_840, 238, 0), (181_248, 138, 0)],
@@ -113,9 +114,16 @@ SOFTMAX = {
     ("softmax256", "query_gradient"): [(65_536, 255, 0), (196_608, 255, 0), (213_040, 202, 0)],
     ("softmax256", "key_alone"): [(98_304, 255, 16), (197_120, 255, 144), (213_552, 255, 1016)],
     ("softmax256", "value_alone"): [(53_248, 240, 0), (131_456, 255, 104), (131_488, 255, 328)],
-    ("softmax128/float32", "outputs"): [(73_728, 255, 96), (73_728, 255, 184), (73_728, 255, 184)],
+    ("softmax128/float32", "outputs"): [(73_728, 255, 120), (73_728, 255, 184), (73_728, 255, 200)],
     ("softmax128/float32", "query_gradient"): [(106_496, 255, 288), (106_496, 255, 328), (106_496, 255, 360)],
     ("softmax128/float32", "key_gradient"): [(98_304, 255, 304), (98_304, 255, 280), (98_304, 255, 264)],
+    ("chosen16", "chosen_outputs"): [(70_144, 255, 0), (197_632, 255, 184), (198_176, 255, 144)],
+    ("chosen16", "chosen_query_gradient"): [(65_536, 255, 0), (197_632, 254, 0), (214_064, 202, 0)],
+    ("chosen16", "chosen_key_alone"): [(98_304, 255, 32), (197_376, 255, 160), (213_808, 255, 800)],
+    ("chosen16", "chosen_value_alone"): [(53_248, 244, 0), (131_712, 255, 120), (131_744, 255, 144)],
+    ("chosen4", "chosen_outputs"): [(50_176, 255, 8), (133_120, 238, 0), (133_664, 217, 0)],
+    ("chosen4", "chosen_query_gradient"): [(49_152, 255, 144), (165_888, 222, 0), (182_320, 156, 0)],
+    ("chosen4", "chosen_key_gradient"): [(40_960, 255, 16), (66_324, 228, 0), (82_772, 184, 0)],
 }
 # A step of it over caches, in the same form.
 SOFTMAX_STEP = {
@@ -211,6 +219,11 @@ MULTIPLYING = (
     "query_gradient",
     "key_alone",
     "value_alone",
+    "chosen_outputs",
+    "chosen_query_gradient",
+    "chosen_key_gradient",
+    "chosen_key_alone",
+    "chosen_value_alone",
     "row_products",
     "row_products^T",
     "group_sums",
@@ -272,7 +285,8 @@ def test_budgets_of_a_step_of_ringed_states(capability):
 @pytest.mark.parametrize("capability", LIMITS)
 def test_budgets_of_softmax_attention(capability):
     calls = "softmax128 bfloat16 128", "softmax256 bfloat16 256", "softmax128/float32 float32 128"
-    check_budgets(capability, usages(capability, *calls, module="tests.triton_softmax_compile"), SOFTMAX)
+    chosen = "chosen16 bfloat16 256", "chosen4 bfloat16 128"
+    check_budgets(capability, usages(capability, *calls, *chosen, module="tests.triton_softmax_compile"), SOFTMAX)
 
 
 def steps_of_softmax(capability: int) -> dict:

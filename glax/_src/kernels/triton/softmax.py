@@ -205,9 +205,9 @@ def row_outputs(q, k, v, first, last, words, tiles, table, sizes, scale, o, log_
     begins = tl.load(first + start + rows, mask=rows < count, other=0)
     ends = tl.load(last + start + rows, mask=rows < count, other=-1)
     kh, vh = at(k, b * tl.load(sizes + 1), hk, D.HK, D.K), at(v, b * tl.load(sizes + 1), hk, D.HK, D.V)
-    parts, width, own = tl.cdiv(high - low, D.C), 0, words
+    width, own = 0, words
     if D.SIZE:
-        parts, width = before, tl.load(sizes + 2)
+        width = tl.load(sizes + 2)
         own = words + (start + tl.minimum(rows, count - 1)).to(tl.int64) * width
         tiles += number.to(tl.int64) * tl.load(sizes + 3)
 
@@ -219,8 +219,8 @@ def row_outputs(q, k, v, first, last, words, tiles, table, sizes, scale, o, log_
             highest, total, weighted = add_keys(
                 highest, total, weighted, qt, kh, vh, begins, ends, own, width, key, high, factor, D, False, False
             )
-        parts = parts - full
-    for i in range(0, parts):
+    parts = before if D.SIZE else tl.cdiv(high - low, D.C)
+    for i in range(0, parts if D.SIZE else parts - full):
         key = tl.load(tiles + i) if D.SIZE else low + masked_part(i, D.C, before, full)
         highest, total, weighted = add_keys(
             highest, total, weighted, qt, kh, vh, begins, ends, own, width, key, high, factor, D, True, False
@@ -228,7 +228,7 @@ def row_outputs(q, k, v, first, last, words, tiles, table, sizes, scale, o, log_
     if tl.sum(tl.sum(weighted * 0.0, 1) + total * 0.0, 0) != 0:
         highest, total = tl.full([D.ROWS], float("-inf"), tl.float32), tl.zeros([D.ROWS], tl.float32)
         weighted = tl.zeros([D.ROWS, D.BV], tl.float32)
-        for i in tl.range(0, parts + (0 if D.SIZE else full), num_stages=1):
+        for i in tl.range(0, parts, num_stages=1):
             key = tl.load(tiles + i) if D.SIZE else low + i * D.C
             highest, total, weighted = add_keys(
                 highest, total, weighted, qt, kh, vh, begins, ends, own, width, key, high, factor, D, True, True
@@ -296,9 +296,9 @@ def row_gradient(
     logs = tl.load(log_total + place, mask=rows < count, other=0.0)
     shifts = tl.load(shift + place, mask=rows < count, other=0.0)
     kh, vh = at(k, b * tl.load(sizes + 1), hk, D.HK, D.K), at(v, b * tl.load(sizes + 1), hk, D.HK, D.V)
-    parts, width, own = tl.cdiv(high - low, D.C), 0, words
+    width, own = 0, words
     if D.SIZE:
-        parts, width = before, tl.load(sizes + 2)
+        width = tl.load(sizes + 2)
         own = words + (start + tl.minimum(rows, count - 1)).to(tl.int64) * width
         tiles += number.to(tl.int64) * tl.load(sizes + 3)
 
@@ -309,15 +309,15 @@ def row_gradient(
             dq = add_query_gradient(
                 dq, qt, d_ot, logs, shifts, kh, vh, begins, ends, own, width, key, high, factor, D, False, False
             )
-        parts = parts - full
-    for i in range(0, parts):
+    parts = before if D.SIZE else tl.cdiv(high - low, D.C)
+    for i in range(0, parts if D.SIZE else parts - full):
         key = tl.load(tiles + i) if D.SIZE else low + masked_part(i, D.C, before, full)
         dq = add_query_gradient(
             dq, qt, d_ot, logs, shifts, kh, vh, begins, ends, own, width, key, high, factor, D, True, False
         )
     if tl.sum(tl.sum(dq * 0.0, 1), 0) != 0:
         dq = tl.zeros([D.ROWS, D.BK], tl.float32)
-        for i in tl.range(0, parts + (0 if D.SIZE else full), num_stages=1):
+        for i in tl.range(0, parts, num_stages=1):
             key = tl.load(tiles + i) if D.SIZE else low + i * D.C
             dq = add_query_gradient(
                 dq, qt, d_ot, logs, shifts, kh, vh, begins, ends, own, width, key, high, factor, D, True, True
