@@ -47,6 +47,7 @@ class Softmax:
     dtype: str = "float32"
     size: int | None = None
     share: float = 0.3  # of the blocks that a row reads
+    most_words: int = 99  # blocks behind them have no bit
 
     def intervals(self):
         rows = np.arange(self.T)
@@ -85,15 +86,15 @@ class Softmax:
         if self.size is None:
             return None
         first, last = self.intervals()
-        words = -(-int((last - first + 1).max()) // (32 * self.size))
+        words = min(-(-int((last - first + 1).max()) // (32 * self.size)), self.most_words)
         bits = np.random.default_rng(3).random((self.B, self.T, words, 32)) < self.share
         bits[:, : self.T // 2, 1:] = False  # whole words of a block of rows are 0
         packed = np.packbits(bits, axis=-1, bitorder="little").view(np.int32)
         return ReadBlocks(jnp.asarray(packed[..., 0]), self.size)
 
 
-def by_triton(operands, d_o, scale, config=GRADIENT):
-    o, log_total = kernels.forward(operands, scale, FORWARD)
+def by_triton(operands, d_o, scale, config=GRADIENT, forward=FORWARD):
+    o, log_total = kernels.forward(operands, scale, forward)
     return [np.asarray(x) for x in (o, *kernels.gradient(operands, o, log_total, d_o, scale, config))]
 
 
@@ -122,6 +123,7 @@ CASES = {
     "chosen-packed": Softmax("packed", heads=(2, 2), size=4),
     "chosen-cached": Softmax("cached", S=150, heads=(3, 1), size=4),
     "chosen-long": Softmax("any", T=40, S=300, B=2, size=16, share=0.1),
+    "chosen-without-bits": Softmax("any", B=2, T=20, S=200, size=2, most_words=1),
     "chosen-none": Softmax(size=4, share=0.0),
     "chosen-bfloat16": Softmax(dtype="bfloat16", heads=(4, 2), size=16),
 }
@@ -135,6 +137,22 @@ def test_values_and_gradients_are_those_of_xla(name):
     for result, got, want in zip(("o", "dq", "dk", "dv"), found, wanted, strict=True):
         assert got.dtype == case.dtype
         np.testing.assert_allclose(got.astype(np.float32), want, rtol=bound, atol=bound, err_msg=result)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 64, 1000])
+def test_a_tile_has_the_most_keys_whose_blocks_fit_into_a_word(size):
+    operands, d_o = Softmax("any", T=20, S=150, size=size, share=0.5).operands()
+    keys = softmax_config.most_keys(operands, 256)
+
+    def most_touched(keys):
+        return max((start + keys - 1) // size - start // size + 1 for start in range(size))
+
+    assert most_touched(keys) <= 32 and (keys == 256 or most_touched(2 * keys) > 32)
+    config = dataclasses.replace(GRADIENT, keys=keys, own_keys=keys)
+    forward = dataclasses.replace(FORWARD, keys=keys)
+    found, wanted = by_triton(operands, d_o, 0.3, config, forward), by_xla(operands, d_o, 0.3)
+    for result, got, want in zip(("o", "dq", "dk", "dv"), found, wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5, err_msg=result)
 
 
 @pytest.mark.parametrize("name", ["batch", "cached-window", "any", "D24V40", "bfloat16", "chosen-packed"])

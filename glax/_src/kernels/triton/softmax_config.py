@@ -91,10 +91,10 @@ def widest(operands: SoftmaxOperands) -> int:
 
 def most_keys(operands: SoftmaxOperands, keys: int) -> int:
     """Return `keys`, or if rows read chosen blocks the largest smaller power of two of which a 32-bit word holds a bit for each
-    block that these keys touch."""
+    block that these keys touch: 31 size + 1 keys touch 32 blocks, of the first of which they have one key."""
     if operands.blocks is None:
         return keys
-    return min(keys, 1 << (31 * operands.blocks.size).bit_length() - 1)
+    return min(keys, 1 << (31 * operands.blocks.size + 1).bit_length() - 1)
 
 
 def forward_config(operands: SoftmaxOperands) -> SoftmaxConfig:
