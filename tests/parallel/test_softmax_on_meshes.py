@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from glax._src.core.backend import Backend
-from glax._src.kernels.common.softmax import Intervals
+from glax._src.kernels.common.softmax import Intervals, ReadBlocks
 from glax._src.kernels.triton import softmax_config
 from glax._src.kernels.xla import softmax as xla
 from glax._src.solve import softmax as solve
@@ -59,11 +59,11 @@ def operands(heads: tuple[int, int], is_packed: bool):
     return q, k, v, d_o, Intervals(first, last), jnp.array([0, 10, T]) if is_packed else None
 
 
-def values_and_gradients(q, k, v, d_o, seen, cuts):
+def values_and_gradients(q, k, v, d_o, seen, cuts, blocks=None):
     def attended(q, k, v):
         if cuts is None:
-            return solve.attend_in_blocks(q, k, v, seen, None)
-        return solve.attend_by_sequence(q, k, v, seen, None, cuts)
+            return solve.attend_in_blocks(q, k, v, seen, None, blocks)
+        return solve.attend_by_sequence(q, k, v, seen, None, cuts, blocks)
 
     o, pull = jax.vjp(attended, q, k, v)
     return o, *pull(d_o)
@@ -96,6 +96,28 @@ def test_a_device_runs_the_kernel_on_its_batch_and_heads(shapes, monkeypatch, sp
     assert set(shapes[-2:]) == {own}
     monkeypatch.undo()
     tree_close(found, values_and_gradients(*floats, seen, cuts))
+
+
+@pytest.mark.parametrize(
+    "spec, is_packed, own",
+    [
+        (DATA, False, (1, T, 2, D)),
+        (HEADS, False, (2, T, 2, D)),
+        (BOTH, True, (1, T, 4, D)),
+        (P("data"), False, (1, T, 8, D)),
+    ],
+)
+def test_a_device_reads_the_chosen_blocks_of_its_rows(shapes, monkeypatch, spec, is_packed, own):
+    heads = (4, 4) if spec == DATA else (8, 4)
+    *floats, seen, cuts = operands(heads, is_packed)
+    words = np.random.default_rng(1).integers(0, 2**8, (len(floats[0]), T, 1))
+    blocks = ReadBlocks(jnp.asarray(words, jnp.int32), 3)
+    mesh = mesh_of(data=2, model=2)
+    run = jax.jit(lambda blocks, *x: values_and_gradients(*x, seen, cuts, blocks))
+    found = run(blocks, *(jax.device_put(x, NamedSharding(mesh, spec)) for x in floats))
+    assert set(shapes[-2:]) == {own}
+    monkeypatch.undo()
+    tree_close(found, values_and_gradients(*floats, seen, cuts, blocks))
 
 
 @pytest.mark.parametrize("within", [False, True], ids=["values", "within"])

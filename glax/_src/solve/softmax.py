@@ -77,7 +77,7 @@ def attend_by_sequence(
     """Return the outputs of softmax attention for B = 1, in blocks of rows of one sequence: the rows cuts[n] to cuts[n + 1].
 
     Each row reads the keys of its interval. The keys of a sequence need not lie beside those of the next. Rows behind the last
-    sequence are 0.
+    sequence are 0. With `blocks`, the intervals of a sequence's rows begin at one key.
     """
     return attend(by_sequence, SoftmaxOperands(q, k, v, *intervals, cuts, blocks), scale)
 

@@ -59,17 +59,19 @@ def block_numbers(keys: Array, first: Array, size: int) -> Array:
 
 
 class ChosenKeys(NamedTuple):
-    """Hold `Intervals` of keys of which rows read some blocks. It takes the place of `Intervals` in XLA's forms."""
+    """Hold `Intervals` of keys and the `ReadBlocks` of them. It takes the place of `Intervals` in XLA's forms."""
 
     first: Int[Array, "*rows"]
     last: Int[Array, "*rows"]
     blocks: ReadBlocks
 
     def hold(self, keys: Int[Array, "S"]) -> Bool[Array, "*rows S"]:
+        """Return which of these keys each row reads."""
         every = jnp.broadcast_to(keys, (*self.first.shape, len(keys)))
         return Intervals(self.first, self.last).hold(keys) & self.blocks.hold(self.first, every)
 
     def bounds(self) -> tuple[Int[Array, ""], Int[Array, ""]]:
+        """Return those of the intervals."""
         return Intervals(self.first, self.last).bounds()
 
 
@@ -77,7 +79,8 @@ class SoftmaxOperands(NamedTuple):
     """Hold q [B, T, Hq, D], k [B, S, Hk, D] and v [B, S, Hk, V] of one dtype. Row t reads the keys first[t] to last[t].
 
     first, last: [B, T], int32. cuts: None, or for B = 1 the rows cuts[n] to cuts[n + 1] of each sequence. The keys of a
-    sequence may then lie far from those of the next. blocks: None, or which blocks of these keys a row reads.
+    sequence may then lie far from those of the next. blocks: None, or which blocks of these keys a row reads; with cuts, all rows
+    of a sequence then have one `first`, from which the list of a program's tiles begins.
     """
 
     q: Float[Array, "B T Hq D"]
@@ -89,7 +92,7 @@ class SoftmaxOperands(NamedTuple):
     blocks: ReadBlocks | None = None
 
     @property
-    def seen(self) -> Intervals | ChosenKeys:
+    def keys_read(self) -> Intervals | ChosenKeys:
         """Return which keys rows read."""
         if self.blocks is None:
             return Intervals(self.first, self.last)
@@ -170,17 +173,17 @@ def forward_table(blocks: RowBlocks, T: int, size: int) -> Int[Array, "B count 6
 
 
 class Tiles(NamedTuple):
-    """Hold which tiles of rows and keys have a row that reads a key: the starts of those of a program, [B, programs, most], of
-    which count [B, programs] are such tiles."""
+    """Hold which tiles of rows and keys have a row that reads a key. Of the places [B, programs, most] of a program's tiles the
+    first count [B, programs] are those of such tiles."""
 
-    starts: Int[Array, "B programs most"]
+    places: Int[Array, "B programs most"]
     count: Int[Array, "B programs"]
 
 
 def tiles_of_rows(operands: SoftmaxOperands, blocks: RowBlocks, rows: int, keys: int) -> Tiles:
     """Return, for each block of rows, the tiles of `keys` consecutive keys of which one of its rows reads a key.
 
-    The starts, [B, blocks of rows, most], are the indices of the tiles' first keys in rising order, in front of those of tiles
+    The places, [B, blocks of rows, most], are the indices of the tiles' first keys in rising order, in front of those of tiles
     that are not read. blocks: as `row_blocks` returns them for `rows`, the most rows of a block.
     """
     assert operands.blocks is not None
@@ -194,7 +197,7 @@ def tiles_of_rows(operands: SoftmaxOperands, blocks: RowBlocks, rows: int, keys:
 def tiles_of_keys(operands: SoftmaxOperands, blocks: RowBlocks, rows: int, keys: int) -> Tiles:
     """Return, for each tile of `keys` consecutive keys, the blocks of rows of which one row reads a key of it.
 
-    The starts, [B, tiles of keys, blocks of rows], are the numbers of these blocks in rising order, in front of the others.
+    The places, [B, tiles of keys, blocks of rows], are the numbers of these blocks in rising order, in front of the others.
     blocks: as `row_blocks` returns them for `rows`, the most rows of a block.
     """
     (B, count), N = blocks.low.shape, -(-operands.k.shape[1] // keys)
@@ -223,10 +226,10 @@ def tiles_read(operands: SoftmaxOperands, blocks: RowBlocks, rows: int, starts, 
     return (meets & (bits & within != 0)).any(2)
 
 
-def listed(starts: Int[Array, "B N most"], is_read: Bool[Array, "B N most"]) -> Tiles:
-    """Return the starts where a tile is read, in order, in front."""
+def listed(places: Int[Array, "B N most"], is_read: Bool[Array, "B N most"]) -> Tiles:
+    """Return the tiles at these places, those that are read in front and in order."""
     order = jnp.argsort(~is_read, axis=-1, stable=True)
-    return Tiles(jnp.take_along_axis(starts, order, -1), is_read.sum(-1, dtype=jnp.int32))
+    return Tiles(jnp.take_along_axis(places, order, -1), is_read.sum(-1, dtype=jnp.int32))
 
 
 def gradient_table(blocks: RowBlocks, T: int, S: int, rows: int, keys: int) -> Int[Array, "B N 4"]:

@@ -188,7 +188,7 @@ def outputs(q, k, v, first, last, table, sizes, scale, o, log_total, D: tl.const
 
 @triton.jit
 def chosen_outputs(q, k, v, first, last, words, tiles, table, sizes, scale, o, log_total, D: tl.constexpr):
-    """Compute the same of rows that read chosen blocks of keys, with D.SIZE. words: of `ReadBlocks`. tiles: starts of `Tiles`.
+    """Compute the same of rows that read chosen blocks of keys, with D.SIZE. words: of `ReadBlocks`. tiles: places of `Tiles`.
     Their count takes the fifth place of the table, which else says how many blocks of keys come before the full ones."""
     row_outputs(q, k, v, first, last, words, tiles, table, sizes, scale, o, log_total, D)
 
@@ -505,8 +505,8 @@ def row_arguments(operands: SoftmaxOperands, blocks: RowBlocks, rows: int, keys:
         return (*arrays, table, jnp.array([programs, S], jnp.int32)), programs
     tiles = tiles_of_rows(operands, blocks, rows, keys)
     table = table.at[..., 4].set(tiles.count)
-    sizes = jnp.array([programs, S, chosen.words.shape[-1], tiles.starts.shape[-1]], jnp.int32)
-    return (*arrays, chosen.words, tiles.starts, table, sizes), programs
+    sizes = jnp.array([programs, S, chosen.words.shape[-1], tiles.places.shape[-1]], jnp.int32)
+    return (*arrays, chosen.words, tiles.places, table, sizes), programs
 
 
 def key_arguments(operands: SoftmaxOperands, blocks: RowBlocks, config: SoftmaxGradientConfig) -> tuple[tuple, int]:
@@ -520,10 +520,10 @@ def key_arguments(operands: SoftmaxOperands, blocks: RowBlocks, config: SoftmaxG
     tiles = tiles_of_keys(operands, blocks, config.read_rows, config.own_keys)
     programs, base = tiles.count.shape[1], jnp.arange(B, dtype=jnp.int32)[:, None] * T
     ends = [
-        base[..., None] + x[jnp.arange(B)[:, None, None], tiles.starts]
+        base[..., None] + x[jnp.arange(B)[:, None, None], tiles.places]
         for x in (blocks.begin[:, :-1], blocks.begin[:, 1:])
     ]
-    sizes = jnp.array([programs, S, chosen.words.shape[-1], tiles.starts.shape[-1]], jnp.int32)
+    sizes = jnp.array([programs, S, chosen.words.shape[-1], tiles.places.shape[-1]], jnp.int32)
     return (*arrays, chosen.words, jnp.stack(ends, -1), tiles.count, sizes), programs
 
 

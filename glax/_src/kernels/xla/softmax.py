@@ -48,7 +48,7 @@ def whole(operands: SoftmaxOperands, scale: float) -> Float[Array, "B T Hq V"]:
     JAX knows its gradients of all orders. A row that reads nothing is 0.
     """
     q, k, v = operands[:3]
-    return of_one_block(None, q, k, v, operands.seen, scale)
+    return of_one_block(None, q, k, v, operands.keys_read, scale)
 
 
 def attend_step(
@@ -151,7 +151,7 @@ def in_blocks(operands: SoftmaxOperands, scale: float) -> Float[Array, "B T Hq V
         x = jnp.pad(x, [(0, 0), (0, blocks * ROWS - T), *[(0, 0)] * (x.ndim - 2)], constant_values=fill)
         return x.reshape(B, blocks, ROWS, *x.shape[2:]).swapaxes(0, 1)
 
-    of_blocks = jax.tree.map(divided, operands.seen)._replace(last=divided(operands.last, -1))
+    of_blocks = jax.tree.map(divided, operands.keys_read)._replace(last=divided(operands.last, -1))
     o: Array = attend_blocks(KEYS, scale, divided(q), k, v, of_blocks)
     return o.swapaxes(0, 1).reshape(B, blocks * ROWS, *o.shape[3:])[:, :T]
 
@@ -168,7 +168,7 @@ def by_sequence(operands: SoftmaxOperands, scale: float) -> Float[Array, "1 T Hq
     rows = begins[:-1, None] + jnp.arange(size)  # [blocks, size]
     is_own = rows < jnp.minimum(begins[1:, None], cuts[-1])
     rows = jnp.where(is_own, rows, 0)
-    of_blocks = jax.tree.map(lambda x: x[0, rows][:, None], operands.seen)
+    of_blocks = jax.tree.map(lambda x: x[0, rows][:, None], operands.keys_read)
     of_blocks = of_blocks._replace(last=jnp.where(is_own[:, None], of_blocks.last, -1))
     o: Array = attend_blocks(KEYS, scale, q[0, rows][:, None], k, v, of_blocks)
     places = jnp.arange(T)
