@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -32,7 +33,9 @@ class TensorBoard(Logger):
     def __init__(self, out: Path, done: int, config: Mapping[str, Any]):
         from tensorboardX import SummaryWriter
 
-        self.writer = SummaryWriter(str(out / "tensorboard"), purge_step=done + 1)
+        # A file is named by the second it begins in. Without more, a run that resumes in that second would replace it.
+        own = f".{time.time_ns()}"
+        self.writer = SummaryWriter(str(out / "tensorboard"), purge_step=done + 1, filename_suffix=own)
 
     def write(self, step: int, values: Mapping[str, float]):
         for name, value in values.items():
