@@ -28,6 +28,18 @@ def log_gate(f: Float[Array, "*rows D"], lower_bound: Float[Array, "D"] | None) 
     return jnp.logaddexp(jnp.log(b), jnp.log1p(-b) + g)
 
 
+def of_channels(
+    recurrence: Callable, v: Float[Array, "*rows D"], g: Float[Array, "*rows D"], before: Array | None, rows: Rows
+) -> tuple[Float[Array, "*rows D"], Float[Array, "N D"]]:
+    """Return h of h_t = exp(g_t) * h_{t-1} + v_t, one recurrence a channel, and the new states. before: the states [N, D], or
+    None."""
+    # One head with K = 1 and V = D: its per-value gates are the gates of the channels.
+    one = jnp.ones((*v.shape[:-1], 1, 1), v.dtype)
+    before = None if before is None else before[:, None, None]
+    h, after = rows.recurrent(recurrence, one, one, v[..., None, :], before, gv=g[..., None, :], softmax_scale=1.0)
+    return merged(h), after[:, 0, 0]
+
+
 class HGRNAttention(Layer):
     """Compute HGRN's mixer, one recurrence a channel:
 
@@ -104,14 +116,8 @@ class HGRNAttention(Layer):
             f, states["forget_conv"] = self.forget_conv.extend(f, state.get("forget_conv"), rows)
         g = log_gate(f, lower_bound)
         v = (jax.nn.silu(i.astype(jnp.float32)) * -jnp.expm1(g)).astype(i.dtype)
-        # One head with K = 1 and V = D: its per-value gates are the gates of the channels.
-        one = jnp.ones((*x.shape[:-1], 1, 1), v.dtype)
-        before = state.get("recurrent")
-        before = None if before is None else before[:, None, None]
-        h, after = rows.recurrent(
-            self.recurrence, one, one, v[..., None, :], before, gv=g[..., None, :], softmax_scale=1.0
-        )
-        return self.output(self.norm(merged(h), self.output_gate(x))), states | dict(recurrent=after[:, 0, 0])
+        h, after = of_channels(self.recurrence, v, g, state.get("recurrent"), rows)
+        return self.output(self.norm(h, self.output_gate(x))), states | dict(recurrent=after)
 
 
 class HGRN2Attention(LinearAttention):

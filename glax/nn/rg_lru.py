@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from glax._src.api.recurrent import recurrent
 from glax.nn.arguments import checked
 from glax.nn.convolution import ShortConvolution
+from glax.nn.hgrn import of_channels
 from glax.nn.layer import Layer
 from glax.nn.parts import EMBED, HEADS, activation, by_head, check_divides, for_rows, linear, merged, parameter
 from glax.nn.passes import Rows, State
@@ -129,12 +130,6 @@ class RGLRU(Layer):
         g = -RATE * r * for_rows(u, jax.nn.softplus(self.rate[...].astype(jnp.float32)))
         factor = jnp.where((place == 0)[..., None], 1.0, root(-jnp.expm1(2 * g)))
         v = (u.astype(jnp.float32) * entering * factor).astype(u.dtype)
-        # One head with K = 1 and V = D: its per-value gates are the gates of the channels.
-        one = jnp.ones((*x.shape[:-1], 1, 1), v.dtype)
-        before = state.get("recurrent")
-        before = None if before is None else before[:, None, None]
-        h, after = rows.recurrent(
-            self.recurrence, one, one, v[..., None, :], before, gv=g[..., None, :], softmax_scale=1.0
-        )
-        y = self.output(merged(h) * activation("act", self.act)(self.gate(x)))
-        return y, dict(recurrent=after[:, 0, 0], conv=filtered, length=length)
+        h, after = of_channels(self.recurrence, v, g, state.get("recurrent"), rows)
+        y = self.output(h * activation("act", self.act)(self.gate(x)))
+        return y, dict(recurrent=after, conv=filtered, length=length)
