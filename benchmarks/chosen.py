@@ -1,8 +1,8 @@
 """Time softmax attention over chosen blocks of keys, as prompts of Qwen4-Exp and GLM-5.3-Flash read them, beside all keys.
 
-python benchmarks/chosen.py --json FILE                     # all rows, on one GPU
-python benchmarks/chosen.py --rows glm --modes forward --iters 5
-python benchmarks/chosen.py --rows tiny                     # anywhere, by XLA where there is no GPU
+python benchmarks/chosen.py --json FILE                     # all problems but tiny, on one GPU
+python benchmarks/chosen.py --problems glm --modes forward --iters 5
+python benchmarks/chosen.py --problems tiny                 # anywhere, by XLA where there is no GPU
 
 all:    every key that a row sees
 chosen: a `glax.nn.choice.Choice` of random index queries and keys: the words of its blocks, and attention by them
@@ -31,9 +31,9 @@ WAYS = ("all", "chosen", "words", "random", "near")
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Problem:
     """B sequences of T tokens. Hq heads of width K read Hk heads, whose values have width V. index: the heads of the index, 128
-    wide. A row reads `budget` tokens in blocks of `size`."""
+    wide. A token reads `budget` others in blocks of `size`."""
 
     name: str
     B: int
@@ -80,67 +80,69 @@ class Row:
         return jnp.broadcast_to(jnp.asarray(words.view(np.int32)), (self.B, *words.shape))
 
 
-ROWS = [
-    Row("tiny", 2, 256, 4, 2, 32, 32, 2, 4, 64),
-    Row("qwen4", 1, 4096, 24, 2, 256, 256, 4, 16),
-    Row("qwen4 long", 1, 16384, 24, 2, 256, 256, 4, 16),
-    Row("qwen4 longer", 1, 65536, 24, 2, 256, 256, 4, 16),
-    Row("glm", 1, 16384, 64, 64, 256, 256, 32, 4),
+PROBLEMS = [
+    Problem("tiny", 2, 256, 4, 2, 32, 32, 2, 4, 64),
+    Problem("qwen4", 1, 4096, 24, 2, 256, 256, 4, 16),
+    Problem("qwen4 long", 1, 16384, 24, 2, 256, 256, 4, 16),
+    Problem("qwen4 longer", 1, 65536, 24, 2, 256, 256, 4, 16),
+    Problem("glm", 1, 16384, 64, 64, 256, 256, 32, 4),
 ]
 
 
-def attended(way: str, row: Row, words, q, k, v, query, key):
+def attended(way: str, problem: Problem, words, q, k, v, query, key):
     if way == "all":
-        return attend_in_blocks(q, k, v, row.seen(), None)
-    begin = jnp.zeros((row.B, row.T), jnp.int32)
+        return attend_in_blocks(q, k, v, problem.seen(), None)
+    begin = jnp.zeros((problem.B, problem.T), jnp.int32)
     if way == "words":
-        return row.choice(query, key).read_blocks(key, row.seen(), begin).words
+        return problem.choice(query, key).read_blocks(key, problem.seen(), begin).words
     if way == "chosen":
-        attend_all = functools.partial(attend_in_blocks, q, k, v, row.seen(), None)
-        return row.choice(query, key).attend(attend_all, q, k, v, key, row.seen(), None, begin)
-    return attend_in_blocks(q, k, v, row.seen(), None, ReadBlocks(words, row.size))
+        attend_all = functools.partial(attend_in_blocks, q, k, v, problem.seen(), None)
+        return problem.choice(query, key).attend(attend_all, q, k, v, key, seen=problem.seen(), scale=None, begin=begin)
+    return attend_in_blocks(q, k, v, problem.seen(), None, ReadBlocks(words, problem.size))
 
 
-def program(way: str, row: Row, mode: str):
+def program(way: str, problem: Problem, mode: str):
     def forward(words, q, k, v, d_o, query, key):
-        return attended(way, row, words, q, k, v, query, key)
+        return attended(way, problem, words, q, k, v, query, key)
 
     def train(words, q, k, v, d_o, query, key):
-        o, pull = jax.vjp(lambda q, k, v: attended(way, row, words, q, k, v, query, key), q, k, v)
+        o, pull = jax.vjp(lambda q, k, v: attended(way, problem, words, q, k, v, query, key), q, k, v)
         return o, *pull(d_o)
 
     return jax.jit(dict(forward=forward, train=train)[mode])
 
 
-def measured(row: Row, mode: str, options) -> list[dict]:
-    arrays, running = row.arrays(), {}
+def measured(problem: Problem, mode: str, options) -> list[dict]:
+    arrays, running = problem.arrays(), {}
     for way in options.ways:
         if way == "words" and mode == "train":
             continue
-        words = row.drawn(way == "near") if way in ("random", "near") else jnp.zeros(1, jnp.int32)
-        call, given = program(way, row, mode), (words, *arrays)
+        words = problem.drawn(way == "near") if way in ("random", "near") else jnp.zeros(1, jnp.int32)
+        call, given = program(way, problem, mode), (words, *arrays)
         jax.block_until_ready(call(*given))
         running[way] = Way(way, lambda call=call, given=given: call(*given))
     times = interleaved(list(running.values()), options.iters)
     lines = []
     for way, time in zip(running, times, strict=True):
-        lines.append(dict(problem=row.name, mode=mode, implementation=way, ms=time.median, p20=time.p20, p80=time.p80))
+        lines.append(
+            dict(problem=problem.name, mode=mode, implementation=way, ms=time.median, p20=time.p20, p80=time.p80)
+        )
     return lines
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [row.name for row in ROWS]
-    parser.add_argument("--rows", nargs="*", default=names[1:], choices=names)
+    names = [problem.name for problem in PROBLEMS]
+    parser.add_argument("--problems", nargs="*", default=names[1:], choices=names)
     parser.add_argument("--ways", nargs="*", default=WAYS, choices=WAYS)
     parser.add_argument("--modes", nargs="*", default=["forward", "train"], choices=["forward", "train"])
     parser.add_argument("--iters", type=int, default=10)
     parser.add_argument("--json", type=Path, help="a file to write")
     options = parser.parse_args()
     lines = []
-    for row in (row for row in ROWS if row.name in options.rows):
+    for problem in (x for x in PROBLEMS if x.name in options.problems):
         for mode in options.modes:
-            found = measured(row, mode, options)
+            found = measured(problem, mode, options)
             print(table(found), flush=True)
             lines += found
     if options.json:

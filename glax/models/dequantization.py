@@ -86,18 +86,18 @@ class QuantizedWeight:
         return values.reshape(len(values), -1)
 
 
-def columns_of(codes: Sequence[int], dtype: np.dtype, shape: np.ndarray | None) -> int:
+def columns_of(code_shape: Sequence[int], dtype: np.dtype, shape: np.ndarray | None) -> int:
     """Return the columns of a weight from the shape and dtype of its codes. shape: the tensor with the weight's shape, which
     packed integers have, or None. Raises ValueError for a shape of no such weight."""
-    if len(codes) < 2 or 0 in codes:
-        raise ValueError(f"it must have at least 2 axes, and none of length 0, got {list(codes)}")
+    if len(code_shape) < 2 or 0 in code_shape:
+        raise ValueError(f"it must have at least 2 axes, and none of length 0, got {list(code_shape)}")
     if dtype == FLOAT4:
-        return 2 * codes[-1]
+        return 2 * code_shape[-1]
     if dtype != np.int32:
-        return codes[-1]
-    is_shape = shape is not None and shape.dtype.kind in "iu" and shape.shape == (len(codes),)
-    if shape is None or not is_shape or any(shape[:-1] != codes[:-1]) or shape[-1] < 1:
-        wanted, given = [*codes[:-1], "columns"], None if shape is None else shape.tolist()
+        return code_shape[-1]
+    is_shape = shape is not None and shape.dtype.kind in "iu" and shape.shape == (len(code_shape),)
+    if shape is None or not is_shape or any(shape[:-1] != code_shape[:-1]) or shape[-1] < 1:
+        wanted, given = [*code_shape[:-1], "columns"], None if shape is None else shape.tolist()
         raise ValueError(f"what is called {SHAPE} beside it must be integers {wanted}, got {given}")
     return int(shape[-1])
 
@@ -143,7 +143,7 @@ def weight_of(codes: np.ndarray, beside: Mapping[str, np.ndarray], blocks: Seque
     config names. Raises ValueError for scales that fit no block."""
     rows, columns = codes.shape[-2], columns_of(codes.shape, codes.dtype, beside.get(SHAPE))
     scale = beside[next(name for name in SCALES if name in beside)]
-    check_kinds(codes.dtype, scale.dtype, beside)
+    check_dtypes(codes.dtype, scale.dtype, beside)
     scale, block = scales_by_block(scale, (rows, columns), blocks)
     if FACTOR in beside:
         scale = scale * np.float32(beside[FACTOR].reshape(()))
@@ -157,17 +157,17 @@ def weight_of(codes: np.ndarray, beside: Mapping[str, np.ndarray], blocks: Seque
     return QuantizedWeight(codes, columns, scale, block, zero)
 
 
-def check_kinds(codes: np.dtype, scale: np.dtype, beside: Mapping[str, np.ndarray]):
+def check_dtypes(code_dtype: np.dtype, scale: np.dtype, beside: Mapping[str, np.ndarray]):
     """Raise ValueError if codes and scales have dtypes that no format combines, or an array is missing or superfluous.
 
     Floats of 4 bits have scales of float8 and a factor (NVFP4), or powers of 2 (MXFP4).
     """
     factors = [end for end in (FACTOR, DIVISOR) if end in beside]
-    allowed = {FLOAT4: (FLOAT8, POWER), FLOAT8: (*FLOAT_SCALES, POWER)}.get(codes, FLOAT_SCALES)
+    allowed = {FLOAT4: (FLOAT8, POWER), FLOAT8: (*FLOAT_SCALES, POWER)}.get(code_dtype, FLOAT_SCALES)
     if scale not in allowed:
         wanted = " or ".join(x.name for x in allowed)
-        raise ValueError(f"the scales of {codes.name} must be of {wanted}, got {scale.name}")
-    has_factor = codes == FLOAT4 and scale == FLOAT8
+        raise ValueError(f"the scales of {code_dtype.name} must be of {wanted}, got {scale.name}")
+    has_factor = code_dtype == FLOAT4 and scale == FLOAT8
     if len(factors) != has_factor:
         needed = "one of" if has_factor else "none of"
         got = " and ".join(factors) or "none"

@@ -1,5 +1,5 @@
 """Build the language model of Kimi K3: the mixers of Kimi-Linear with gates of full rank, experts in a narrower width, and
-attention over the sums that blocks of layers have left, in place of residuals."""
+attention over the sums that groups of layers have left, in place of residuals."""
 
 import dataclasses
 import functools

@@ -244,19 +244,19 @@ class DequantizedWeights(Weights):
         tensor, (expert, rows) = self.parts.get(name, (name, whole))
         if name in self.values or not self.is_quantized(tensor):
             return super().read(name)
-        at = self.named_at(tensor)
+        named = self.named_at(tensor)
         if rows is None:  # np.newaxis, by `Weights.divide_rows`
-            raise ValueError(f"{at} must not be quantized, because its rows are tensors of their own")
+            raise ValueError(f"{named} must not be quantized, because its rows are tensors of their own")
         beside = self.arrays_beside(tensor)
-        if (shared := self.shared_scale(tensor)) in self.files and shared is not None:
+        if (shared := self.shared_scale(tensor)) is not None and shared in self.files:
             beside = {SCALES[1]: self.mapped(shared)}
         if not beside.keys() & set(SCALES):
             scale = shared or " or ".join(f"{self.original(tensor)}{end}" for end in SCALES)
-            raise ValueError(f"{at} is quantized and must come with {scale}")
+            raise ValueError(f"{named} is quantized and must come with {scale}")
         if self.scheme.has_zeros and ZERO not in beside:
-            raise ValueError(f"{at} must come with {self.original(tensor)}{ZERO}: its config says symmetric=false")
+            raise ValueError(f"{named} must come with {self.original(tensor)}{ZERO}: its config says symmetric=false")
         codes = self.mapped(tensor)
-
+        # A tensor whose experts have names of their own has three axes: the number of one expert is a whole index.
         chosen = () if isinstance(expert, EllipsisType) else (expert,)
         leading = codes.shape[:-2]
 

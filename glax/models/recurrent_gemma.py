@@ -19,7 +19,7 @@ RECURRENCE = {
     "decay_gate": "rg_lru.recurrent_gate", "rate": "rg_lru.recurrent_param",
 }  # fmt: skip
 MIXERS = {LINEAR: ("temporal_block", RECURRENCE), SOFTMAX: ("temporal_block", ATTENTION)}
-MOST_CYCLES = 100  # of block_types
+MOST_CYCLES = 100  # the model's own code repeats block_types so many times, and has no more layers
 
 
 def recurrent_gemma(config: ModelConfig, precision: Precision) -> CausalLM:
@@ -46,14 +46,14 @@ def recurrent_gemma(config: ModelConfig, precision: Precision) -> CausalLM:
     cap = options.number("logits_soft_cap", 30.0, above=0)
     window = options.integer("attention_window_size", 2048)
     window = options.integer("sliding_window", window)  # which counts more
-    both = options.integer("intermediate_size", 3 * width)
+    both = options.integer("intermediate_size", 3 * width)  # of gate and up together
     bias = options.flag("attention_bias", False)
     rope = rotation(options, 10000.0, 2048, 0.5)
     if rope.kind != "default":
         raise options.unsupported("rope_parameters", "its rope_type must be 'default', as the model's own code has it")
     options.finish()
 
-    drawn = functools.partial(nnx.initializers.normal)
+    drawn = nnx.initializers.normal
     deviation, inner = (scale / conv_size) ** 0.5, drawn(width**-0.5)
     norm = functools.partial(RMSNorm, width, epsilon=eps, zero_centred=True, param_dtype=precision.param_dtype)
 
@@ -102,6 +102,6 @@ def kinds_of(options: Options, layers: int) -> list[str]:
         raise options.unsupported("block_types", "it must be a list of words")
     if len(words) * MOST_CYCLES < layers:
         raise options.unsupported(
-            "num_hidden_layers", f"it must be at most {len(words) * MOST_CYCLES}, 100 times block_types"
+            "num_hidden_layers", f"it must be at most {MOST_CYCLES} times the {len(words)} of block_types"
         )
     return [LINEAR if words[layer % len(words)] == "recurrent" else SOFTMAX for layer in range(layers)]

@@ -12,7 +12,7 @@ from glax.models.hybrids import TRAINING, hidden_act, layer_kinds
 from glax.models.mamba import step_rank
 from glax.models.mamba2 import first_steps
 from glax.models.model import CausalLM, Precision, outer_options
-from glax.models.names import ATTENTION, GATED_MLP, Names, one_of, outer_names, renamed
+from glax.models.names import GATED_MLP, Names, one_of
 from glax.models.zamba2 import (
     HYBRID,
     KINDS,
@@ -20,9 +20,10 @@ from glax.models.zamba2 import (
     HybridBlock,
     SharedAttention,
     SharedBlock,
-    Zamba2,
+    SharedBlocksLM,
     ZambaBlock,
     check_derived,
+    outer_rules,
     uses_of,
 )
 from glax.nn import RMSNorm, ShortConvolution, SwiGLU
@@ -31,7 +32,14 @@ from glax.nn.mamba2 import initial_dt_bias
 from glax.nn.parts import EMBED, HEADS, by_head, for_rows, linear, parameter
 from glax.nn.passes import Rows, State
 
-MAMBA = {"input": "in_proj", "conv": "conv1d", "output": "out_proj", "parts": "x_proj_weight", "dt": "dt_proj_weight"}
+MAMBA = {
+    "input": "in_proj",
+    "conv": "conv1d",
+    "output": "out_proj",
+    "parts": "x_proj_weight",
+    "dt": "dt_proj_weight",
+    "dt_bias": "dt_proj_bias",
+}
 # Its own code reads them, and they change nothing that it computes.
 IGNORED = ("max_position_embeddings", "use_associative_scan", "use_mamba_kernels")
 
@@ -93,6 +101,7 @@ class HeadMamba1(Layer):
         both = self.input(x)
         both = both.reshape(*both.shape[:-1], self.inside, 2)
         x, conv = self.conv.extend(both[..., 0], state.get("conv"), rows)
+        # A scan has one B and one C for all its channels, so that each head is a scan of its own.
         found, after = [], dict(conv=conv)
         for head in range(self.heads):
             name, own = f"recurrent_{head}", by_head(x, self.heads)[..., head, :]
@@ -133,11 +142,11 @@ def zamba(config: ModelConfig, precision: Precision) -> CausalLM:
         if use is None:
             return ZambaBlock(norm(), HeadMamba1(width, **mixer, **built))
         projection = linear(width, width, (EMBED, None), **built)
-        return HybridBlock(norm(), HeadMamba1(width, **mixer, **built), projection, {}, {})
+        return HybridBlock(norm(), HeadMamba1(width, **mixer, **built), projection, adapters={}, unread={})
 
     uses = uses_of(kinds, 1 if outer["tied"] else kinds.count(HYBRID))  # its own code ties all weights, or none
     blocks, several = [block(use) for use in uses], [shared() for _ in range(len(set(uses) - {None}))]
-    return Zamba2(config, blocks, norm(), names_of(uses), width=width, shared=several, uses=uses, **outer)
+    return SharedBlocksLM(config, blocks, norm(), names_of(uses), width=width, shared=several, uses=uses, **outer)
 
 
 def usual_kinds(options: Options, layers: int) -> list[str]:
@@ -182,11 +191,6 @@ def names_of(uses: list[int | None]) -> Names:
     copies = one_of(layer for layer in hybrids if layer not in first.values())
     rules = [(rf"^(blocks\.{one_of(hybrids)})\.(?=mamba|mixer_norm)", r"\1.mamba_decoder.")]
     rules += [(rf"^shared\.{use}\.", f"model.layers.{layer}.shared_transf.") for use, layer in first.items()]
-    rules += [
-        *renamed("shared_transf.attn", ATTENTION), *renamed("shared_transf.mlp", GATED_MLP), *renamed("mamba", MAMBA),
-        (r"\.mamba\.dt_bias$", ".mamba.dt_proj_bias"), (r"\.shared_transf\.attn\.", ".shared_transf.self_attn."),
-        (r"\.shared_transf\.mlp\.", ".shared_transf.feed_forward."), (r"\.mixer_norm\.", ".input_layernorm."),
-        *outer_names(norm="model.final_layernorm", mlp_norm="pre_ff_layernorm"),
-    ]  # fmt: skip
+    rules += outer_rules("shared_transf", GATED_MLP, MAMBA)
     # The copies of a shared block, which the model's own code also replaces by the first.
     return Names(tuple(rules), ignored=(rf"^model\.layers\.{copies}\.shared_transf\.",))

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from glax.models.hybrids import (
 )
 from glax.models.mamba2 import first_steps
 from glax.models.model import CausalLM, Precision, outer_options
-from glax.models.names import ATTENTION, MAMBA, Names, one_of, outer_names, renamed
+from glax.models.names import ATTENTION, MAMBA, Names, Rules, one_of, outer_names, renamed
 from glax.models.rope import rotation
 from glax.nn import Attention, RMSNorm
 from glax.nn.layer import Layer
@@ -135,7 +136,7 @@ class HybridBlock(nnx.Module):
         return x + y, dict(attn=dict(attn), mamba=dict(after))
 
 
-class Zamba2(CausalLM):
+class SharedBlocksLM(CausalLM):
     """Define a CausalLM with shared blocks. shared: the blocks that the hybrid layers use in turn. uses: for each layer, the
     number of its shared block, or None."""
 
@@ -267,7 +268,7 @@ def zamba2(config: ModelConfig, precision: Precision) -> CausalLM:
 
     blocks = [block(use) for use in uses]
     several = [shared() for _ in range(len(set(uses) - {None}))]
-    return Zamba2(config, blocks, norm(), names_of(uses), width=width, shared=several, uses=uses, **outer)
+    return SharedBlocksLM(config, blocks, norm(), names_of(uses), width=width, shared=several, uses=uses, **outer)
 
 
 def uses_of(kinds: list[str], count: int) -> list[int | None]:
@@ -294,15 +295,20 @@ def names_of(uses: list[int | None]) -> Names:
     rules.append((rf"^(blocks\.{one_of(hybrids)})\.(?=mamba|mixer_norm)", r"\1.mamba_decoder."))
     for use in sorted({use for use in uses if use is not None}):
         rules.append((rf"^shared\.{use}\.", f"model.layers.{uses.index(use)}.shared_transformer."))
-    return Names((*rules, *OUTER), ignored=tuple(ignored))
+    return Names((*rules, *outer_rules("shared_transformer", MLP_NAMES, MAMBA)), ignored=tuple(ignored))
 
 
-OUTER = (
-    *renamed("shared_transformer.attn", ATTENTION),
-    *renamed("shared_transformer.mlp", MLP_NAMES),
-    *renamed("mamba", MAMBA),
-    (r"\.shared_transformer\.attn\.", ".shared_transformer.self_attn."),
-    (r"\.shared_transformer\.mlp\.", ".shared_transformer.feed_forward."),
-    (r"\.mixer_norm\.", ".input_layernorm."),
-    *outer_names(norm="model.final_layernorm", mlp_norm="pre_ff_layernorm"),
-)
+def outer_rules(shared: str, mlp: Mapping[str, str], mamba: Mapping[str, str]) -> Rules:
+    """Return the rules for what lies inside of blocks and outside of them. They apply last.
+
+    shared: what a checkpoint calls a shared block. mlp, mamba: {a part of the MLP or of the mixer: its name there}.
+    """
+    return (
+        *renamed(f"{shared}.attn", ATTENTION),
+        *renamed(f"{shared}.mlp", mlp),
+        *renamed("mamba", mamba),
+        (rf"\.{shared}\.attn\.", f".{shared}.self_attn."),
+        (rf"\.{shared}\.mlp\.", f".{shared}.feed_forward."),
+        (r"\.mixer_norm\.", ".input_layernorm."),
+        *outer_names(norm="model.final_layernorm", mlp_norm="pre_ff_layernorm"),
+    )

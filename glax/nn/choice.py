@@ -41,9 +41,11 @@ class Choice:
     block. num_blocks: how many blocks a row reads at most. pool: (the index keys of blocks [..., n, block_size, E], the positions
     of their first tokens [..., n]) -> [..., n, D]. index_weight: [*rows, H]; 1 if None.
 
-    Methods return the results of `attend_all`, attention over all keys that a row sees, where rows read all of them. They raise
-    ValueError for a number of tokens that is a symbol.   DeepSeek-AI 2025, https://arxiv.org/abs/2512.02556, where each token is
-    a block; larger blocks Qwen Team 2026, https://huggingface.co/Qwen/Qwen3.8-Flash-Next.
+    `attend` and `attend_to_caches` return the results of `attend_all`, attention over all keys that a row sees, where rows read
+    all of them. Methods raise ValueError for a number of tokens that is a symbol.
+
+    DeepSeek-AI 2025, https://arxiv.org/abs/2512.02556, where each token is a block; larger blocks Qwen Team 2026,
+    https://huggingface.co/Qwen/Qwen3.8-Flash-Next.
     """
 
     index_query: Float[Array, "*rows H D"]
@@ -72,6 +74,7 @@ class Choice:
         k: Float[Array, "B S Hk K"],
         v: Float[Array, "B S Hk V"],
         index: Float[Array, "B S 1 E"],
+        *,
         seen: Intervals,
         scale: float | None,
         begin: Int[Array, "B S"],
@@ -115,6 +118,7 @@ class Choice:
         k: Float[Array, "N L Hk K"],
         v: Float[Array, "N L Hk V"],
         index: Float[Array, "N L 1 E"],
+        *,
         place: Int[Array, "T"],
         own: Int[Array, "T"],
         scale: float | None,
@@ -153,15 +157,16 @@ class Choice:
             of_part = jax.tree.map(lambda x: x[:, rows], queries)
             return self.words(of_part, pooled[own[rows[0]]][None], starts, seen)[0]
 
-        rows, places = jnp.minimum(begins[:-1, None] + jnp.arange(at_once), T - 1), jnp.arange(T)
-        words, part = jax.lax.map(of_rows, rows), jnp.searchsorted(begins, places, side="right") - 1
-        return ReadBlocks(words[part, places - begins[part]][None], self.block_size)
+        rows, every_row = jnp.minimum(begins[:-1, None] + jnp.arange(at_once), T - 1), jnp.arange(T)
+        words, part = jax.lax.map(of_rows, rows), jnp.searchsorted(begins, every_row, side="right") - 1
+        return ReadBlocks(words[part, every_row - begins[part]][None], self.block_size)
 
     def step(
         self,
         attend_all: Callable[[], Array],
         q: Float[Array, "B 1 Hq K"],
         cache: Mapping[str, Array],
+        *,
         slots: Int[Array, "B"],
         place: Int[Array, "B"],
         scale: float | None,
@@ -176,13 +181,13 @@ class Choice:
         if self.reads_all(L) or q.size == 0:
             return attend_all()
         # Unlike `attend`, no branch on the positions: a GPU would wait for its host, longer than a short text saves.
-        count, seen = L // size, (place + 1) // size
+        count, whole = L // size, (place + 1) // size
         index = cache["index"].at[slots, : count * size, 0].get(mode="fill", fill_value=0)
         starts = jnp.broadcast_to(jnp.arange(count) * size, (B, count))
         pooled = self.pool(index.reshape(B, count, size, -1), starts)
-        at = self.best_blocks(scores(self.index_queries(B, 1), pooled)[:, 0], jnp.arange(count) < seen[:, None])
+        at = self.best_blocks(scores(self.index_queries(B, 1), pooled)[:, 0], jnp.arange(count) < whole[:, None])
         tokens = (jnp.where(at < count, at * size, L)[..., None] + jnp.arange(size)).reshape(B, -1)
-        behind = seen[:, None] * size + jnp.arange(size - 1)
+        behind = whole[:, None] * size + jnp.arange(size - 1)
         tokens = jnp.concatenate([tokens, jnp.where(behind <= place[:, None], behind, L)], 1)
 
         def read(name: str) -> Array:

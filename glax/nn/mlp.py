@@ -95,8 +95,8 @@ def gated_product(gate: Array, up: Array, act: Callable, limit: float | None, si
 def checked_situ(situ: Situ | None, limit: float | None, name: str, act: str) -> Situ | None:
     """Return situ = (b, c) as floats; None for None. name: the argument that holds the activation `act`.
 
-    Raises ValueError, which names the argument, unless b is a finite number above 0 and c is one or None. With a pair it also
-    raises one for a limit, and for an activation other than SiLU: the pair takes their place.
+    Raises ValueError, which names the argument, unless b is a finite number above 0, and c such a number or None. With a pair it
+    also raises one for a limit, and for an activation other than SiLU: the pair takes their place.
     """
     if situ is None:
         return None
@@ -198,15 +198,14 @@ def check_groups(count: int, top_k: int, groups: int, best_groups: int):
 
 
 class Experts(nnx.Module):
-    """Compute y = sum over chosen experts e of p_e W_down,e (act(W_gate,e x) * W_up,e x); without a gate W_down,e act(W_up,e
-    x).
+    """Compute y = sum over chosen experts e of p_e W_down,e (act(W_gate,e x) * W_up,e x), or without a gate of
+    p_e W_down,e act(W_up,e x).
 
     Tokens are sorted by expert, so that each expert multiplies only its own tokens.
 
     width, inside, count: D, the width of x and y; I, the width of W_gate x; and E, the number of experts.
     form:  "split": the parameters `gate` and `up` [E, D, I] apart. "fused": both in `input` [E, D, 2 I], the gate first.
-    "plain":
-        `up` alone, without a gate. W_down is `down` [E, I, D] in every form.
+           "plain": `up` alone, without a gate. W_down is `down` [E, I, D] in every form.
     act:   the name of a function in `glax.nn.parts.ACTIVATIONS`. limit, situ: as in `SwiGLU`, for forms with a gate.
     param_dtype, kernel_init: the dtype and the first values of the parameters, as in `glax.nn.linear_attention.MixerOptions`.
     dtype: of the products and of y; the dtype of x if None.

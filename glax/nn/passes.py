@@ -257,7 +257,7 @@ class Parallel:
         attend_all = functools.partial(attend, q, k, v, seen, scale)
         if choice is None:
             return attend_all(), new
-        return choice.attend(attend_all, q, k, v, content["index"], seen, scale, begin), new
+        return choice.attend(attend_all, q, k, v, content["index"], seen=seen, scale=scale, begin=begin), new
 
     def attend_to_cache(
         self, q, content: State, cache: State, window, scale, expanded: Callable, choice: Choice | None
@@ -274,7 +274,7 @@ class Parallel:
         if choice is None:
             return nan_unless(place < L, attend_all()), cache
         begin = jnp.zeros((q.shape[0], L), jnp.int32)
-        o = choice.attend(attend_all, q, keys, values, cache["index"], seen, scale, begin)
+        o = choice.attend(attend_all, q, keys, values, cache["index"], seen=seen, scale=scale, begin=begin)
         return nan_unless(place < L, o), cache
 
     def packed_attend(
@@ -292,7 +292,7 @@ class Parallel:
                 o = attend_all()
             else:
                 index = content["index"].reshape(1, -1, *content["index"].shape[-2:])
-                o = choice.attend(attend_all, q, k, v, index, seen, scale, self.cuts[own][None])
+                o = choice.attend(attend_all, q, k, v, index, seen=seen, scale=scale, begin=self.cuts[own][None])
             return o.reshape(*shape[:-1], o.shape[-1]), self.packed_cache(content)
         N, L = cache["key"].shape[:2]
         check_room(cache["length"], jnp.diff(self.cuts), L)
@@ -309,7 +309,8 @@ class Parallel:
             o = attend_all()
         else:
             at = jnp.where(place < L, place, -1)
-            o = choice.attend_to_caches(attend_all, q, k, v, cache["index"], at, own, scale, self.cuts)
+            packed: dict[str, Any] = dict(place=at, own=own, scale=scale, cuts=self.cuts)
+            o = choice.attend_to_caches(attend_all, q, k, v, cache["index"], **packed)
         return nan_unless(((place < L) | ~is_token)[None], o).reshape(*shape[:-1], o.shape[-1]), cache
 
     def packed_cache(self, content: State) -> State:
@@ -450,7 +451,11 @@ class Step:
         width = v.shape[-1]
         more: dict[str, Any] = dict(width=width, slots=slots)
         attend_all = functools.partial(attend_step, q, cache["key"], cache.get("value"), seen, scale, **more)
-        o = attend_all() if choice is None else choice.step(attend_all, q, cache, rows, place, scale, width)
+        o = (
+            attend_all()
+            if choice is None
+            else choice.step(attend_all, q, cache, slots=rows, place=place, scale=scale, width=width)
+        )
         return nan_unless(place < L, o[:, 0]), cache
 
     def read(self, state: Array) -> Array:

@@ -17,13 +17,13 @@ from glax.nn.layer import Layer
 from glax.nn.parts import EMBED, HEADS, activation, by_head, check_divides, for_rows, linear, merged, parameter
 from glax.nn.passes import Rows, State
 
-RATE = 8.0  # of log decays, where a gate is 1
+STEEPNESS = 8.0  # of log decays, where a gate is 1
 STEEPEST = 1000.0  # the greatest derivative of `root`
 
 
 @jax.custom_jvp
 def root(x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-    """Return sqrt(x), with a derivative of at most STEEPEST."""
+    """Return sqrt(x), with a derivative of at most STEEPEST: it would grow without bound towards 0, where a decay is 1."""
     return jnp.sqrt(x)
 
 
@@ -61,7 +61,8 @@ class RGLRU(Layer):
         y_t = W_o (h_t * act(W_y x_t))
 
     The first token of a sequence has no factor sqrt(1 - a_t^2). A_r and A_i are one matrix for each head. W_x, W_y and W_o have
-    biases. The derivative of the root is at most 1000.
+    biases. The parameters are decay_gate (A_r), input_gate (A_i), input (W_x), gate (W_y), output (W_o) and rate (p). The
+    derivative of the root is at most 1000.
 
     width: the width of x and y. num_heads: the heads of the gates. inside: D, the width of u and h; width if None.
     conv_size: of the convolution, which has a bias and no activation. act: a name of `glax.nn.parts.ACTIVATIONS`.
@@ -127,7 +128,7 @@ class RGLRU(Layer):
         u, filtered = self.conv.extend(self.input(x), state.get("conv"), rows)
         heads = by_head(u, self.num_heads)
         entering, r = (jax.nn.sigmoid(merged(gate(heads))) for gate in (self.input_gate, self.decay_gate))
-        g = -RATE * r * for_rows(u, jax.nn.softplus(self.rate[...].astype(jnp.float32)))
+        g = -STEEPNESS * r * for_rows(u, jax.nn.softplus(self.rate[...].astype(jnp.float32)))
         factor = jnp.where((place == 0)[..., None], 1.0, root(-jnp.expm1(2 * g)))
         v = (u.astype(jnp.float32) * entering * factor).astype(u.dtype)
         h, after = of_channels(self.recurrence, v, g, state.get("recurrent"), rows)

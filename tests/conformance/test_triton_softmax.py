@@ -284,3 +284,14 @@ def test_refusals_state_the_reason(change, why):
     operands, _ = Softmax(**change).operands()
     assert softmax_config.refusal(operands, 1.0) == why
     assert softmax_config.refusal(Softmax().operands()[0], -1.0) == "takes a scale above 0, got -1.0"
+
+
+def test_a_config_with_more_keys_than_a_word_has_bits_is_an_error():
+    """A user's config for all keys may reach rows that read chosen blocks."""
+    operands, d_o = CASES["chosen-tokens"].operands()
+    text = "keys must be at most 32 where rows read chosen blocks of 1 keys, got 64"
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        kernels.forward(operands, 0.3, dataclasses.replace(FORWARD, keys=64))
+    o, log_total = kernels.forward(operands, 0.3, dataclasses.replace(FORWARD, keys=32))
+    with pytest.raises(ValueError, match=f"^own_{text}$"):
+        kernels.gradient(operands, o, log_total, d_o, 0.3, dataclasses.replace(GRADIENT, own_keys=64))

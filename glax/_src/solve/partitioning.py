@@ -245,28 +245,28 @@ def softmax_division(f, operands) -> Division:
     forms += [("c",)] * (first.cuts is not None) + [("b", "t", "w")] * (first.blocks is not None)
     outputs = [("b", "t", heads, "e"), ("b", "t", heads)]
     is_gradient = len(operands) > 1
-    given, found = ([*forms, *outputs, outputs[0]], forms[:3]) if is_gradient else (forms, outputs)
-    rule = " -> ".join(", ".join(map(" ".join, side)) for side in (given, found))
+    given, results = ([*forms, *outputs, outputs[0]], forms[:3]) if is_gradient else (forms, outputs)
+    rule = " -> ".join(", ".join(map(" ".join, side)) for side in (given, results))
     replicated = tuple(name for name in dict.fromkeys(re.findall(r"\w+", rule)) if name not in ("b", "h"))
 
     def laid(side, batch, on_heads) -> list[P]:
-        """Return the PartitionSpec of each array. side: a string of letters, one for each axis. batch, on_heads: the mesh axes
-        of the batch and of heads."""
+        """Return the PartitionSpec of each array. side: for each array a tuple, with the factor of the rule for each axis. batch,
+        on_heads: the mesh axes of the batch and of heads."""
         axes = {"b": batch, heads: on_heads, shared: on_heads}
-        return [P(*(axes.get(letter) for letter in form)) for form in side]
+        return [P(*(axes.get(factor) for factor in form)) for form in side]
 
-    def specs(mesh, specs: list[P]):
-        def with_axis(*letters: str) -> list[P]:
-            return [spec for spec, form in zip(specs, given, strict=True) if set(letters) & set(form)]
+    def specs(mesh, operand_specs: list[P]):
+        def with_axis(*factors: str) -> list[P]:
+            return [spec for spec, form in zip(operand_specs, given, strict=True) if set(factors) & set(form)]
 
         batch, on_heads = (
             dividing_axes(mesh, with_axis("b"), 0, B),
             dividing_axes(mesh, with_axis(heads, shared), 2, HK),
         )
         on_heads = None if set(flat_axes(batch)) & set(flat_axes(on_heads)) else on_heads
-        return f, laid(given, batch, on_heads), laid(found, batch, on_heads)
+        return f, laid(given, batch, on_heads), laid(results, batch, on_heads)
 
-    return Division(rule, replicated, sizes, specs, jax.tree.structure((0,) * len(found)))
+    return Division(rule, replicated, sizes, specs, jax.tree.structure((0,) * len(results)))
 
 
 def step_division(f, operands: StepOperands) -> Division:

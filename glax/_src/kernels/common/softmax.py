@@ -173,8 +173,11 @@ def forward_table(blocks: RowBlocks, T: int, size: int) -> Int[Array, "B count 6
 
 
 class Tiles(NamedTuple):
-    """Hold which tiles of rows and keys have a row that reads a key. Of the places [B, programs, most] of a program's tiles the
-    first count [B, programs] are those of such tiles."""
+    """Hold for each program the tiles of rows and keys that it could take, those first that have a row which reads a key.
+
+    places: [B, programs, most], where each tile is: the index of its first key, or the number of its block of rows. count: [B,
+    programs], how many tiles are read.
+    """
 
     places: Int[Array, "B programs most"]
     count: Int[Array, "B programs"]

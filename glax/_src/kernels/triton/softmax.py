@@ -25,7 +25,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from glax._src.kernels.common.softmax import (
-    RowBlocks,
     SoftmaxOperands,
     forward_table,
     gradient_table,
@@ -35,7 +34,7 @@ from glax._src.kernels.common.softmax import (
 )
 from glax._src.kernels.triton.config import precision, width
 from glax._src.kernels.triton.launch import launch, tl, triton
-from glax._src.kernels.triton.softmax_config import SoftmaxConfig, SoftmaxGradientConfig
+from glax._src.kernels.triton.softmax_config import SoftmaxConfig, SoftmaxGradientConfig, check_keys
 from glax._src.kernels.triton.tiles import LOG2E, at
 
 # ---- tiles -------------------------------------------------------------------------------------------------------------
@@ -106,12 +105,13 @@ def block_number(keys, first, D: tl.constexpr):
 
 
 @triton.jit
-def bits_from(words, first, start, count, D: tl.constexpr):
-    """Return 32 bits of each row, of the block with key `start` and of the next ones. words: where its `count` words lie."""
+def bits_from(words, first, start, num_words, D: tl.constexpr):
+    """Return 32 bits of each row, of the block with key `start` and of the next ones. words: where the
+    num_words words of the row lie."""
     number = block_number(start, first, D)
     word, bit = (number // 32).to(tl.int32), number % 32
-    low = tl.load(words + word, mask=word < count, other=0).to(tl.uint32, bitcast=True)
-    high = tl.load(words + word + 1, mask=word + 1 < count, other=0).to(tl.uint32, bitcast=True)
+    low = tl.load(words + word, mask=word < num_words, other=0).to(tl.uint32, bitcast=True)
+    high = tl.load(words + word + 1, mask=word + 1 < num_words, other=0).to(tl.uint32, bitcast=True)
     return (low >> bit) | ((high << 1) << (31 - bit))
 
 
@@ -149,11 +149,11 @@ def masked_part(i, size, before, full):
 
 @triton.jit
 def add_keys(
-    highest, total, weighted, q, k, v, first, last, words, count, start, high, factor, D: tl.constexpr,
+    highest, total, weighted, q, k, v, first, last, words, num_words, start, high, factor, D: tl.constexpr,
     MASKED: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums with those of C keys from `start` on added. highest is in the unit of products q . k. words, count: as of
-    `bits_from`, of the rows."""
+    """Return the sums with those of C keys from `start` on added. highest is in the unit of products q . k.
+    words, num_words: as in `bits_from`, of the rows."""
     own, ck, cv = tl.arange(0, D.C), tl.arange(0, D.BK), tl.arange(0, D.BV)
     kt = read(k + start.to(tl.int64) * (D.HK * D.K), own, ck, high - start, D.HK, D.K, D.BK, MASKED)
     scores = tl.dot(q, tl.trans(kt), input_precision=D.PRECISION)
@@ -163,7 +163,7 @@ def add_keys(
         scores, vt = tl.where(sound[None, :], scores, float("nan")), replaced(vt, sound)
     scores += 0.0 * scores  # an infinite score becomes NaN: by -inf its key would get a weight of 0
     if MASKED:
-        bits = bits_from(words, first, start, count, D)[:, None] if D.SIZE else 0
+        bits = bits_from(words, first, start, num_words, D)[:, None] if D.SIZE else 0
         seen = reads(first[:, None], last[:, None], (start + own)[None, :], bits, start, D)
         scores = tl.where(seen, scores, float("-inf"))
     return add_scores(highest, total, weighted, scores, vt, factor, D)
@@ -195,20 +195,21 @@ def chosen_outputs(q, k, v, first, last, words, tiles, table, sizes, scale, o, l
 
 @triton.jit
 def row_outputs(q, k, v, first, last, words, tiles, table, sizes, scale, o, log_total, D: tl.constexpr):
+    """Do what `outputs` does, or with D.SIZE `chosen_outputs`. Without it words and tiles are any arrays, which are not read."""
     b, hq, hk, number = row_program(sizes, D)
     entry = table + number * 6
     start, count, low, high = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    before, full = tl.load(entry + 4), tl.load(entry + 5)
+    before, full = tl.load(entry + 4), tl.load(entry + 5)  # before: with D.SIZE the number of tiles
     rows, ck, cv = tl.arange(0, D.ROWS), tl.arange(0, D.BK), tl.arange(0, D.BV)
     factor = tl.load(scale) * LOG2E
     qt = read(at(q, start, hq, D.HQ, D.K), rows, ck, count, D.HQ, D.K, D.BK, True)
     begins = tl.load(first + start + rows, mask=rows < count, other=0)
     ends = tl.load(last + start + rows, mask=rows < count, other=-1)
     kh, vh = at(k, b * tl.load(sizes + 1), hk, D.HK, D.K), at(v, b * tl.load(sizes + 1), hk, D.HK, D.V)
-    width, own = 0, words
+    num_words, own = 0, words
     if D.SIZE:
-        width = tl.load(sizes + 2)
-        own = words + (start + tl.minimum(rows, count - 1)).to(tl.int64) * width
+        num_words = tl.load(sizes + 2)
+        own = words + (start + tl.minimum(rows, count - 1)).to(tl.int64) * num_words
         tiles += number.to(tl.int64) * tl.load(sizes + 3)
 
     highest, total = tl.full([D.ROWS], float("-inf"), tl.float32), tl.zeros([D.ROWS], tl.float32)
@@ -217,13 +218,13 @@ def row_outputs(q, k, v, first, last, words, tiles, table, sizes, scale, o, log_
         for i in range(0, full):
             key = low + (before + i) * D.C
             highest, total, weighted = add_keys(
-                highest, total, weighted, qt, kh, vh, begins, ends, own, width, key, high, factor, D, False, False
+                highest, total, weighted, qt, kh, vh, begins, ends, own, num_words, key, high, factor, D, False, False
             )
     parts = before if D.SIZE else tl.cdiv(high - low, D.C)
     for i in range(0, parts if D.SIZE else parts - full):
         key = tl.load(tiles + i) if D.SIZE else low + masked_part(i, D.C, before, full)
         highest, total, weighted = add_keys(
-            highest, total, weighted, qt, kh, vh, begins, ends, own, width, key, high, factor, D, True, False
+            highest, total, weighted, qt, kh, vh, begins, ends, own, num_words, key, high, factor, D, True, False
         )
     if tl.sum(tl.sum(weighted * 0.0, 1) + total * 0.0, 0) != 0:
         highest, total = tl.full([D.ROWS], float("-inf"), tl.float32), tl.zeros([D.ROWS], tl.float32)
@@ -231,7 +232,7 @@ def row_outputs(q, k, v, first, last, words, tiles, table, sizes, scale, o, log_
         for i in tl.range(0, parts, num_stages=1):
             key = tl.load(tiles + i) if D.SIZE else low + i * D.C
             highest, total, weighted = add_keys(
-                highest, total, weighted, qt, kh, vh, begins, ends, own, width, key, high, factor, D, True, True
+                highest, total, weighted, qt, kh, vh, begins, ends, own, num_words, key, high, factor, D, True, True
             )
     total = tl.where(total == 0, 1.0, total)
     unit = tl.where(highest == float("-inf"), 0.0, highest * factor)
@@ -244,10 +245,10 @@ def row_outputs(q, k, v, first, last, words, tiles, table, sizes, scale, o, log_
 
 @triton.jit
 def add_query_gradient(
-    dq, q, d_o, logs, shifts, k, v, first, last, words, count, start, high, factor, D: tl.constexpr, MASKED: tl.constexpr,
+    dq, q, d_o, logs, shifts, k, v, first, last, words, num_words, start, high, factor, D: tl.constexpr, MASKED: tl.constexpr,
     CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Return dq / scale with the terms of C keys from `start` on added. words, count: as of `add_keys`."""
+    """Return dq / scale with the terms of C keys from `start` on added. words, num_words: as in `add_keys`."""
     own, ck, cv = tl.arange(0, D.C), tl.arange(0, D.BK), tl.arange(0, D.BV)
     kt = read(k + start.to(tl.int64) * (D.HK * D.K), own, ck, high - start, D.HK, D.K, D.BK, MASKED)
     vt = read(v + start.to(tl.int64) * (D.HK * D.V), own, cv, high - start, D.HK, D.V, D.BV, MASKED)
@@ -256,7 +257,7 @@ def add_query_gradient(
     weights = tl.exp2(tl.dot(q, tl.trans(kt), input_precision=D.PRECISION) * factor - logs[:, None])
     d_scores = weights * (tl.dot(d_o, tl.trans(vt), input_precision=D.PRECISION) - shifts[:, None])
     if MASKED:
-        bits = bits_from(words, first, start, count, D)[:, None] if D.SIZE else 0
+        bits = bits_from(words, first, start, num_words, D)[:, None] if D.SIZE else 0
         seen = reads(first[:, None], last[:, None], (start + own)[None, :], bits, start, D)
         d_scores = tl.where(seen, d_scores, 0.0)
     return product(d_scores.to(kt.dtype), kt, dq, D)
@@ -267,25 +268,26 @@ def query_gradient(
     q, k, v, first, last, table, sizes, scale, log_total, shift, d_o, d_q, D: tl.constexpr
 ):  # fmt: skip
     """Compute d_q [B, T, HQ, K]. A program has a block of rows of one head. log_total is NaN where d_o or o is not finite."""
-    row_gradient(q, k, v, first, last, first, first, table, sizes, scale, log_total, shift, d_o, d_q, D)
+    row_query_gradient(q, k, v, first, last, first, first, table, sizes, scale, log_total, shift, d_o, d_q, D)
 
 
 @triton.jit
 def chosen_query_gradient(
     q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_q, D: tl.constexpr
 ):  # fmt: skip
-    """Compute the same of rows that read chosen blocks of keys. words, tiles, table: as of `chosen_outputs`."""
-    row_gradient(q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_q, D)
+    """Compute d_q [B, T, HQ, K] of rows that read chosen blocks of keys. words, tiles, table: as in `chosen_outputs`."""
+    row_query_gradient(q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_q, D)
 
 
 @triton.jit
-def row_gradient(
+def row_query_gradient(
     q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_q, D: tl.constexpr
 ):  # fmt: skip
+    """Do what `query_gradient` does, or with D.SIZE `chosen_query_gradient`. words, tiles: as in `row_outputs`."""
     b, hq, hk, number = row_program(sizes, D)
     entry = table + number * 6
     start, count, low, high = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    before, full = tl.load(entry + 4), tl.load(entry + 5)
+    before, full = tl.load(entry + 4), tl.load(entry + 5)  # before: with D.SIZE the number of tiles
     rows, ck, cv = tl.arange(0, D.ROWS), tl.arange(0, D.BK), tl.arange(0, D.BV)
     factor = tl.load(scale) * LOG2E
     qt = read(at(q, start, hq, D.HQ, D.K), rows, ck, count, D.HQ, D.K, D.BK, True)
@@ -296,10 +298,10 @@ def row_gradient(
     logs = tl.load(log_total + place, mask=rows < count, other=0.0)
     shifts = tl.load(shift + place, mask=rows < count, other=0.0)
     kh, vh = at(k, b * tl.load(sizes + 1), hk, D.HK, D.K), at(v, b * tl.load(sizes + 1), hk, D.HK, D.V)
-    width, own = 0, words
+    num_words, own = 0, words
     if D.SIZE:
-        width = tl.load(sizes + 2)
-        own = words + (start + tl.minimum(rows, count - 1)).to(tl.int64) * width
+        num_words = tl.load(sizes + 2)
+        own = words + (start + tl.minimum(rows, count - 1)).to(tl.int64) * num_words
         tiles += number.to(tl.int64) * tl.load(sizes + 3)
 
     dq = tl.zeros([D.ROWS, D.BK], tl.float32)
@@ -307,20 +309,20 @@ def row_gradient(
         for i in range(0, full):
             key = low + (before + i) * D.C
             dq = add_query_gradient(
-                dq, qt, d_ot, logs, shifts, kh, vh, begins, ends, own, width, key, high, factor, D, False, False
+                dq, qt, d_ot, logs, shifts, kh, vh, begins, ends, own, num_words, key, high, factor, D, False, False
             )
     parts = before if D.SIZE else tl.cdiv(high - low, D.C)
     for i in range(0, parts if D.SIZE else parts - full):
         key = tl.load(tiles + i) if D.SIZE else low + masked_part(i, D.C, before, full)
         dq = add_query_gradient(
-            dq, qt, d_ot, logs, shifts, kh, vh, begins, ends, own, width, key, high, factor, D, True, False
+            dq, qt, d_ot, logs, shifts, kh, vh, begins, ends, own, num_words, key, high, factor, D, True, False
         )
     if tl.sum(tl.sum(dq * 0.0, 1), 0) != 0:
         dq = tl.zeros([D.ROWS, D.BK], tl.float32)
         for i in tl.range(0, parts, num_stages=1):
             key = tl.load(tiles + i) if D.SIZE else low + i * D.C
             dq = add_query_gradient(
-                dq, qt, d_ot, logs, shifts, kh, vh, begins, ends, own, width, key, high, factor, D, True, True
+                dq, qt, d_ot, logs, shifts, kh, vh, begins, ends, own, num_words, key, high, factor, D, True, True
             )
     stored(at(d_q, start, hq, D.HQ, D.K), dq * tl.load(scale), rows, ck, count, D.HQ, D.K)
 
@@ -330,11 +332,11 @@ def row_gradient(
 
 @triton.jit
 def add_key_gradient(
-    dk, dv, k, v, keys, q, d_o, log_total, shift, first, last, words, width, start, stop, hq, factor, D: tl.constexpr,
+    dk, dv, k, v, keys, q, d_o, log_total, shift, first, last, words, num_words, start, stop, hq, factor, D: tl.constexpr,
     MASKED: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Return dk / scale and dv with the terms of ROWS rows from `start` on added: dk with D.KEY, dv with D.VALUE. With MASKED,
-    rows from `stop` on have none. keys: of the program, from a multiple of C on. width: the words of a row."""
+    rows from `stop` on have none. keys: of the program, from a multiple of C on. num_words: the words of a row."""
     own, ck, cv, count = tl.arange(0, D.ROWS), tl.arange(0, D.BK), tl.arange(0, D.BV), stop - start
     qt = read(at(q, start, hq, D.HQ, D.K), own, ck, count, D.HQ, D.K, D.BK, MASKED)
     d_ot = read(at(d_o, start, hq, D.HQ, D.V), own, cv, count, D.HQ, D.V, D.BV, MASKED)
@@ -352,8 +354,8 @@ def add_key_gradient(
     weights = tl.exp2(tl.dot(k, tl.trans(qt), input_precision=D.PRECISION) * factor - logs[None, :])
     low, bits = tl.min(keys, 0), 0
     if D.SIZE:
-        own_words = words + (start + tl.minimum(own, count - 1)).to(tl.int64) * width
-        bits = bits_from(own_words, begins, low, width, D)[None, :]
+        own_words = words + (start + tl.minimum(own, count - 1)).to(tl.int64) * num_words
+        bits = bits_from(own_words, begins, low, num_words, D)[None, :]
     seen = reads(begins[None, :], ends[None, :], keys[:, None], bits, low, D)
     if MASKED:
         weights = tl.where(seen, weights, 0.0)
@@ -377,7 +379,7 @@ def key_gradient(
     `gradient_table`. sizes: [programs of a head, S]. scale: one number. log_total, shift: L and d_o . o, [B, T, HQ].
     d_o: [B, T, HQ, V].
     """
-    of_keys(q, k, v, first, last, first, first, table, sizes, scale, log_total, shift, d_o, d_k, d_v, D)
+    key_gradients(q, k, v, first, last, first, first, table, sizes, scale, log_total, shift, d_o, d_k, d_v, D)
 
 
 @triton.jit
@@ -389,24 +391,25 @@ def chosen_key_gradient(
     words: [B, T, W], of `ReadBlocks`. tiles: [B, programs, most, 2], for each program the blocks of rows that it reads, (begin,
     end) in the [B T] rows. table: [B, programs], how many these are. sizes: [programs of a head, S, W, most].
     """
-    of_keys(q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_k, d_v, D)
+    key_gradients(q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_k, d_v, D)
 
 
 @triton.jit
-def of_keys(
+def key_gradients(
     q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_k, d_v, D: tl.constexpr
 ):  # fmt: skip
+    """Do what `key_gradient` does, or with D.SIZE `chosen_key_gradient`. words, tiles: as in `row_outputs`."""
     program, blocks, S = tl.program_id(0), tl.load(sizes), tl.load(sizes + 1)
     block, other = program % blocks, program // blocks
     hk, b = other % D.HK, other // D.HK
-    number, width = b * blocks + block, 0
+    number, num_words = b * blocks + block, 0
     own, ck, cv = tl.arange(0, D.C), tl.arange(0, D.BK), tl.arange(0, D.BV)
     factor, count = tl.load(scale) * LOG2E, S - block * D.C
     keys, place = block * D.C + own, b * S + block * D.C
     kt = read(at(k, place, hk, D.HK, D.K), own, ck, count, D.HK, D.K, D.BK, True)
     vt = read(at(v, place, hk, D.HK, D.V), own, cv, count, D.HK, D.V, D.BV, True)
     if D.SIZE:
-        width, parts = tl.load(sizes + 2), tl.load(table + number)
+        num_words, parts = tl.load(sizes + 2), tl.load(table + number)
         tiles += number.to(tl.int64) * tl.load(sizes + 3) * 2
         begin, full_begin, full_end, end = 0, 0, 0, 0
     else:
@@ -420,7 +423,7 @@ def of_keys(
         hq = hk * D.GROUP + g
         for i in range(0, (full_end - full_begin) // D.ROWS):
             dk, dv = add_key_gradient(
-                dk, dv, kt, vt, keys, q, d_o, log_total, shift, first, last, words, width, full_begin + i * D.ROWS,
+                dk, dv, kt, vt, keys, q, d_o, log_total, shift, first, last, words, num_words, full_begin + i * D.ROWS,
                 full_end, hq, factor, D, False, False,
             )  # fmt: skip
         for i in range(0, parts):
@@ -430,7 +433,7 @@ def of_keys(
                 start = tl.where(i < before, begin + i * D.ROWS, full_end + (i - before) * D.ROWS)
                 stop = tl.where(i < before, full_begin, end)
             dk, dv = add_key_gradient(
-                dk, dv, kt, vt, keys, q, d_o, log_total, shift, first, last, words, width, start, stop, hq, factor, D,
+                dk, dv, kt, vt, keys, q, d_o, log_total, shift, first, last, words, num_words, start, stop, hq, factor, D,
                 True, False,
             )  # fmt: skip
     if tl.sum(tl.sum(dk * 0.0, 1), 0) + tl.sum(tl.sum(dv * 0.0, 1), 0) != 0:
@@ -441,7 +444,7 @@ def of_keys(
                 if D.SIZE:
                     start, stop = tl.load(tiles + 2 * i), tl.load(tiles + 2 * i + 1)
                 dk, dv = add_key_gradient(
-                    dk, dv, kt, vt, keys, q, d_o, log_total, shift, first, last, words, width, start, stop,
+                    dk, dv, kt, vt, keys, q, d_o, log_total, shift, first, last, words, num_words, start, stop,
                     hk * D.GROUP + g, factor, D, True, True,
                 )  # fmt: skip
     if D.KEY:
@@ -471,7 +474,7 @@ def chosen_key_alone(
     q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_k, D: tl.constexpr
 ):  # fmt: skip
     """Compute d_k [B, S, HK, K] alone, from the arguments of `chosen_key_gradient`."""
-    of_keys(q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_k, d_k, D)
+    key_gradients(q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_k, d_k, D)
 
 
 @triton.jit
@@ -479,7 +482,7 @@ def chosen_value_alone(
     q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_v, D: tl.constexpr
 ):  # fmt: skip
     """Compute d_v [B, S, HK, V] alone, from the arguments of `chosen_key_gradient`."""
-    of_keys(q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_v, d_v, D)
+    key_gradients(q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_v, d_v, D)
 
 
 # ---- launches ----------------------------------------------------------------------------------------------------------
@@ -496,9 +499,9 @@ def dimensions(operands: SoftmaxOperands) -> dict:
     return dict(H=HQ, HQ=HQ, HK=HK, GROUP=HQ // HK, PRECISION=precision(operands.q)) | sizes
 
 
-def row_arguments(operands: SoftmaxOperands, blocks: RowBlocks, rows: int, keys: int) -> tuple[tuple, int]:
+def row_arguments(operands: SoftmaxOperands, rows: int, keys: int) -> tuple[tuple, int]:
     """Return the first arguments of a kernel whose programs own rows, up to the sizes, and how many programs a head has."""
-    *arrays, _, chosen = operands
+    (*arrays, _, chosen), blocks = operands, row_blocks(operands, rows)
     table = forward_table(blocks, operands.q.shape[1], keys)
     programs, S = table.shape[1], operands.k.shape[1]
     if chosen is None:
@@ -509,12 +512,12 @@ def row_arguments(operands: SoftmaxOperands, blocks: RowBlocks, rows: int, keys:
     return (*arrays, chosen.words, tiles.places, table, sizes), programs
 
 
-def key_arguments(operands: SoftmaxOperands, blocks: RowBlocks, config: SoftmaxGradientConfig) -> tuple[tuple, int]:
-    """Return the same of a kernel whose programs own keys. blocks: of config.rows."""
+def key_arguments(operands: SoftmaxOperands, config: SoftmaxGradientConfig) -> tuple[tuple, int]:
+    """Return the first arguments of a kernel whose programs own keys, up to the sizes, and how many programs a head has."""
     *arrays, _, chosen = operands
     (B, T), S = operands.first.shape, operands.k.shape[1]
     if chosen is None:
-        table = gradient_table(blocks, T, S, config.rows, config.own_keys)
+        table = gradient_table(row_blocks(operands, config.rows), T, S, config.rows, config.own_keys)
         return (*arrays, table, jnp.array([table.shape[1], S], jnp.int32)), table.shape[1]
     blocks = row_blocks(operands, config.read_rows)
     tiles = tiles_of_keys(operands, blocks, config.read_rows, config.own_keys)
@@ -533,8 +536,9 @@ def forward(
     """Return o, and log2 of the sums of e^{scores}."""
     q, v = operands.q, operands.v
     B, T, HQ, _ = q.shape
+    check_keys(operands, keys=config.keys)
     kernel = (WHOLE if operands.blocks is None else CHOSEN)[0]
-    arguments, programs = row_arguments(operands, row_blocks(operands, config.rows), config.rows, config.keys)
+    arguments, programs = row_arguments(operands, config.rows, config.keys)
     o, log_total = launch(
         kernel, B * programs * HQ, (*arguments, jnp.full(1, scale, jnp.float32)),
         [((B, T, HQ, v.shape[3]), q.dtype), ((B, T, HQ), jnp.float32)],
@@ -547,17 +551,18 @@ def gradient(operands: SoftmaxOperands, o, log_total, d_o, scale: float, config:
     """Return dq, dk and dv. o, log_total: of `forward`."""
     q, k, v = operands[:3]
     (B, _, HQ, _), HK = q.shape, v.shape[2]
+    check_keys(operands, keys=config.keys, own_keys=config.own_keys)
     _, of_rows, together, for_key, for_value = WHOLE if operands.blocks is None else CHOSEN
     shift = (d_o.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1)
     log_total = jnp.where((jnp.isfinite(o) & jnp.isfinite(d_o)).all(-1), log_total, jnp.nan)
-    blocks, common = row_blocks(operands, config.rows), dimensions(operands)
+    common = dimensions(operands)
     rest = jnp.full(1, scale, jnp.float32), log_total, shift, d_o
-    arguments, programs = row_arguments(operands, blocks, config.rows, config.keys)
+    arguments, programs = row_arguments(operands, config.rows, config.keys)
     (d_q,) = launch(
         of_rows, B * programs * HQ, (*arguments, *rest), [(q.shape, q.dtype)],
         **common, ROWS=config.rows, C=config.keys, warps=config.warps, stages=config.stages,
     )  # fmt: skip
-    arguments, programs = key_arguments(operands, blocks, config)
+    arguments, programs = key_arguments(operands, config)
     outs = (k.shape, k.dtype), (v.shape, v.dtype)
     parts = ((for_key, outs[:1]), (for_value, outs[1:])) if config.apart else ((together, outs),)
     results = [d_q]

@@ -90,11 +90,21 @@ def widest(operands: SoftmaxOperands) -> int:
 
 
 def most_keys(operands: SoftmaxOperands, keys: int) -> int:
-    """Return `keys`, or if rows read chosen blocks the largest smaller power of two of which a 32-bit word holds a bit for each
-    block that these keys touch: 31 size + 1 keys touch 32 blocks, of the first of which they have one key."""
+    """Return `keys`, or if rows read chosen blocks the largest power of two up to `keys` and 31 size + 1.
+
+    So many keys touch at most 32 blocks, and a word of 32 bits has one for each of them.
+    """
     if operands.blocks is None:
         return keys
     return min(keys, 1 << (31 * operands.blocks.size + 1).bit_length() - 1)
+
+
+def check_keys(operands: SoftmaxOperands, **sizes: int):
+    """Raise ValueError, which names the field of a config, if it has more keys than `most_keys` allows."""
+    for name, keys in sizes.items():
+        if keys > (most := most_keys(operands, keys)):
+            size = getattr(operands.blocks, "size", None)
+            raise ValueError(f"{name} must be at most {most} where rows read chosen blocks of {size} keys, got {keys}")
 
 
 def forward_config(operands: SoftmaxOperands) -> SoftmaxConfig:

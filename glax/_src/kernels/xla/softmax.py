@@ -23,7 +23,7 @@ STEP_KEYS, STEP_KEYS_GPU = 512, 4096  # keys that a step reads together; a GPU w
 LOWEST = -2e38  # the score of a key outside of the interval
 
 
-class KeysRead(NamedTuple):
+class ReadMask(NamedTuple):
     """Hold which of all S keys each row reads, [blocks, B, rows, S], or [B, rows, S] of one block. It takes the place of
     `Intervals` where all keys are read together, and so has no `bounds`."""
 
@@ -37,7 +37,7 @@ class KeysRead(NamedTuple):
         return self.is_read
 
 
-Read = Intervals | ChosenKeys | KeysRead  # which keys rows read
+Read = Intervals | ChosenKeys | ReadMask  # which keys rows read
 
 # ---- how rows are divided into blocks ----------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ def attend_masked(q, k, v, is_read: Bool[Array, "B T S"], scale: float | None) -
     q [B, T, Hq, D], k [B, S, Hk, D] and v [B, S, Hk, V] have one dtype. Its first gradient alone is defined.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    o: Array = attend_blocks(None, scale, q[None], k, v, KeysRead(is_read[None]))
+    o: Array = attend_blocks(None, scale, q[None], k, v, ReadMask(is_read[None]))
     return o[0]
 
 
