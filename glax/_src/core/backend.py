@@ -51,7 +51,7 @@ class Backend(enum.StrEnum):
 
 
 def target_platform() -> str:
-    """Return JAX's name of the platform that kernels are chosen for.
+    """Return JAX's name of the platform that kernels are chosen for, such as "cpu", "gpu", "cuda", "rocm" or "tpu".
 
     While a program is lowered, this is the platform of the lowering. While a program is traced, it is the platform of the
     mesh's devices, else of jax.default_device, else of the default backend. `solve.lowering` chooses again where the prediction
@@ -67,8 +67,10 @@ def target_platform() -> str:
 
 
 def driver_of(platform: str) -> str:
-    """Return JAX's platform of a device, with "rocm" for "gpu" where this process has GPUs of AMD: JAX names those of every
-    vendor "gpu"."""
+    """Return `platform`, a name of JAX, unchanged, except that "gpu" becomes "rocm" where this process has GPUs of AMD.
+
+    JAX names the GPUs of every vendor "gpu".
+    """
     if platform != "gpu":
         return platform
     try:
@@ -92,7 +94,7 @@ def jax_option(name: str) -> Any:
 
 
 def computes_on() -> str:
-    """Return a phrase that names the target platform, which a refusal contains."""
+    """Return a phrase for the texts of refusals that names the target platform, such as "JAX computes on cpu here"."""
     lowered = lowering_platform.value is not None
     return f"the program is lowered for {target_platform()}" if lowered else f"JAX computes on {target_platform()} here"
 

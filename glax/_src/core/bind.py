@@ -50,7 +50,7 @@ ROWWISE = tuple(name for name in SHAPES if name not in ("g_gamma", "initial_stat
 
 @dataclasses.dataclass(frozen=True)
 class ScanOptions:
-    """Hold the arguments of a call that are no arrays and are known while tracing."""
+    """Hold the arguments of `recurrent` that are no arrays and are known while tracing, by the same names."""
 
     reverse: bool = False
     pad_id: int | None = None
@@ -75,10 +75,12 @@ class ScanOptions:
 
     @property
     def flags(self) -> dict:
-        """Return the boolean options of a token, use_qk_l2norm and erase_before_decay, by name."""
+        """Return use_qk_l2norm and erase_before_decay by name: the options that a step of one token has, too."""
         return dict(use_qk_l2norm=self.use_qk_l2norm, erase_before_decay=self.erase_before_decay)
 
     def check(self, has_segments: bool):
+        """Raise TypeError or ValueError for an option of another type or range. has_segments: whether the call has segment_ids,
+        without which pad_id must be None."""
         check_flag("reverse", self.reverse)
         check_flag("use_qk_l2norm", self.use_qk_l2norm)
         check_flag("erase_before_decay", self.erase_before_decay)
@@ -103,7 +105,8 @@ def bind(
 ) -> Recurrence:  # fmt: skip
     """Check every argument, add a missing B, fold the gates, and broadcast g_gamma and initial_state to all sequences.
 
-    one_token: the arguments by token are [B, ...] without T, and the recurrence has T = 1.
+    The arguments are those of `recurrent`. one_token: the arguments by token are [B, ...] without T; the recurrence has one
+    token. Raises TypeError or ValueError that names the argument. Values of arrays are not checked, since they may be traced.
     """
     arrays = dict(query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv)
     arrays |= dict(beta=beta, erase=erase, write=write, erase_along=erase_along, initial_state=initial_state)
@@ -162,12 +165,14 @@ def l2_normalized(r: Recurrence, x: Float[Array, "B T _ K"]) -> Float[Array, "B 
 
 
 def as_float(name: str, x) -> jax.Array:
+    """Return x as a JAX array. Raises TypeError unless its dtype is floating point."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name} must be floating point, got {x.dtype}")
     return jnp.asarray(x)
 
 
 def check_dtypes(arrays: dict[str, jax.Array]):
+    """Raise TypeError unless query, key and value have one dtype of DTYPES. arrays: the arguments by name."""
     dtype = arrays["query"].dtype
     if str(dtype) not in DTYPES:
         raise TypeError(f"query must be float32, bfloat16, float16 or float64, got {dtype}")
@@ -216,6 +221,7 @@ def check_shapes(arrays: dict[str, jax.Array], absent: str = "") -> dict[str, in
 
 
 def check_boundaries(cu_seqlens, sizes: dict[str, int]) -> jax.Array:
+    """Return cu_seqlens [N + 1] as int32. Raises TypeError or ValueError for another dtype or shape, and where B is not 1."""
     check_integers("cu_seqlens", cu_seqlens)
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] == 0:
         raise ValueError(f"cu_seqlens must be [N + 1], got shape {cu_seqlens.shape}")
@@ -225,6 +231,10 @@ def check_boundaries(cu_seqlens, sizes: dict[str, int]) -> jax.Array:
 
 
 def check_segment_ids(segment_ids, sizes: dict[str, int], flat: bool, packed: bool):
+    """Raise TypeError or ValueError unless segment_ids are integers [B, T], or [T] if `flat`, that is where query has no B.
+
+    packed: whether cu_seqlens is given, which is an error.
+    """
     check_integers("segment_ids", segment_ids)
     if packed:
         raise ValueError("segment_ids must be None with cu_seqlens, for both divide T: pass one of them")
@@ -235,6 +245,7 @@ def check_segment_ids(segment_ids, sizes: dict[str, int], flat: bool, packed: bo
 
 
 def check_per_sequence(arrays: dict[str, jax.Array], N: int, packed: bool):
+    """Raise ValueError unless g_gamma [N, H] and initial_state [N, H, K, V], where they have an axis N, have N entries."""
     by = "one fewer than cu_seqlens has entries" if packed else "B as in query"
     for name, rank in (("g_gamma", 2), ("initial_state", 4)):
         x = arrays.get(name)
@@ -251,6 +262,11 @@ REQUIRED = ("query", "key", "value")
 def check_before_tracing(
     arrays: dict, platform, cfg, options: ScanOptions | None = None, required: tuple[str, ...] = REQUIRED
 ):
+    """Raise TypeError or ValueError for arguments that JAX cannot trace, or whose known values are wrong.
+
+    arrays: the array arguments by name, None for each that is absent, with "query", "softmax_scale" and "cu_seqlens" among
+    them. required: the names that must not be None. platform, cfg: as users pass them.
+    """
     for name, x in arrays.items():
         if name != "softmax_scale" and (x is not None or name in required):
             check_array(name, x)
@@ -273,9 +289,11 @@ GUARDS = ("jax_transfer_guard_host_to_device", "jax_transfer_guard_device_to_dev
 
 
 def transferred(arrays: dict, to: jax.sharding.Sharding | None = None) -> dict:
-    """Return the arrays with numbers and NumPy arrays transferred explicitly to the devices of the other arrays.
+    """Return the arrays with numbers and NumPy arrays transferred explicitly to the sharding `to`.
 
-    jit makes the same transfers implicitly and faster. The transfer is therefore explicit only under a `jax.transfer_guard`.
+    If `to` is None, they are replicated over the devices of the first committed array; without one, and while tracing, JAX
+    chooses the device. jit makes the same transfers implicitly and faster. Without a `jax.transfer_guard` the arrays are
+    therefore returned as they are.
     """
     if all(getattr(jax.config, guard) in (None, "allow") for guard in GUARDS):
         return arrays
@@ -297,6 +315,7 @@ def replicated(x: jax.Array) -> jax.sharding.Sharding | None:
 
 
 def is_known(x) -> bool:
+    """Return whether x is a JAX array with values, and not traced."""
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
@@ -431,9 +450,10 @@ def known_number(x) -> int | float | None:
 
 
 def check_known_boundaries(cu_seqlens, T: int | None, by: str = "query"):
-    """Check the values of cu_seqlens [N + 1] where they are known; `bind` checks its shape and dtype.
+    """Raise ValueError if known values of cu_seqlens [N + 1] do not begin with 0, decrease, or end above T.
 
-    T: the number of rows of the argument `by`. Nothing is checked if it is None.
+    T: the number of tokens of the argument `by`. Nothing is checked if T is None or the values are traced. `bind` checks shape
+    and dtype.
     """
     if T is None or not is_array(cu_seqlens) or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] == 0:
         return

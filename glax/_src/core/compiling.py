@@ -7,10 +7,11 @@ import jax
 
 
 def start_compiling(programs: Iterable[jax.stages.Lowered]) -> list[Future]:
-    """Begin to compile each program in a thread. Return a future for each, which is done when it is compiled.
+    """Begin to compile each program in a pool of threads. Return a future for each, which is done when it is compiled.
 
-    JAX stores what is compiled, and a call of the same function and shapes finds it. A call before that compiles anew. Each of
-    `programs` is taken only once those before it are being compiled, so it may be traced and lowered then.
+    JAX stores what is compiled, so a later call of the same function and shapes does not compile again. A call before its
+    future is done compiles once more. The iterable is read lazily: a generator traces and lowers the next program while the
+    programs before it are being compiled.
     """
     # Not the threads of `kernels.common.gpu`: these programs may wait for kernels that those compile.
     threads = ThreadPoolExecutor(thread_name_prefix="glax_compiles")

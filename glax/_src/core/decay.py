@@ -11,7 +11,8 @@ from jaxtyping import Array, Float
 
 
 class Part(NamedTuple):
-    """Describe a part of a log decay: the argument of `recurrent` that gives it, and the dimensions of its array."""
+    """Describe a part of a log decay: the argument of `recurrent` that gives it, and its array's dimensions, such as "B T
+    H"."""
 
     argument: str
     dimensions: str
@@ -49,12 +50,12 @@ class Decay:
     def from_gates(cls, g, g_gamma, gk, gv, to_tokens, dtype) -> "Decay":
         """Fold the gates: log decay = g + g_gamma + gk + gv. Autodiff of the sums returns the gradient of every gate.
 
-        g: [B, T, H] or [B, T, H, K]; g_gamma: [N, H]; gk: [B, T, H, K]; gv: [B, T, H, V]. Each may be None.
-        to_tokens: broadcasts one row for each sequence, [N, H], to that sequence's tokens, [B, T, H].
-        dtype: the dtype of sums and states, float32 or float64.
+        g: [B, T, H] or [B, T, H, K]; g_gamma: [N, H]; gk: [B, T, H, K]; gv: [B, T, H, V]. Each may be None. to_tokens:
+        broadcasts one row for each sequence, [N, H], to that sequence's tokens, [B, T, H]. dtype: the dtype of sums and states,
+        float32 or float64.
 
-        A single gate is used as it is, without a copy. A sum of gates has at least `dtype`, so that float32 gates do not
-        lower the precision of float64 inputs.
+        A single gate is used as it is, without a copy and in its own dtype. A sum of gates has the widest dtype among its gates
+        and `dtype`, so that float32 gates do not lower the precision of float64 inputs.
         """
         if g is not None and g.ndim == 4:
             g, gk = None, added(g, gk, dtype)
@@ -96,6 +97,7 @@ class Decay:
 
 
 def added(x: Array | None, y: Array | None, dtype) -> Array | None:
+    """Return x + y in the widest of their dtypes and `dtype`. If one of them is None, return the other as it is."""
     if x is None or y is None:
         return y if x is None else x
     wide = promoted(x.dtype, y.dtype, dtype)

@@ -11,15 +11,16 @@ from jaxtyping import Array, Float
 class Erasure:
     """Hold the erase vector e and the write gate w of the delta rule: S = S_bar + k (w * v - S_bar^T e)^T.
 
-    S_bar is the decayed state before the token. `form` names the arrays that are given: `beta` (e = beta k and w = beta), `erase`
-    (w = 1) or `erase+write`, the last two also with `+along`. It is part of the tree's structure, so it is known while tracing.
+    S_bar is the decayed state before the token. `form` names the arrays that are given: `beta` (e = beta k and w = beta),
+    `erase` (w = 1) or `erase+write`, the last two also with `+along`. A form is a part of the tree's structure, so it is known
+    while tracing.
 
-    With `before_decay` e reads the state before the token's own decay: S = S_bar + k (w * v - S_{t-1}^T e)^T. Only the side that
-    reads for e changes: it takes the sum of gates before the token, G_{i-1}, where it else takes the sum through the token, G_i.
-    No decay is divided out, so decays of 0 are exact. A token that begins a sequence or a segment reads that one's initial state.
+    With `before_decay` e reads the state before the token's own decay: S = S_bar + k (w * v - S_{t-1}^T e)^T. Only this read
+    changes. In a chunk, where G_i is the sum of log decays through token i, the read takes the decay e^{G_{i-1}} and not
+    e^{G_i}. No decay is divided out, so decays of 0 are exact. The first token of a sequence or of a segment reads the initial
+    state of this sequence or segment.
 
-    With `along` what e reads is taken from the state along another key than the value is written: S = S_bar + k (w * v)^T -
-    along (S_bar^T e)^T.
+    With `along`, what e reads is subtracted along another key than k: S = S_bar + k (w * v)^T - along (S_bar^T e)^T.
     """
 
     beta: Float[Array, "B T H"] | None = None
@@ -32,7 +33,8 @@ class Erasure:
 
     @classmethod
     def from_arguments(cls, beta, erase, write, along=None, before_decay: bool = False) -> "Erasure | None":
-        """Return the erasure that the arguments of `recurrent` describe. Return None if all are None.
+        """Return the `Erasure` of the arguments of `recurrent` with these names (along: `erase_along`, before_decay:
+        `erase_before_decay`). Return None if beta and erase are None.
 
         Raises ValueError if `beta` comes with `erase` or `write`, or if another argument comes without `erase`.
         """
@@ -62,9 +64,10 @@ class Erasure:
         return dict(beta=self.beta, erase=self.erase, write=self.write, along=self.along)
 
     def vectors(self, k: Float[Array, "*rows K"]) -> tuple[Array, Array | None]:
-        """Return e [*rows, K] and w. The shape of w is [*rows, V] or [*rows, 1], and w is None where it is 1.
+        """Return (e [*rows, K], w) for the keys k. w is [*rows, V] or [*rows, 1], or None where it is 1.
 
-        The erasure's arrays are by row, [*rows, width], with beta as [*rows, 1].
+        A row is one token of one head. The erasure's arrays must have the same rows as k: [*rows, width], with beta as [*rows,
+        1].
         """
         if self.beta is not None:
             return self.beta * k, self.beta
@@ -72,11 +75,11 @@ class Erasure:
         return self.erase, self.write
 
     def gradient(self, de: Float[Array, "*rows K"], d_written: Float[Array, "*rows V"], k, v):
-        """Return (the gradient of the erasure, the term that it adds to the gradient of k).
+        """Return (an `Erasure` of the gradients of beta, erase and write; the term that the erasure adds to the gradient of k).
 
-        de: the gradient of e. d_written: the gradient of the written value w * v. Every array has the rows of k, and beta is
-        [*rows, 1]. The term of dk is beta * de for the form "beta", and None for the other forms. `along` of the result is not
-        a gradient: it is this erasure's own, which callers replace.
+        de: the gradient of e. d_written: the gradient of the written value w * v. Every array has the rows of k [*rows, K] and
+        v [*rows, V], with beta as [*rows, 1]. The term of dk is beta * de for the form "beta", and None for the other forms.
+        `along` of the result is no gradient: the result holds this erasure's own `along`, which callers replace.
         """
         if self.beta is not None:
             d_beta = (de * k).sum(-1, keepdims=True) + (d_written * v).sum(-1, keepdims=True)

@@ -20,7 +20,8 @@ def explicit_mesh(tree) -> AbstractMesh | None:
 
 
 def with_automatic_axes(f: Callable, specs, *operands) -> Any:
-    """Return f(*operands). If the operands lie on explicit axes, these are automatic inside, and the results lie as `specs`."""
+    """Return f(*operands). If the operands lie on explicit axes, these axes are automatic inside of f, and the results are then
+    sharded by `specs`, a tree of PartitionSpecs like f's results."""
     mesh = explicit_mesh(operands)
     if mesh is None:
         return f(*operands)

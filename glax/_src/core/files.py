@@ -95,10 +95,12 @@ def read_regular(path: pathlib.Path, most: int = -1) -> tuple[os.stat_result, by
 
 
 def read_trusted(path: pathlib.Path, base: pathlib.Path) -> bytes:
-    """Return the content of a file that nobody but this user can have written: code that runs in this process.
+    """Return the content of a file whose code runs in this process, after a check that only this user or root can have written
+    it.
 
     The file, and the folders below `base` that lead to it, must be no links, must belong to this user or to root, and nobody
-    else may be able to write to them. Raises OSError otherwise, for other than regular files, and for more than LIMIT bytes.
+    else may be able to write to them. Raises OSError if one of this does not hold, if the file is not a regular file, or if it
+    has more than LIMIT bytes.
     """
     for folder in below(base, path.parent):
         check_trusted(folder, os.lstat(folder), stat.S_ISDIR)
@@ -126,7 +128,7 @@ def check_trusted(path: pathlib.Path, found: os.stat_result, is_of_kind: Callabl
 
 
 def below(base: pathlib.Path, path: pathlib.Path) -> list[pathlib.Path]:
-    """Return the folders from below `base` to `path`, the outermost first."""
+    """Return `path` and its ancestors that lie below `base`, the outermost first. `base` itself is not among them."""
     return [base.joinpath(*path.relative_to(base).parts[: i + 1]) for i in range(len(path.relative_to(base).parts))]
 
 
@@ -151,10 +153,12 @@ def check_folders(path: pathlib.Path, base: pathlib.Path):
 
 
 def open_without_waiting(path, flags: int) -> int:
+    """Return the descriptor of os.open with O_NONBLOCK, so that opening a FIFO does not wait for a writer."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def require_regular(path: pathlib.Path, mode: int):
+    """Raise OSError unless `mode`, the st_mode of `path`, says that `path` is a regular file."""
     if not stat.S_ISREG(mode):
         kind = KINDS.get(stat.filemode(mode)[0], "special")
         raise OSError(errno.EINVAL, f"Not a regular file, but {kind}", str(path))
@@ -184,12 +188,14 @@ def parse(raw: bytes, *, infinite: bool = False) -> object:
 
 
 def children(x) -> list:
+    """Return the values of a dict or the entries of a list, as JSON has them; [] for any other value."""
     if isinstance(x, dict):
         return list(x.values())
     return x if isinstance(x, list) else []
 
 
 def unique(pairs: list[tuple[str, object]]) -> dict:
+    """Return the dict of these (key, value) pairs. Raises ContentError for a repeated key."""
     content = {}
     for name, value in pairs:
         if name in content:
@@ -199,6 +205,7 @@ def unique(pairs: list[tuple[str, object]]) -> dict:
 
 
 def finite(text: str) -> float:
+    """Return the number that the text of a JSON number or constant names. Raises ContentError if it is NaN or infinite."""
     if not math.isfinite(x := float(text)):
         raise ContentError(f"it holds the number {text:.80}, which is not finite")
     return x
@@ -218,11 +225,13 @@ def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def replacing_together(folder: pathlib.Path) -> Iterator[tuple[pathlib.Path, set[str]]]:
-    """Yield a temporary folder and an empty set. At the end, in one step, the files written there replace those of the same
-    names in `folder`, and the files whose names were added to the set are removed.
+    """Yield (a temporary folder, an empty set), and at the end replace files of `folder` in one step.
 
-    The step is the temporary folder's new name, COMMITTED. Before it, `folder` is unchanged. After it, `newest` finds every new
-    file, whether it was moved to its place already or not. Moves that a kill prevented are done by the next call.
+    The files that the caller has written to the temporary folder replace those of the same names in `folder`. The files of
+    `folder` whose names the caller has added to the set are removed.
+
+    The one step renames the temporary folder to COMMITTED. Before this step, `folder` is unchanged. After it, `newest` finds
+    every new file, whether it was moved to its place already or not. Moves that a kill prevented are done by the next call.
 
     Raises OSError if a file cannot be written, or if one of the names is a folder.
     """
@@ -242,18 +251,24 @@ def replacing_together(folder: pathlib.Path) -> Iterator[tuple[pathlib.Path, set
 
 
 def newest(folder: pathlib.Path, name: str) -> pathlib.Path:
-    """Return the path of the file `name` of a folder that `replacing_together` may have left with moves to do."""
+    """Return the path of the newest file `name` of a folder: in the subfolder COMMITTED if a killed `replacing_together` has
+    left this file there, or was to remove it, else in the folder itself. The path may not exist."""
     waiting = folder / COMMITTED
     is_own = not waiting.is_symlink() and (os.path.lexists(waiting / name) or name in removed_names(waiting))
     return waiting / name if is_own else folder / name
 
 
 def removed_names(waiting: pathlib.Path) -> list[str]:
+    """Return the names of the files that a COMMITTED folder, `waiting`, says are to be removed; [] if it has no such list."""
     path = waiting / REMOVED
     return path.read_text().splitlines() if path.is_file() and not path.is_symlink() else []
 
 
 def move_committed(folder: pathlib.Path):
+    """Move the files of `folder`'s subfolder COMMITTED to their places in `folder`, and remove the files that its list names.
+
+    Nothing happens if there is no such subfolder.
+    """
     waiting = folder / COMMITTED
     if waiting.is_symlink() or not waiting.is_dir():
         return
@@ -322,6 +337,7 @@ def locked(folder: pathlib.Path, *, wait: bool) -> int | None:
 
 
 def remove_abandoned(parent: pathlib.Path):
+    """Remove the temporary folders of `staging` in `parent` that no living process has locked. Folders of other users stay."""
     for path in parent.glob(f"{STAGED}*"):
         with contextlib.suppress(OSError):  # it is another user's, no folder, or gone by now
             lock = locked(path, wait=False)

@@ -11,10 +11,11 @@ from glax._src.core.backend import local_device
 
 @dataclasses.dataclass(frozen=True)
 class Denial:
-    """Describe one miscompiled kernel.
+    """Describe kernels that a compiler miscompiles (in DENIED), or makes slow (in SLOWED).
 
-    kernel: a pattern of its name. device: a pattern of the device kind. library: the compiler; its versions from `first` up to,
-    and without, `fixed` are affected. config: field values of the affected configs, or None for all configs.
+    kernel: an fnmatch pattern of their names. device: a pattern of the device kind in lower case. library: the compiler; its
+    versions from `first` up to, and without, `fixed` are affected. reason: the sentence that users read. config: (field, value)
+    pairs of the affected configs; () for all configs.
     """
 
     kernel: str
@@ -54,14 +55,14 @@ SLOWED: list[Denial] = [
 
 
 def known_slowdown() -> str | None:
-    """Return a description of what slows kernels down on this machine, or None."""
+    """Return the reason of the first entry of SLOWED that applies on this machine, or None."""
     linkers = [version_of(name) for name in ("nvidia-nvjitlink", "nvidia-nvjitlink-cu12")]
     return next((x.reason for x in SLOWED if any(linkers) and applies_here(x)), None)
 
 
 def known_miscompile(kernel: str, config=None) -> str | None:
-    """Return the reason why `kernel` is refused here with that config: a compiler miscompiles it. Return None if no entry
-    matches."""
+    """Return the reason why `kernel`, a kernel's name, is refused here with `config`: a compiler miscompiles it. Return None if
+    no entry of DENIED matches. An entry for some configs alone does not match a config of None."""
     for denial in DENIED:
         if (
             fnmatch.fnmatch(kernel, denial.kernel)
@@ -73,6 +74,7 @@ def known_miscompile(kernel: str, config=None) -> str | None:
 
 
 def applies_here(denial: Denial) -> bool:
+    """Return whether the affected version of the entry's library is installed, and the target device is one of its devices."""
     installed = version_of(denial.library)
     if installed is None or not numbers(denial.first) <= numbers(installed) < numbers(denial.fixed):
         return False
@@ -82,6 +84,7 @@ def applies_here(denial: Denial) -> bool:
 
 @functools.cache
 def version_of(library: str) -> str | None:
+    """Return the installed version of a Python package, such as "3.7.1"; None if it is not installed."""
     try:
         return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:

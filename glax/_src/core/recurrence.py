@@ -130,7 +130,7 @@ class Recurrence:
     def without_padding(self) -> "Recurrence":
         """Return the recurrence with zeros at the padding of `segments`, in every array that has an axis of tokens.
 
-        The result's `segments` mark the same resets, but no padding.
+        The result's `segments` mark the same resets, but no padding. Without padding this is the recurrence itself.
         """
         s = self.segments
         if s is None or s.is_token is None:
@@ -168,8 +168,10 @@ class Recurrence:
 
     @property
     def sequence_of(self) -> Int[Array, "T"]:
-        """Return the sequence number of every row, [T]. Padding rows count to the last sequence. Without packing, every row has
-        number 0."""
+        """Return the number of the sequence, 0 to N - 1, that holds each of the T places in time, [T].
+
+        Padding counts to the last sequence. Without packing every number is 0.
+        """
         rows = jnp.arange(self.q.shape[1])
         if self.boundaries is None:
             return jnp.zeros_like(rows)
@@ -178,7 +180,8 @@ class Recurrence:
 
     @property
     def is_token(self) -> Bool[Array, "T"]:
-        """Return whether each row belongs to a sequence and is not padding, [T]."""
+        """Return which of the T places in time belong to a packed sequence, bool [T]; false for padding. All are true without
+        packing."""
         rows = jnp.arange(self.q.shape[1])
         if self.boundaries is None:
             return jnp.ones(rows.shape, bool)
@@ -223,11 +226,12 @@ def gradient_recurrence(
     scale: Float[Array, "N"],
     erasure: Erasure | None = None,
 ) -> Recurrence:
-    """Return the gradient with respect to every array of r, assembled from its parts. The parts may have any float dtype.
+    """Return the gradient with respect to every array of r, assembled from its parts, in the dtypes of r's arrays.
 
     dq, dk, dv: gradients of each of the H heads, or already summed over heads that share a query, key or value; the sum is
     taken here if it is missing. decay: the gradient of the log decays, in the form of r.decay. initial_state: its gradient,
-    ignored where r has no initial state.
+    ignored where r has no initial state. scale, erasure: the gradients of r's scale and erasure. The parts may have any float
+    dtype.
     """
     d = r.replace(
         q=sum_heads(dq, r.q.shape[2]),
@@ -260,8 +264,10 @@ class Outputs(NamedTuple):
 
 
 class StoredStates(NamedTuple):
-    """Hold the final state of a recurrence with `states_every` and the states that it stores; or the cotangents of these, where
-    `states` may be None for zeros."""
+    """Hold the final state of a recurrence with states_every=n, and the J states after every n tokens of each sequence.
+
+    As a cotangent it holds the cotangents of both, where `states` may be None for zeros.
+    """
 
     final_state: Float[Array, "N H K V"]
     states: Float[Array, "N J H K V"] | None
@@ -303,8 +309,9 @@ class OutputsWithStates(NamedTuple):
 class Residuals(NamedTuple):
     """Hold what a forward saves for its gradient in addition to its operands: states at chunks, and one flag for each chunk.
 
-    The kernel defines the chunks, which of them have a state, the padded widths K and V, and the meaning of the flags. Under
-    Hopper's delta rule the states have C more rows or columns: what each token of the chunk writes.
+    The kernel defines the chunks, which runs of chunks have a state (the axis "runs"), the padded widths K and V, and the
+    meaning of the flags. Hopper's kernels of the delta rule append a row or a column to each state for each token of the chunk:
+    what the token writes.
     """
 
     states: Float[Array, "B runs H K V"]
@@ -317,8 +324,10 @@ def spread_heads(x: Array, heads: int, axis: int = 2) -> Array:
 
 
 def sum_heads(x: Array, heads: int, axis: int = 2) -> Array:
-    """Return the sums over the heads that read the same head of x, as the adjoint of `spread_heads`. `heads` is the number of
-    heads left."""
+    """Return x with its heads along `axis` summed in groups of adjacent heads, so that `heads` heads are left.
+
+    This is the adjoint of `spread_heads`.
+    """
     if x.shape[axis] == heads:
         return x
     return x.reshape(*x.shape[:axis], heads, -1, *x.shape[axis + 1 :]).sum(axis + 1)
@@ -347,10 +356,10 @@ def varying_like(x: Array, like: Array) -> Array:
 
 
 def aligned(r):
-    """Return every array of r, a Recurrence or any tree, as varying over the same mesh axes.
+    """Return every array of r, a Recurrence or any tree, as varying over the same mesh axes inside shard_map.
 
-    The cast comes before the custom gradient. Its transpose then sums the gradient of a replicated input, such as g_gamma, over
-    the mesh once.
+    Callers do this before a function with a custom gradient. The transpose of the cast then sums the gradient of a replicated
+    input, such as g_gamma, over the mesh once.
     """
     leaves, structure = jax.tree.flatten(r)
     axes = frozenset[str]().union(*(varying_axes(x) for x in leaves))
@@ -360,6 +369,7 @@ def aligned(r):
 
 
 def is_symbol(n) -> bool:
+    """Return whether a size is a symbol of jax.export.symbolic_shape, and not an int."""
     return not isinstance(n, int)
 
 

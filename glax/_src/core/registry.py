@@ -64,8 +64,10 @@ class Role(enum.StrEnum):
 
 
 def refused_form(form: str, forms: Iterable[str], what: str = "decays") -> str:
-    """Return the refusal of a decay form by a kernel or function that computes only `forms`. what: what has the form, for the
-    text."""
+    """Return the refusal of the decay form `form` by a kernel or function that computes only `forms`.
+
+    what: what has the form, as the sentence names it, such as "decays".
+    """
     gates = [PARTS[part].argument if part in PARTS else part for part in form.split("+") if part != "none"]
     came = f"{form} (given by {' and '.join(gates)})" if gates else form
     return f"takes {what} of the form {', '.join(forms)}; got {came}"
@@ -113,14 +115,15 @@ class Config:
 
 
 class TwoPhase(NamedTuple):
-    """Hold a kernel in two phases. The first needs no initial state (no d_final): shards exchange states while it runs.
+    """Hold a kernel in two phases. The first needs no initial state (a gradient's first needs no d_final), so shards exchange
+    states while it runs.
 
     local_states: (recurrence, config=) -> (begun, state, log); for "<algorithm>.vjp" (recurrence, d_output, d_final, config=).
             begun: arrays for `finish`, whose first axis grows with the batch. state [N, H, K, V]: the final state, or the
             gradient of the initial state. log [N, H, K or 1]: the sum of log decays of each sequence
-    finish: (begun, recurrence, config=) -> what `run` returns, from the initial state of this recurrence, not from the one of the
-            first phase; for "<algorithm>.vjp" (begun, recurrence, d_output, d_final[, residuals], config=)
-    finish_with_residuals: (begun, recurrence, config=) -> what `forward_with_residuals` returns
+    finish: (begun, recurrence, config=) -> what `run` returns, from the initial state of this recurrence, not from the state of
+            the first phase; for "<algorithm>.vjp" (begun, recurrence, d_output, d_final[, residuals], config=)
+    finish_with_residuals: (begun, recurrence, config=) -> what `forward_with_residuals` returns; None if the kernel saves none
     """
 
     local_states: Callable[..., Any]
@@ -344,8 +347,9 @@ def under_usual_options(spec: KernelSpec) -> KernelSpec:
 class Facts(NamedTuple):
     """Hold facts on a recurrence and this machine that every kernel's refusal depends on, formed once for all kernels.
 
-    here, computes_on: the backend, and a phrase that names the platform. gpu_is_unknown: whether the program is lowered for a
-    GPU that this machine does not have. is_symbolic: whether a size is a symbol. form: the decay form.
+    here: the backend. computes_on: a phrase that names the platform, for refusals. gpu_is_unknown: whether the program is
+    lowered for a platform of which this process has no device. is_symbolic: whether B, T or N is a symbol. form: the decay
+    form.
     """
 
     here: Backend
@@ -373,8 +377,10 @@ class UnsupportedError(NotImplementedError):
 
 
 def check_form(r: Recurrence, what: str, forms: tuple[str, ...] = USUAL_FORMS):
-    """Raise UnsupportedError unless the decay of r has one of `forms`. what: the function, other than a kernel, that handles
-    decays part by part."""
+    """Raise UnsupportedError unless the decay of r has one of `forms`.
+
+    what: the function, other than a kernel, that computes these forms alone, as the message names it, such as "sequence_axis".
+    """
     if r.decay.form not in forms:
         raise UnsupportedError(f"{what} {refused_form(r.decay.form, forms)}")
 
@@ -419,9 +425,10 @@ class KernelRegistry:
     ) -> tuple[list[KernelSpec], dict[str, str]]:
         """Return (the able kernels of that role for r here, the chosen one first; the refusals of the others, by name).
 
-        platform: the one whose kernels are asked, and listed; all if None. config: the config of the call; kernels with another
-        class of configs refuse. None: the call has none. role: the `KernelSpec.role` of the kernels that are asked; if left out,
-        those that compute outputs and final states. Raises nothing if no kernel is able: the first list is then empty.
+        platform: the platform whose kernels are considered; all platforms if None. config: the config of the call; kernels with
+        another class of configs refuse. None: the call has none. role: the `KernelSpec.role` of the kernels that are
+        considered; if left out, those that compute outputs and final states. Raises nothing if no kernel is able: the first
+        list is then empty.
         """
         facts = Facts.of(r)
         eligible = [s for s in self.kernels.values() if s.role is role and platform in (None, s.platform)]

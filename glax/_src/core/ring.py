@@ -19,8 +19,9 @@ from glax._src.core.segments import expanded
 class Ring:
     """Hold the tokens since the states were written: C places for each of the P slots of a pool, or of the P rows of a call.
 
-    key: k_i. value: u_i, what token i writes. decay: the log decays; a constant decay is repeated in `head` for every token.
-    along, erased: with `Erasure.along`, the keys b_i and the values y_i of the second term b_i y_i^T; else None.
+    Token t has the state S_t = e^{G_t} S_0 + sum_i e^{G_t - G_i} (k_i u_i^T + b_i y_i^T). S_0 is the written state, and G_t the
+    sum of the log decays g_i since then. key: k_i. value: u_i, what token i writes. decay: g_i; a constant decay is repeated in
+    `head` for every token. along, erased: b_i and y_i with `Erasure.along`; else None, and their term is absent.
     """
 
     key: Float[Array, "P C Hk K"]
@@ -30,8 +31,10 @@ class Ring:
     erased: Float[Array, "P C H V"] | None = None
 
     def followed_by(self, new: "Ring", length: Int[Array, "P"]) -> "Ring":
-        """Return a ring of C + T places, in the dtypes of `new`: the C places of this ring, with zeros after its first `length`
-        tokens, and the T tokens of `new`."""
+        """Return a ring of C + T places, in the dtypes of `new`: this ring's C places, and behind them the T tokens of `new`.
+
+        length: the tokens of each row of this ring. Its places after these are zeros in the result.
+        """
         return jax.tree.map(lambda x, y: jnp.concatenate([x, y], 1), self.cleared_as(new, length), new)
 
     def cleared_as(self, new: "Ring", length: Int[Array, "P"]) -> "Ring":
@@ -44,7 +47,8 @@ class Ring:
         return jax.tree.map(lambda x: jnp.where(expanded(is_held, x.ndim), x, 0), self)
 
     def pairs(self, heads: int) -> list[tuple[Array, Array]]:
-        """Return (keys, values) of each term of the sum, with all heads: (k, u), and with `Erasure.along` also (b, y)."""
+        """Return (keys, values) of each term of the state's sum, with `heads` heads: (k, u), and with `Erasure.along` also (b,
+        y)."""
         found = [(self.key, self.value)]
         if self.along is not None and self.erased is not None:
             found.append((self.along, self.erased))
@@ -72,15 +76,16 @@ class RingedStates:
     replay: int = dataclasses.field(metadata=dict(static=True))
 
     def arrays(self) -> list[Array | None]:
-        """Return the arrays of the pool, None for each that is absent: states, or the values, rests and scale of states in 8
-        bits; the ring's key, value, gates of heads, keys and values, along and erased; length and drafted."""
+        """Return the arrays of the pool in a fixed order, None for each that is absent: three of states (the states and twice
+        None, or the values, rests and scale of states in 8 bits); the ring's key, value, log decays by head, key and value,
+        along and erased; length and drafted."""
         ring, stored = self.ring, jax.tree.leaves(self.states)
         stored += [None] * (3 - len(stored))
         gates = ring.decay.head, ring.decay.key, ring.decay.value
         return [*stored, ring.key, ring.value, *gates, ring.along, ring.erased, self.length, self.drafted]
 
     def with_arrays(self, arrays: Sequence[Any]) -> "RingedStates":
-        """Return the pool with other arrays, in the order of `arrays`."""
+        """Return the pool with `arrays` in place of its own, in the order in which the method `arrays` returns them."""
         *stored, key, value, head, row, column, along, erased, length, drafted = arrays
         states = jax.tree.unflatten(jax.tree.structure(self.states), [x for x in stored if x is not None])
         ring = Ring(key, value, Decay(head=head, key=row, value=column), along, erased)
@@ -88,6 +93,6 @@ class RingedStates:
 
     @property
     def is_countable(self) -> bool:
-        """Return whether a kernel can count the places of a ring in 16 bits, and the numbers of a slot's ring in 32."""
+        """Return whether 16 bits can count the places of each array of the ring, and 32 bits the numbers of one slot's ring."""
         rings = [x.shape[1:] for x in jax.tree.leaves(self.ring)]
         return all(shape[0] <= MOST_PLACES and math.prod(shape) <= MOST_NUMBERS for shape in rings)

@@ -25,9 +25,10 @@ class Segments:
 
     @classmethod
     def from_ids(cls, ids: Int[Array, "B T"], pad_id: int | None, reverse: bool) -> "Segments":
-        """Return the segments of rows with these ids.
+        """Return the segments of rows with these ids. A token of id pad_id is padding; None for no padding.
 
-        A token that is not padding resets the state if its predecessor in the scan has another id or is padding.
+        A token that is not padding resets the state if its predecessor in the scan has another id or is padding. The first such
+        token of a row resets nothing. reverse: whether the scan goes from the last token to the first.
         """
         ids = whole_rows(ids)
         differs, edge = ids[:, 1:] != ids[:, :-1], jnp.zeros_like(ids[:, :1], bool)
@@ -54,9 +55,11 @@ class Segments:
         return x if self.is_token is None else jnp.where(expanded(self.is_token, x.ndim), x, 0)
 
     def folded(self, decay: Decay, to_tokens: Callable, shape: tuple[int, int, int], dtype) -> Decay:
-        """Return the decay with a log of -inf at resets and of 0 at padding. The gates there have a gradient of 0.
+        """Return `decay` with resets and padding expressed by its gates: a gate of -inf at resets, and of 0 at padding.
 
-        to_tokens: a function that repeats the row of each sequence, [N, H], for its tokens. shape: (B, T, H).
+        Where the decay has per-head or per-key gates, only these become -inf; its per-value gates are 0 there. The changed
+        gates have a gradient of 0. A decay without gates gets per-head gates in `dtype`. to_tokens: a function that repeats the
+        row of each sequence, [N, H], for its tokens, [B, T, H]. shape: (B, T, H).
         """
         decay = decay.with_tokens(to_tokens)
         if decay.form == "none":
@@ -84,6 +87,7 @@ def differs_from_padding(ids: Int[Array, "B T"], pad_id: int | None) -> Bool[Arr
 
 
 def expanded(mask: Bool[Array, "B T"], rank: int) -> Bool[Array, "B T *ones"]:
+    """Return the mask with axes of size 1 appended, so that it has `rank` axes."""
     return jnp.expand_dims(mask, range(2, rank))
 
 

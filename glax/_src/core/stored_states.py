@@ -17,7 +17,7 @@ DROPPED = {"bfloat16": 16, "float16": 13}  # bits of a float32 mantissa that the
 
 
 def check_state_dtype(name: str, dtype):
-    """Raise TypeError, with the dtype's name, unless states can be stored in it."""
+    """Raise TypeError unless `dtype` is float32, bfloat16, float16 or float64. name: the argument that the message names."""
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{name} must be floating point, got {dtype}")
     if str(dtype) not in DTYPES:
@@ -38,7 +38,7 @@ def check_rounding_key(key):
 
 
 def stored(states: Float[Array, "*shape"], dtype, rounding_key=None) -> Float[Array, "*shape"]:
-    """Return the states in `dtype`, in which a pool stores them: rounded to nearest or, with a key, stochastically."""
+    """Return the states in `dtype`: rounded stochastically with a key of jax.random and a dtype of 16 bits, else to nearest."""
     dtype = jnp.dtype(dtype)
     if rounding_key is None or str(dtype) not in DROPPED:
         return states.astype(dtype)
@@ -85,19 +85,21 @@ LEAST_SCALE = float(jnp.finfo(jnp.float32).tiny)
 
 
 def scaled_rows(K: int) -> int:
-    """Return the number of a state's K rows that share a scale."""
+    """Return the number of adjacent rows of a K x V state that share a scale in 8 bits: the greatest common divisor of K and
+    32."""
     return math.gcd(K, 32)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CompactStates:
-    """Hold states [P, H, K, V] in 8 bits, with a scale for each block of rows:
+    """Hold states [P, H, K, V] in 8 bits, with a float32 scale for each block of `scaled_rows(K)` rows:
 
         S = scale (values + rests / factor)
 
-    `rests` holds what `values` loses by rounding, in 8 bits too. A read of `values` alone, one byte a number, is off by this
-    rounding. A write starts from both, so the rounding of one write does not enter the next (error feedback).
+    `values` and `rests` have one 8-bit dtype, and `factor` is the second number of this dtype in COMPACT. `rests` holds what
+    `values` loses by rounding. A read of `values` alone, one byte a number, is off by this rounding. A write starts from both,
+    so the rounding of one write does not enter the next (error feedback).
     """
 
     values: Shaped[Array, "P H K V"]
@@ -106,6 +108,7 @@ class CompactStates:
 
     @classmethod
     def zeros(cls, shape: tuple[int, int, int, int], dtype: DTypeLike) -> "CompactStates":
+        """Return states of zeros of the shape (P, H, K, V). dtype: "int8" or "float8_e4m3fn"."""
         P, H, K, _ = shape
         return cls(
             jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((P, H, K // scaled_rows(K)), jnp.float32)
@@ -113,7 +116,8 @@ class CompactStates:
 
     @classmethod
     def of(cls, states: Float[Array, "N H K V"], dtype) -> "CompactStates":
-        """Return states in 8 bits. All numbers of a block of rows are NaN if one is not finite."""
+        """Return float states in 8 bits. dtype: int8 or float8_e4m3fn. All numbers of a block of rows become NaN if one is not
+        finite."""
         largest, factor = COMPACT[str(jnp.dtype(dtype))]
         N, H, K, V = states.shape
         block, states = scaled_rows(K), states.astype(jnp.float32)
@@ -144,28 +148,30 @@ class CompactStates:
         return self.values.shape[0]
 
     def without_rests(self, slots: Int[Array, "N"]) -> Float[Array, "N H K V"]:
-        """Return scale * values of the slots, without the rests, which are not read; zeros for a slot out of bounds. [N, H, K,
-        V]"""
+        """Return scale * values of the rows `slots`, [N, H, K, V] in float32. The rests are not read. A slot of P or more gives
+        zeros."""
         values, scale = (rows_of(x, slots) for x in (self.values, self.scale))
         return values.astype(jnp.float32) * by_row(scale, values.shape[2])
 
     def whole(self) -> Float[Array, "P H K V"]:
-        """Return the states with their rests, scale * (values + rests / factor)."""
+        """Return all states [P, H, K, V] in float32 with their rests: scale * (values + rests / factor)."""
         _, factor = COMPACT[str(self.values.dtype)]
         x = self.values.astype(jnp.float32) + self.rests.astype(jnp.float32) / factor
         return x * by_row(self.scale, self.values.shape[2])
 
 
 def rows_of(x: Shaped[Array, "P *rest"], slots: Int[Array, "N"]) -> Shaped[Array, "N *rest"]:
-    """Return x[slots], [N, ...], with zeros for a slot of P or more. JAX would count a slot of -1 from the end, so `in_bounds`
-    has replaced it by P."""
+    """Return x[slots], [N, ...], with zeros for a slot of P or more.
+
+    No slot may be negative, because JAX would count -1 from the end: callers first replace -1 by P, by `state_pool.in_bounds`.
+    """
     if x.shape[0] == 0:  # XLA takes no row of an empty array, not even with a fill value
         return jnp.zeros((*slots.shape, *x.shape[1:]), x.dtype)
     return x.at[slots].get(mode="fill", fill_value=0)
 
 
 def by_row(scale: Float[Array, "P H K_blocks"], K: int) -> Float[Array, "P H K 1"]:
-    """Return the scale of each row of the states."""
+    """Return the scale of each row of the states [P, H, K, V]: each scale repeated for the K // K_blocks rows of its block."""
     return jnp.repeat(scale, K // scale.shape[2], axis=2)[..., None]
 
 

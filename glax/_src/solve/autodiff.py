@@ -74,16 +74,17 @@ def named_outputs(outputs: Outputs) -> Outputs:
 
 
 def named(x: Array, name: str) -> Array:
+    """Return x under a name that policies of jax.checkpoint can list."""
     from jax.ad_checkpoint import checkpoint_name  # not a part of `import jax`
 
     return checkpoint_name(x, name)
 
 
 def named_residuals(residuals):
-    """Return the residuals of a forward, each array under a name for jax.checkpoint policies.
+    """Return the residuals of a forward, each array under its name of `SavedNames` for jax.checkpoint policies.
 
-    residuals: a tree of `Residuals`, arrays or None. An array beside `Residuals` is the state that entered a shard of a
-    sequence.
+    residuals: a tree of `Residuals`, arrays or None. An array that is not in a `Residuals` is taken for the state that entered
+    a shard of a sequence.
     """
 
     def named_each(x):
@@ -181,13 +182,16 @@ def gradient_with_vjp(run: Callable, derived: Callable, num_static: int) -> Call
 
 
 def with_float0(d: Recurrence, r: Recurrence) -> Recurrence:
-    """Return d, a gradient with respect to r, with the cotangents of r's integers. The cotangent of segments is None, because
-    their shape may be symbolic."""
+    """Return d, a gradient with respect to r, as cotangents for JAX: float0 zeros for r's boundaries, and None for its
+    segments.
+
+    None stands for zeros. It needs no shape, which may be symbolic.
+    """
     return d.replace(boundaries=float0_zeros(r.boundaries), segments=None)
 
 
 def float0_zeros(x: Array | None):
-    """Return the cotangent that JAX requires for an array of integers."""
+    """Return the cotangent that JAX requires for an array of integers or booleans: zeros of dtype float0. None for None."""
     return None if x is None else np.zeros(x.shape, jax.dtypes.float0)
 
 
@@ -236,6 +240,10 @@ def folds(resolution: Resolution, r: Recurrence) -> bool:
 
 
 def fused_or_derived_gradient(resolution: Resolution, r: Recurrence, d_output, d_final, residuals) -> Recurrence:
+    """Return the gradient of r by the fused gradient kernel if there is one, else the derived gradient.
+
+    d_output, d_final: the cotangents; d_final may be None for zeros. residuals: what the forward saved, or None.
+    """
     fused = run_backward(resolution, r, d_output, d_final, residuals, derived_gradient)
     if fused is not None:
         return fused
@@ -246,7 +254,8 @@ def fused_or_derived_gradient(resolution: Resolution, r: Recurrence, d_output, d
 
 
 def derived_gradient_of(resolution: Resolution, r: Recurrence, d_output, d_final) -> Recurrence:
-    """Return the derived gradient of r, which keeps segments apart, as do its derivatives of any order."""
+    """Return the derived gradient of r. In it, and in its derivatives of any order, each segment depends on its own tokens
+    alone."""
     derived = functools.partial(derived_gradient, resolution.choice)
     if r.segments is None or r.states_every is not None:
         return derived(r, d_output, d_final)
@@ -260,9 +269,9 @@ def derived_gradient(choice: Choice, r: Recurrence, d_output, d_final) -> Recurr
         dq_t = scale S_t do_t      dk_t = G_t v_t      dv_t = G_t^T k_t
 
     G = dL/dS obeys the same recurrence in reverse time: each decay applies one token later, the inputs are scale q and do, and
-    the initial state is d_final. The gradient of the log decays telescopes. At token t it is the sum of q*dq - k*dk over t and
-    the later tokens, plus <S, dS> at the end, for gates on the state's rows. For gates on its columns it is the sum of o*do -
-    v*dv.
+    the initial state is d_final. The gradient of the log decays telescopes. For a gate on the state's rows at token t it is the
+    sum of q*dq - k*dk over t and the later tokens, plus S * dS at the sequence's end, summed over the state's columns. For a
+    gate on columns o*do - v*dv takes the place of q*dq - k*dk, and the sum is over rows.
 
     With an erasure, the transposed state obeys no recurrence of this form. The gradient is then taken token by token
     (`delta_recurrent`), in plain JAX on every platform.
@@ -309,7 +318,10 @@ def derived_gradient(choice: Choice, r: Recurrence, d_output, d_final) -> Recurr
 
 
 def gradient_by_pieces(choice: Choice, r: Recurrence, d_output, d_final: StoredStates) -> Recurrence:
-    """Return the derived gradient of a recurrence that stores states, by differentiating a solve in pieces."""
+    """Return the derived gradient of a recurrence with states_every=n, by differentiating its solution in pieces of n tokens.
+
+    d_final: the cotangents of the final state and of the stored states, of which the latter may be None for zeros.
+    """
     plain, every = r.replace(states_every=None), r.states_every
     assert every is not None
 
@@ -323,7 +335,10 @@ def gradient_by_pieces(choice: Choice, r: Recurrence, d_output, d_final: StoredS
 
 
 def solve_storing_states(choice: Choice, r: Recurrence, every: int, dtype) -> OutputsWithStates:
-    """Solve r and return also the states behind every `every` tokens, in dtype: by a kernel that stores them, else in pieces."""
+    """Return the outputs of r and the states after every `every` tokens, by a kernel that stores them, else in pieces.
+
+    dtype: the dtype of these states; None for the dtype of sums.
+    """
     load_kernels()
     stored = r.replace(states_every=every)
     if not kernel_registry.able(stored.folded, choice.platform, choice.config)[0]:
@@ -358,8 +373,10 @@ def adjoint_of(r: Recurrence) -> Recurrence:
 
 
 def first_decay(r: Recurrence) -> Float[Array, "N H K V"]:
-    """Return the decay of each sequence's first token in scan order. It is 1 for an empty sequence, whose final state is its
-    initial state."""
+    """Return the decay, not its log, of each sequence's first token in scan order, [N, H, K, V].
+
+    It is 1 for an empty sequence, whose final state is its initial state.
+    """
     decay, first, begin, end, at = r.decay, -1 if r.reverse else 0, None, None, None
     if r.boundaries is not None:
         begin, end = r.boundaries[:-1], r.boundaries[1:]

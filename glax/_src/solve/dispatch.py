@@ -25,7 +25,7 @@ from glax._src.tuning.selection import AutotunePolicy, ConfigSelectorChain
 class Choice:
     """Hold the platform and the config that the caller requires. None leaves the choice to glax.
 
-    pieces: the tokens of a piece, where sequences are solved piece by piece (solve/pieces.py); None where they are solved
+    pieces: n where sequences are solved in pieces of n tokens, one after another (solve/pieces.py); None where they are solved
     whole.
     """
 
@@ -48,8 +48,8 @@ class Choice:
 class Resolution:
     """Hold the kernels of one call, chosen once for its forward and its gradient.
 
-    vjp: the fused gradient kernel, or None where the derived gradient is used. vjp_choice: the platform and config that it runs
-    with.
+    choice: the platform and config that the forward runs with. vjp: the fused gradient kernel, or None where the derived
+    gradient is used. vjp_choice: the platform and config that `vjp` runs with.
     """
 
     choice: Choice
@@ -58,17 +58,24 @@ class Resolution:
     vjp_choice: Choice
 
     def takes_segments(self, r: Recurrence) -> bool:
-        """Return whether segments are given to the kernels as they are: both read them, or one isolates them."""
+        """Return whether the kernels receive segments as they are, and not folded into gates.
+
+        That is so if the forward and the gradient both read segments, or if one of the two has a function `KernelSpec.isolate`.
+        """
         kernels = [spec for spec in (self.forward, self.vjp) if spec is not None]
         return all(x.takes_segments(r) for x in kernels) or any(x.isolate is not None for x in kernels)
 
     def mixes_segments(self, r: Recurrence) -> bool:
-        """Return whether NaN or inf can pass between the segments of r in the forward or the gradient. Results are then
-        checked. The derived gradient always lets them pass, because it sums over rows."""
+        """Return whether NaN or inf can pass between the segments of r in the forward or the gradient.
+
+        The results are then checked. The derived gradient always lets NaN and inf pass, because it sums over tokens of all
+        segments.
+        """
         return self.forward.mixes_segments(r) or self.vjp is None or self.vjp.mixes_segments(r)
 
     def saves_residuals(self, r: Recurrence) -> bool:
-        """Return whether the forward saves residuals for r: it can, and the chosen gradient is the kernel that takes them."""
+        """Return whether the forward saves residuals for r: the kernel can, r is worth their memory, and the chosen gradient
+        kernel takes them."""
         given = r if self.takes_segments(r) else r.folded
         if self.forward.forward_with_residuals is None or not self.forward.saves_residuals(given):
             return False
@@ -87,7 +94,8 @@ def resolve(choice: Choice, r: Recurrence) -> Resolution:
 def vjp_kernel(choice: Choice, r: Recurrence) -> tuple[KernelSpec | None, Choice]:
     """Return (the best fused gradient kernel for r, or None; the choice that it runs with).
 
-    A config that no gradient kernel takes belongs to the forward. The gradient's config is then chosen as usual.
+    If no gradient kernel takes choice.config, this config is the forward's alone. The choice that is returned has no config
+    then.
     """
     for config in dict.fromkeys((choice.config, None)):
         able, _ = kernel_registry.able(r, choice.platform, config, role=Role.VJP)
@@ -126,10 +134,12 @@ def forward_with_residuals(resolution: Resolution, r: Recurrence) -> tuple[Outpu
 def run_backward(
     resolution: Resolution, r: Recurrence, d_output, d_final, residuals: Residuals | None, derived: Callable
 ) -> Recurrence | None:
-    """Run the fused gradient kernel. Return None if there is none; the caller then uses the derived gradient.
+    """Return the gradient of r by the fused gradient kernel, or None if there is none; the caller then uses the derived
+    gradient.
 
-    d_final: None for zeros. derived: (choice, r, d_output, d_final) -> the derived gradient, for a backend without a kernel
-    that stores states.
+    d_output [B, T, H, V] and d_final [N, H, K, V] are the cotangents; d_final may be None for zeros. residuals: what the
+    forward saved, or None. derived: (choice, r, d_output, d_final) -> the derived gradient, which runs where the program is
+    lowered for a backend without a kernel that stores states.
     """
     if resolution.vjp is None:
         return None
@@ -141,7 +151,7 @@ def run_backward(
 
 
 def filled(d_final, r: Recurrence):
-    """Return d_final, or zeros of its shape for None."""
+    """Return d_final, or if it is None zeros of the shape of r's final states, [N, H, K, V]."""
     return varying_like(jnp.zeros(r.state_shape, r.dtype), r.q) if d_final is None else d_final
 
 
@@ -149,6 +159,11 @@ def filled(d_final, r: Recurrence):
 
 
 def forward_elsewhere(choice: Choice, results, r: Recurrence) -> Outputs:
+    """Return the outputs of r by a kernel for the backend that the program is lowered for, with the platform and config of
+    `choice`.
+
+    Where r stores states, r is solved in pieces. results: not used.
+    """
     if r.states_every is not None:
         pieces = functools.partial(forward_elsewhere, choice, results)
         found = solve_with_states(pieces, r.replace(states_every=None), r.states_every, None)
@@ -160,10 +175,10 @@ def forward_elsewhere(choice: Choice, results, r: Recurrence) -> Outputs:
 def forward_elsewhere_without_residuals(
     choice: Choice, results: tuple[Outputs, Residuals], r: Recurrence
 ) -> tuple[Outputs, Residuals]:
-    """Run the forward of another backend, and return zeros as residuals.
+    """Return (the outputs by a kernel of the backend of the lowering, residuals of zeros).
 
-    The gradient was traced for the first backend and fixed the shapes of the residuals. The gradient of this backend ignores
-    them.
+    The gradient was traced for another backend, whose kernel fixed the shapes of the residuals. The gradient of this backend
+    does not read them. results: the shapes and dtypes of the outputs and residuals, as they were traced.
     """
     outputs, (states, flags) = results
     H = r.num_heads
@@ -177,8 +192,12 @@ def forward_elsewhere_without_residuals(
 def gradient_elsewhere(
     derived: Callable, choice: Choice, results, r: Recurrence, d_output, d_final, residuals: Residuals | None = None
 ) -> Recurrence:
-    """Run this backend's gradient without the residuals, which were traced for another backend. derived: the derived gradient,
-    for a backend without a gradient kernel."""
+    """Return the gradient of r by a kernel of the backend of the lowering. It does not read the residuals, which are another
+    kernel's.
+
+    derived: the function of the derived gradient, which runs if r stores states. results: not used. Raises UnsupportedError if
+    no kernel can form the gradient.
+    """
     if r.states_every is not None:
         return derived(choice, r, d_output, d_final)
     spec, own = vjp_kernel(choice, r.folded)
@@ -248,6 +267,9 @@ def finish_with_residuals(resolution: Resolution, r: Recurrence, begun) -> tuple
 
 
 def finish_by(part, spec: KernelSpec, choice: Choice, *operands, begun):
+    """Run `part`, the second phase of a kernel, on (begun, *operands), under vmap with the axis of examples merged into the
+    batch."""
+
     def run(*operands):
         *operands, begun = operands
         return run_spec(spec, choice, *operands, part=functools.partial(part, begun))
@@ -269,9 +291,11 @@ def pooled_kernel(choice: Choice, r: Recurrence, role: Role) -> KernelSpec | Non
 
 
 def run_pooled(spec: KernelSpec, choice: Choice, r: Recurrence, slots, otherwise) -> Outputs:
-    """Return the output and, as the final state, the pool. Sequence n is in row slots[n] (-1: none), or row n without slots.
+    """Return the output and, as the final state, the pool, which r has as its initial state.
 
-    otherwise: (choice, r, slots) -> Outputs, for a program that is lowered for a backend without such a kernel.
+    Sequence n has row slots[n] of the pool (-1: none), or row n if slots is None. A step's pool has the new states; other
+    kernels leave the pool as it is. otherwise: (choice, r, slots) -> Outputs, which runs where the program is lowered for a
+    backend without such a kernel.
     """
     from glax._src.solve.lowering import Kernel  # loads modules of JAX that are not a part of `import jax`
 
@@ -329,10 +353,8 @@ def run_config(spec: KernelSpec, choice: Choice, r: Recurrence, *given, part=Non
 
 
 def why_not_others(spec: KernelSpec, choice: Choice, r: Recurrence) -> dict[str, dict[str, str]]:
-    """Return why no kernel but spec runs r, as the executor records it: dicts `refused` and `outranked`.
-
-    The result is empty where nothing is recorded or logged.
-    """
+    """Return {"refused": {kernel: why}, "outranked": {kernel: why}} for all kernels of the same role but spec, as the executor
+    records it. The result is empty where decisions are neither recorded nor logged."""
     if not is_recorded():
         return {}
     able, refused = kernel_registry.able(r, choice.platform, choice.config, role=spec.role)
@@ -376,9 +398,10 @@ def narrowed(choice: Choice, platform: Platform | None) -> Choice:
 
 
 def merged_vmap(f, *operands):
-    """Run f(*operands), with a vmapped axis merged into the batch, so that no kernel needs a batching rule.
+    """Return f(*operands). Under vmap the axis of examples is merged into the batch, so that no kernel needs a batching rule.
 
-    Packed sequences have different boundaries in each example, so these examples run one after another.
+    operands: trees of arrays, the first a Recurrence. Packed sequences have different boundaries in each example, so these
+    examples run one after another.
     """
     run = custom_vmap(f)
 

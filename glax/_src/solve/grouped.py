@@ -27,9 +27,10 @@ class GroupedKernel(FunctionKernel):
 
 
 def grouped_product(x: Float[Array, "M K"], w: Float[Array, "E K N"], sizes: Int[Array, "E"]) -> Float[Array, "M N"]:
-    """Return y_m = x_m w_e(m) by the best kernel, in the dtype of x. Rows are sorted by group e, of which each has sizes[e].
+    """Return y [M, N] with y_m = x_m w_e, in the dtype of x, by the best kernel. e is the group of row m.
 
-    Rows behind the last group are 0. x and w have one dtype.
+    The rows of x are sorted by group: first sizes[0] rows of group 0, then sizes[1] rows of group 1, and so on. Rows behind the
+    last group are 0 in y. x and w have one dtype.
     """
     operands = GroupedOperands(x, w, sizes)
     if (why := refusal(operands)) is not None:
@@ -80,10 +81,10 @@ XLA_SUMS = GroupedKernel("grouped.sums/xla/any", sums_by_xla)
 
 
 def placed(ours: GroupedKernel, by_xla: GroupedKernel, x: Array, other: Array, sizes: Array, **options) -> Array:
-    """Return the result of `ours`, or of `by_xla` if the program is lowered for another backend, or if the compiler divides it
-    over devices.
+    """Return the result of `ours`, or of `by_xla` if the program is lowered for another backend or XLA divides it over devices.
 
-    The examples of vmap run one after another, because each has groups of its own.
+    x, other, sizes: the fields of `GroupedOperands`. options: further arguments of both kernels. The examples of vmap run one
+    after another, because each has groups of its own.
     """
     from glax._src.solve.lowering import Kernel as Inserted  # loads modules of JAX that are not a part of `import jax`
 
@@ -114,7 +115,7 @@ def placed(ours: GroupedKernel, by_xla: GroupedKernel, x: Array, other: Array, s
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def products(transposed: bool, x: Array, w: Array, sizes: Array) -> Array:
-    """Return x_m w_e(m), or x_m w_e(m)^T if transposed."""
+    """Return y_m = x_m w_e, or x_m w_e^T if transposed, where e is the group of row m: [M, N] for x [M, K] and w [E, K, N]."""
     return placed(TRITON, XLA, x, w, sizes, transposed=transposed)
 
 
@@ -133,7 +134,7 @@ products.defvjp(products_fwd, products_bwd)
 
 @jax.custom_vjp
 def sums(x: Array, y: Array, sizes: Array) -> Array:
-    """Return w_e, the sum of x_m^T y_m over the rows of group e."""
+    """Return w [E, K, N], where w_e is the sum of x_m^T y_m over the rows m of group e: x [M, K], y [M, N], sizes [E]."""
     return placed(TRITON_SUMS, XLA_SUMS, x, y, sizes)
 
 

@@ -35,7 +35,11 @@ def isolating(run: Callable[..., Any], segments: Segments | None, axis: Axis = N
 
 
 def isolating_gradient(run: Callable[..., Recurrence], segments: Segments) -> Callable[..., Recurrence]:
-    """Return `run`, a gradient as in `isolating`, whose derivatives in reverse mode keep segments apart, too."""
+    """Return `run`, a gradient, with results in which each segment depends on its own tokens alone, and so do their
+    derivatives.
+
+    run: (r, d_output, d_final) -> Recurrence, of a recurrence whose `segments` are folded. The derivatives are in reverse mode.
+    """
 
     def first(resets, r: Recurrence, d_output, d_final) -> Recurrence:
         return run(r, d_output, d_final)
@@ -51,10 +55,11 @@ def isolating_gradient(run: Callable[..., Recurrence], segments: Segments) -> Ca
 
 
 def checked_at_any_order(run: Callable, again: Callable) -> Callable:
-    """Return a function (constants, *operands) -> run(constants, *operands), or again(...) if that is not finite. Its
-    derivatives are checked likewise.
+    """Return a function (constants, *operands) -> run(constants, *operands), or again(constants, *operands) if that is not
+    finite.
 
-    `again` equals `run`. The loop of `if_finite` has no derivative in reverse mode, but the two functions have.
+    `again` computes the same as `run`. The derivatives in reverse mode of the returned function are chosen likewise, between
+    those of `run` and of `again`, because the loop of `if_finite` has no such derivative. `constants` have no gradient.
     """
 
     @jax.custom_vjp
@@ -83,7 +88,7 @@ def pullback_of(f: Callable) -> Callable:
 
 
 def if_finite(found: Tree, again: Callable[[], Tree]) -> Tree:
-    """Return `found` if all of its numbers are finite, else again()."""
+    """Return `found` if all of its numbers are finite, else again(), which has the same tree, shapes and dtypes."""
     from glax._src.kernels.xla import isolated  # registers kernels, which happens at the first call
 
     return isolated.if_finite(found, again)

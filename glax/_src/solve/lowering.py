@@ -35,12 +35,12 @@ class Kernel:
     """Hold the kernel that was chosen while tracing.
 
     run:   the kernel on a Recurrence and its other operands, see `glax._src.solve.partitioning.by_type`
-    again: (platform, results, *operands) -> the same results, by the kernel for the backend of the lowering; of that platform
-           unless it is None. results: the shapes that `run` returns
-    opaque: whether it is foreign code, which XLA cannot partition
+    again: (platform, results, *operands) -> the same results, by the kernel for the backend of the lowering; by a kernel of
+           `platform` unless that is None. results: the shapes that `run` returns
+    opaque: whether `run` is foreign code, which XLA cannot partition
     saves_residuals: whether residuals are among the results
-    is_divisible: whether the compiler may divide it over devices. If not, a program for several runs `again`, by XLA
-    backend: the backend for which it was chosen. Inside of shard_map the mesh may be of other devices
+    is_divisible: whether the compiler may divide the kernel over devices. If not, a program for several runs `again`, by XLA
+    backend: the backend for which the kernel was chosen. Inside of shard_map the mesh may be of other devices
     """
 
     run: Callable
@@ -73,6 +73,9 @@ class Kernel:
         return self.bind(False, *operands)
 
     def bind(self, spreads: bool, *operands):
+        """Return the kernel's results, as one operation `glax_kernel` of the program. spreads: whether the compiler may spread
+        the operands over devices."""
+
         # JAX stores the trace as long as the traced function exists, and the parameters of kernel_p as long as the jaxpr
         # among them. A function of this call alone, and a jaxpr that nothing else holds, let go of both with the program.
         def run(*operands):
@@ -88,8 +91,10 @@ class Kernel:
 
 @functools.cache
 def asks_for_devices() -> ClosedJaxpr:
-    """Return a program that contains custom_partitioning. JAX passes the program's devices to lowering rules only in such a
-    program."""
+    """Return a program that contains custom_partitioning, for a parameter of `glax_kernel`.
+
+    JAX tells lowering rules the program's devices only where a program contains custom_partitioning.
+    """
     from jax.experimental.custom_partitioning import custom_partitioning
 
     asks = custom_partitioning(jax.lax.neg)
@@ -101,7 +106,8 @@ def asks_for_devices() -> ClosedJaxpr:
 class Call:
     """Describe a kernel that was traced for one backend and one structure of operands. Its jaxpr is passed separately.
 
-    results: the shapes of its results. spreads: whether the compiler may spread the operands over devices.
+    structure: the tree of the operands. results: the shapes of its results. spreads: whether the compiler may spread the
+    operands over devices.
     """
 
     kernel: Kernel
@@ -164,6 +170,11 @@ def _(*leaves, call: Call, jaxpr: ClosedJaxpr, devices: ClosedJaxpr | None):
 
 
 def lower(context: mlir.LoweringRuleContext, *leaves, call: Call, jaxpr: ClosedJaxpr, devices: ClosedJaxpr | None):
+    """Lower one `glax_kernel`: the rule that JAX calls for each platform of a program. Return the values of its results.
+
+    Where the compiler may spread the operands over several devices, XLA asks for their shardings later if it can
+    (`by_compiler`). Else XLA's own kernel is inserted, whose operations XLA partitions by itself.
+    """
     module = context.module_context
     platform = (context.platforms or module.platforms)[0]
     where: Any = module.axis_context  # JAX has no public type for it

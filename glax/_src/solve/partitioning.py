@@ -38,7 +38,8 @@ DIVIDED = "runs on the arrays of one device, and the compiler divides these: cal
 
 
 def why_not_on_gpu() -> str:
-    """Return why a kernel for one GPU does not run: another backend computes, or else the compiler divides its arrays."""
+    """Return the refusal of a kernel that runs on one GPU alone: on a GPU, that the compiler divides its arrays; else, that it
+    needs a GPU."""
     return DIVIDED if Backend.here() is Backend.GPU else f"needs a gpu, {computes_on()}"
 
 
@@ -60,7 +61,7 @@ def is_on_one_device() -> bool:
 
 
 def by_type(f, saves_residuals: bool, *operands):
-    """Run f(*operands) in shard_map, with the shardings that the types of the operands have.
+    """Return f(*operands), run in shard_map with the shardings that the types of the operands have.
 
     f: (r) -> Outputs, or (Outputs, Residuals) with `saves_residuals`; or (r, d_output, d_final[, residuals]) -> Recurrence; or
     (r, slots) -> Outputs with a pool of states, from which each sequence reads its slot. d_final: None for zeros.
@@ -90,10 +91,10 @@ def by_type(f, saves_residuals: bool, *operands):
 
 @dataclasses.dataclass(frozen=True)
 class FreeAxis:
-    """Hold the one axis of a mesh that the compiler spreads arrays over, inside shard_map over all other axes.
+    """Hold `name`, the one axis of a mesh that the compiler spreads arrays over, inside shard_map over all other axes.
 
-    XLA numbers the devices of such a region anew, in the order of the tiles that it cuts an operand into. With one axis of
-    several devices that order is the axis's own; with more it is not known which tile lies where.
+    In such a region XLA numbers the devices anew, in the order of the tiles into which it cuts an operand. With one axis of
+    several devices that order is the axis's own. With more axes it is not known which tile lies on which device.
     """
 
     mesh: jax.sharding.Mesh
@@ -117,8 +118,11 @@ class FreeAxis:
         return NamedSharding(jax.sharding.Mesh(devices, (self.name,)), spec)
 
     def spec(self, x: jax.ShapeDtypeStruct) -> P:
-        """Return the PartitionSpec of an operand: the axis shards the dimension of which a device has one part of the axis's
-        size. A dimension that only a part of the axis shards counts as not sharded."""
+        """Return the PartitionSpec of an operand over the axis: every dimension of which each device has 1 / n has the axis's
+        name.
+
+        n is the size of the axis. A dimension that fewer devices share counts as not sharded.
+        """
         try:
             tile = x.sharding.shard_shape(x.shape)
         except ValueError:  # uneven
@@ -128,8 +132,10 @@ class FreeAxis:
 
 
 def spec_on(mesh: jax.sharding.Mesh, x: jax.ShapeDtypeStruct) -> P:
-    """Return the PartitionSpec of an operand on the mesh. A dimension that whole axes of the mesh do not shard evenly, such as
-    two heads of channels that an axis of four devices shards, counts as not sharded."""
+    """Return the PartitionSpec of an operand on the mesh, from the sharding that XLA chose.
+
+    A dimension counts as not sharded if XLA divides it by a part of a mesh axis, or unevenly, as two heads over four devices.
+    """
     try:
         tile, found = x.sharding.shard_shape(x.shape), x.sharding.devices_indices_map(x.shape)
     except ValueError:  # uneven
@@ -166,8 +172,11 @@ class Division(NamedTuple):
 
 
 def by_compiler(f, saves_residuals: bool, *operands, free: FreeAxis | None = None):
-    """Run f(*operands) in custom_partitioning, with the shardings that XLA chose. free: the one axis to shard over, or None for
-    all."""
+    """Return f(*operands), run in custom_partitioning with the shardings that XLA chose. f: as in `by_type`.
+
+    The first operand may also be the operands of softmax attention. saves_residuals: whether residuals are among the results.
+    free: the one axis to shard over; all axes of the program's mesh if None.
+    """
     from jax.experimental.custom_partitioning import custom_partitioning  # not a part of `import jax`
 
     leaves, structure = jax.tree.flatten(operands)
@@ -205,7 +214,7 @@ def by_compiler(f, saves_residuals: bool, *operands, free: FreeAxis | None = Non
 
 
 def recurrence_division(f, saves_residuals: bool, operands) -> Division:
-    """Return the division of a recurrence, its gradient, or its call on a pool."""
+    """Return the `Division` of a recurrence (r), its gradient (r, d_output, d_final, ...), or its call on a pool (r, slots)."""
 
     def specs(mesh, found: list[P]):
         axes = common_axes(mesh, operands, found)
@@ -217,10 +226,10 @@ def recurrence_division(f, saves_residuals: bool, operands) -> Division:
 
 
 def letters_of_heads(HQ: int, HK: int) -> tuple[str, str, dict[str, int]]:
-    """Return the factors of a sharding rule that stand for the heads of q and of k, such as "(h g)" and "h", and the sizes of
-    factors within a joint dimension: {"g": HQ // HK}.
+    """Return the names of the head axes of q and of k in a sharding rule, and the sizes of names within a joint axis.
 
-    A factor of a joint dimension must be at least 2, so other cases have one letter for each.
+    With HQ = g * HK heads these are ("(h g)", "h", {"g": HQ // HK}): h may be sharded, for q and k alike. Each name of a joint
+    axis must stand for at least 2, so with HQ = HK both are "h", and with HK = 1 they are "g" and "one", with no sizes.
     """
     if 1 in (HK, HQ // HK):
         return ("h", "h", {}) if HQ == HK else ("g", "one", {})
@@ -228,15 +237,19 @@ def letters_of_heads(HQ: int, HK: int) -> tuple[str, str, dict[str, int]]:
 
 
 def dividing_axes(mesh, specs: list[P], place: int, count: int) -> Axis:
-    """Return the mesh axes over which the first spec with a sharded dimension `place` shards it. Return None if there is no
-    such spec, or the axes do not divide `count`."""
+    """Return the mesh axes that shard dimension number `place` in the first spec that shards it.
+
+    Return None if no spec does, or if the size of these axes does not divide `count`, the size of the dimension.
+    """
     names = next((x[place] for x in specs if len(x) > place and x[place] is not None), None)
     return None if count % math.prod(mesh.shape[name] for name in flat_axes(names)) else names
 
 
 def softmax_division(f, operands) -> Division:
-    """Return the division of softmax attention, or of its gradient (operands, o, log_total, d_o), over batch and heads of k.
-    The heads of q that read a head of k stay with it."""
+    """Return the `Division` of softmax attention (operands), or of its gradient (operands, o, log_total, d_o).
+
+    The batch and the heads of k are sharded. The heads of q that read one head of k lie on its device.
+    """
     first = operands[0]
     (B, _, HQ, _), HK = first.q.shape, first.k.shape[2]
     heads, shared, sizes = letters_of_heads(HQ, HK)
@@ -270,8 +283,11 @@ def softmax_division(f, operands) -> Division:
 
 
 def step_division(f, operands: StepOperands) -> Division:
-    """Return the division of a step of softmax attention over heads of k, or of q if one head of k serves all; and over the
-    batch, unless slots name the rows of the caches."""
+    """Return the `Division` of one step of softmax attention over caches.
+
+    The heads of k are sharded, or the heads of q if k has one head. Without slots the batch is sharded, too; slots may name any
+    row of the caches.
+    """
     q, k, v, _, _, slots = operands
     HQ, HK, rows = q.shape[2], k.shape[2], "b" if slots is None else "p"
     heads, shared, sizes = letters_of_heads(HQ, HK)
@@ -325,8 +341,11 @@ def check_shardy():
 
 
 def summed(f, heads, operands):
-    """Return f as each device runs it, with the gradients of arrays that all heads share, and of the scale, summed over the
-    mesh axis `heads`."""
+    """Return f as each device runs it. A gradient is then summed over the mesh axes `heads` where all heads share an array.
+
+    These gradients are those of the scale, and of a q, k or v with one head among several. Other functions are returned as they
+    are. heads: the axes that shard the heads, or None. operands: those of f, as in `by_type`.
+    """
     r = operands[0]
     if heads is None or len(operands) <= 2:
         return f
@@ -347,8 +366,8 @@ Spec = Any
 
 
 def recurrence_specs(r: Recurrence, batch, heads, sequence=None, shared_heads=None) -> Recurrence:
-    """Return a PartitionSpec for every array of r. batch, heads, sequence: mesh axes. shared_heads: the axis of an array with
-    one head that all others read."""
+    """Return a tree like r with a PartitionSpec for every array. batch, heads, sequence: the mesh axes that shard B, H and T;
+    None for no axis. shared_heads: the axes for the heads of a q, k or v that has one head while others have several."""
 
     def tokens(x: jax.Array) -> Spec:
         is_shared = x.shape[2] == 1 and r.num_heads > 1
@@ -394,6 +413,8 @@ def residual_specs(batch, heads) -> Residuals:
 
 
 def operand_specs(operands, batch, heads):
+    """Return a tuple of PartitionSpecs for operands as in `by_type`; None for an operand that is None. batch, heads: mesh
+    axes."""
     if has_pool(operands):
         every, pool = recurrence_specs(operands[0], batch, heads), cast(Any, P(None, heads))
         return every.replace(initial_state=pool), P()
@@ -410,6 +431,7 @@ def has_pool(operands) -> bool:
 
 
 def result_specs(operands, saves_residuals: bool, batch, heads):
+    """Return a tree of PartitionSpecs for the results of f(*operands) in `by_type`. batch, heads: mesh axes."""
     if has_pool(operands):
         return output_specs(batch, heads)._replace(final_state=P(None, heads))
     if len(operands) > 1:
@@ -427,8 +449,11 @@ def leaves_of(specs) -> list[P]:
 
 
 def common_axes(mesh, operands, specs: list[P]):
-    """Return {"batch": axes, "heads": axes}, the mesh axes that shard the operands, read from their specs. An entry is None if
-    the operands are not sharded there, or not evenly."""
+    """Return (the mesh axes that shard the batch, those that shard the heads), from the PartitionSpecs of the operands' leaves.
+
+    Either is None if no operand is sharded there, or if its size does not divide the number of sequences or of heads. Packed
+    sequences and pools have no axes of the batch. Axes of heads that the batch has, too, are dropped.
+    """
     r = operands[0]
     probes = operand_specs(operands, "batch", "heads")
     found = dict(batch=None, heads=None)
@@ -449,6 +474,7 @@ def common_axes(mesh, operands, specs: list[P]):
 
 
 def flat_axes(axes) -> tuple[str, ...]:
+    """Return one axis, a tuple of axes or None as a tuple of names."""
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 

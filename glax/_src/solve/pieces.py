@@ -38,7 +38,8 @@ class RowStates(NamedTuple):
 
 
 def no_states(r: Recurrence, every: int, dtype) -> Array | PackedStates:
-    """Return the states of a recurrence without tokens or without sequences: an empty array, or zeros."""
+    """Return the stored states of a recurrence without tokens or without sequences: zeros in the shapes of
+    `solve_with_states`."""
     N, *state = r.state_shape
     count, dtype = r.q.shape[1] // every, r.dtype if dtype is None else dtype
     if r.boundaries is None:
@@ -47,7 +48,11 @@ def no_states(r: Recurrence, every: int, dtype) -> Array | PackedStates:
 
 
 def solve_rows(solver: Solver, r: Recurrence, every: int, dtype) -> RowStates:
-    """Return the outputs and states of rows that are not packed, by a loop over whole pieces and then the tail."""
+    """Return the outputs and states of rows that are not packed, by a loop over whole pieces of `every` tokens and then the
+    tail.
+
+    solver: solves one piece of all rows. dtype: of the stored states. A tail of fewer than `every` tokens stores no state.
+    """
     T, count = r.q.shape[1], r.q.shape[1] // every
     whole = count * every
     low = T - whole if r.reverse else 0  # the first row of the whole pieces; the tail ends the scan
@@ -72,8 +77,11 @@ def solve_rows(solver: Solver, r: Recurrence, every: int, dtype) -> RowStates:
 
 
 def from_fresh_states(r: Recurrence) -> Recurrence:
-    """Return r, a piece. If the first token of a row is a reset, the row's initial state is zeros instead, because `Segments`
-    have no reset there."""
+    """Return r, the tokens of one piece, with resets at first tokens expressed by initial states.
+
+    If the first token of a row that is not padding is a reset, the row's initial state becomes zeros and the reset is removed:
+    `Segments` permit no reset there.
+    """
     if r.segments is None:
         return r
     resets, is_token = r.segments.resets, r.segments.is_token
@@ -88,8 +96,9 @@ class Pieces(NamedTuple):
     """Hold the pieces of packed sequences, in scan order within each sequence. There are M = T // every + N; those from
     begin[-1] on are unused.
 
-    rows: [M, every], the rows of each piece. valid: false for the missing rows of a sequence's last piece and for unused
-    pieces. begin: [N + 1], the first piece of each sequence, and the end of the last.
+    rows: [M, every], the places in time of each piece's tokens. valid: false for places beyond the end of a sequence's last
+    piece and for unused pieces. sequence: [M], the sequence of each piece. begin: [N + 1], the first piece of each sequence,
+    and the end of the last.
     """
 
     rows: Int[Array, "M every"]
@@ -113,8 +122,10 @@ class Pieces(NamedTuple):
 
 
 def solve_packed(solver: Solver, r: Recurrence, every: int, dtype) -> OutputsWithStates:
-    """Return the outputs and states of packed sequences, by a loop over the pieces of all sequences, each in rows of its
-    own."""
+    """Return the outputs and states of packed sequences, by a loop over the pieces of all sequences.
+
+    Each step of the loop solves one piece, as a batch of one row of `every` tokens. dtype: of the stored states.
+    """
     p, (N, *_), start = Pieces.of(r, every), r.state_shape, r.start_state
     if r.decay.constant is not None:  # rows of a piece that are not valid must not decay
         r = r.replace(decay=r.decay.with_tokens(r.by_token))
@@ -146,7 +157,7 @@ def solve_packed(solver: Solver, r: Recurrence, every: int, dtype) -> OutputsWit
 
 
 def at_tokens(r: Recurrence, p: Pieces, outputs: Float[Array, "M every H V"], every: int) -> Float[Array, "1 T H V"]:
-    """Return the outputs of the pieces in the rows that they belong to, [1, T, H, V]; 0 in padding."""
+    """Return the outputs of the pieces at the places in time of their tokens, [1, T, H, V]; 0 in padding."""
     rows, own, cuts = jnp.arange(r.q.shape[1], dtype=jnp.int32), r.sequence_of, jnp.asarray(r.boundaries)
     begin, end = cuts[own], cuts[own + 1]
     piece = p.begin[own] + ((end - 1 - rows) if r.reverse else (rows - begin)) // every

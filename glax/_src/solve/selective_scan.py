@@ -31,7 +31,11 @@ from glax._src.tuning.op import Kernel, example_leaf
 
 @dataclasses.dataclass(frozen=True)
 class SelectiveKernel(Kernel):
-    """Describe one implementation of a selective scan, its gradient or its step: what an executor asks of a kernel."""
+    """Describe one implementation of a selective scan, its gradient or its step: what an executor asks of a kernel.
+
+    function: (*operands, options) -> the results, with cfg= if there is a `heuristic`. supports: operands -> None, or why the
+    kernel refuses them.
+    """
 
     algorithm: str
     platform: Platform
@@ -80,8 +84,10 @@ class SelectiveKernel(Kernel):
 
 
 def spread_refusal() -> str | None:
-    """Return the refusal of native code if the compiler may divide the operands over several devices, where it runs only if the
-    caller names it; else None."""
+    """Return why native code is not chosen where XLA may divide the call over several devices; None where it may not.
+
+    Native code then runs only if the caller names its platform.
+    """
     count = max(jax.device_count(), jax.sharding.get_abstract_mesh().size)
     if count == 1 or is_on_one_device():
         return None
@@ -90,8 +96,10 @@ def spread_refusal() -> str | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chosen:
-    """Hold the platform that runs a call and its gradient, whether the caller names it, and why each other platform does not
-    run: it refuses, or it is outranked."""
+    """Hold the platform that runs a call and its gradient, and whether the caller names that platform.
+
+    refused, outranked: {each other platform: why its kernel does not run}, because the kernel refuses or a faster one is able.
+    """
 
     platform: Platform
     is_named: bool
@@ -100,9 +108,10 @@ class Chosen:
 
 
 def choose(kernels: tuple[SelectiveKernel, ...], platform: Platform | None, operands) -> Chosen:
-    """Return the first of the kernels that is able to run the operands here.
+    """Return as `Chosen` the platform of the first of `kernels` that is able to run the operands here.
 
-    platform: the one that the caller names, or None. Raises UnsupportedError, with every refusal, if none is able.
+    kernels: the implementations of one function, the fastest first. platform: the one that the caller names, or None. Raises
+    UnsupportedError, with every refusal, if none is able.
     """
     eligible = [kernel for kernel in kernels if platform in (None, kernel.platform)]
     reasons = [(kernel, kernel.refusal(operands, platform is not None)) for kernel in eligible]
@@ -122,7 +131,10 @@ def choose(kernels: tuple[SelectiveKernel, ...], platform: Platform | None, oper
 
 
 def run_chosen(kernels: tuple[SelectiveKernel, ...], chosen: Chosen, *operands, **options):
-    """Run the kernel of the chosen platform, and record for `explain` why the others do not run."""
+    """Return the results of the kernel in `kernels` of the chosen platform, and record for `explain` why the others do not run.
+
+    options: further arguments of the kernel's function.
+    """
     own = {kernel.platform: kernel for kernel in kernels}
 
     def by_name(reasons: dict[Platform, str]) -> dict[str, str]:
@@ -138,9 +150,10 @@ def run_chosen(kernels: tuple[SelectiveKernel, ...], chosen: Chosen, *operands, 
 def scan(
     platform: Platform | None, reverse: bool, operands: SelectiveOperands, skip: Float[Array, "D"] | None
 ) -> tuple[Float[Array, "G T D"], Float[Array, "sequences D N"]]:
-    """Return (y, the final states) by the best kernel. y is in the dtype of x, plus D x if `skip` is D. No size is 0.
+    """Return (y, the final states) by the best kernel. y is in the dtype of x. No size may be 0.
 
-    y is undefined in rows of no sequence.
+    platform: the one that the caller names, or None. reverse: whether the scan goes from the last token to the first. skip: D,
+    whose product with x is a term of y; None for none. y is undefined in rows of no sequence.
     """
     chosen = choose(SCAN, platform, operands)
     operands, skip = differentiable((operands, skip))
@@ -151,6 +164,7 @@ def scan(
 
 
 def with_skip(y: Array, x: Float[Array, "*rows D"], D: Float[Array, "D"] | None) -> Array:
+    """Return y + D x in the dtype of y, or y if D is None. The last axis of y and x has the channels of D."""
     return y if D is None else y + jnp.expand_dims(D.astype(y.dtype), range(x.ndim - 1)) * x.astype(y.dtype)
 
 
@@ -163,6 +177,8 @@ def differentiable(operands):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def solve(chosen: Chosen, reverse: bool, operands: SelectiveOperands):
+    """Return (y without D x, the final states) by the kernel of `chosen`, with a gradient by the kernel of the same
+    platform."""
     return run_chosen(SCAN, chosen, operands, reverse=reverse, saves_residuals=False)[:2]
 
 
@@ -182,6 +198,7 @@ solve.defvjp(_fwd, _bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def solve_with_skip(chosen: Chosen, reverse: bool, operands: SelectiveOperands, skip: Array | None):
+    """Return (y with D x if `skip` is D, the final states) by Triton's kernel, with a gradient by Triton's."""
     options = dict(reverse=reverse, saves_residuals=False, spreads=spreads(chosen))
     return run_chosen(SCAN, chosen, operands, skip, **options)[:2]
 
@@ -202,8 +219,8 @@ solve_with_skip.defvjp(_whole_fwd, _whole_bwd)
 
 
 def spreads(chosen: Chosen) -> bool:
-    """Return whether the compiler may divide the operands over devices, in which case XLA's kernel runs. It is False if the
-    caller names another platform."""
+    """Return whether XLA may divide the operands over devices: False if the caller names the platform, or inside shard_map over
+    all axes. If so, XLA's kernel runs where there are several devices."""
     return not (chosen.is_named or is_on_one_device())
 
 
@@ -223,10 +240,10 @@ def with_floats(operands, floats: Sequence[Array]):
 
 
 def inserted(run: Callable, again: Callable, *operands, spreads: bool = False):
-    """Return run(*operands), which is foreign code, or again(results, *operands) if the program is lowered for another backend,
-    or with `spreads` for several devices.
+    """Return run(*operands), which is foreign code, or again(results, *operands) if the program is lowered for another backend.
 
-    results: the shapes and dtypes that `run` returns. Under vmap, one example runs after the other.
+    spreads: whether `again` also runs if the program is lowered for several devices. results: the shapes and dtypes that `run`
+    returns. The examples of vmap run one after another.
     """
     from glax._src.solve.lowering import Kernel as Inserted  # loads modules of JAX that are not a part of `import jax`
 
@@ -249,6 +266,9 @@ def inserted(run: Callable, again: Callable, *operands, spreads: bool = False):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def native_forward(reverse: bool, saves_residuals: bool, operands: SelectiveOperands) -> tuple[Array, Array, Array]:
+    """Return y and the final states, and the states before chunks as residuals, by native code; an empty array without
+    residuals."""
+
     def again(results, operands: SelectiveOperands):
         y, final, _ = xla.forward(operands, reverse=reverse)
         return y, final, varying_like(jnp.zeros(results[2].shape, results[2].dtype), operands.x)
@@ -273,13 +293,16 @@ native_forward.defvjp(native_forward_fwd, native_forward_bwd)
 
 
 def derived_gradient(reverse: bool, operands: SelectiveOperands, d_y: Array, d_final: Array) -> tuple[Array, ...]:
-    """Return the gradient by XLA's kernels, from the operands alone."""
+    """Return the gradients of the floats of the operands by XLA's kernels, which form the states before chunks again."""
     _, _, starts = xla.forward(operands, reverse=reverse)
     return xla.gradient(operands, starts, d_y, d_final, reverse=reverse)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def native_gradient(reverse: bool, operands: SelectiveOperands, starts: Array, d_y: Array, d_final: Array):
+    """Return the gradients of the operands' floats by native code. starts: the states before chunks, as `native_forward` saves
+    them."""
+
     def again(results, operands: SelectiveOperands, starts: Array, d_y: Array, d_final: Array):
         return derived_gradient(reverse, operands, d_y, d_final)
 
@@ -309,6 +332,10 @@ native_gradient.defvjp(native_gradient_fwd, native_gradient_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def triton_forward(place: tuple, saves_residuals: bool, operands: SelectiveOperands, skip: Array | None):
+    """Return y with D x, the final states and the residuals, by Triton's kernel.
+
+    place: (config, reverse, whether XLA may divide the call over devices). skip: D, or None.
+    """
     cfg, reverse, spreads = place
 
     def run(operands: SelectiveOperands, skip: Array | None):
@@ -339,6 +366,10 @@ triton_forward.defvjp(triton_forward_fwd, triton_forward_bwd)
 def triton_gradient(
     place: tuple, operands: SelectiveOperands, skip: Array | None, starts: Array, d_y: Array, d_final: Array
 ):
+    """Return (the gradients of the operands' floats, the gradient of skip) by Triton's kernel. place: as in `triton_forward`.
+
+    starts: the residuals of `triton_forward`.
+    """
     cfg, reverse, spreads = place
 
     def run(operands, skip, starts, d_y, d_final):
@@ -370,6 +401,7 @@ triton_gradient.defvjp(triton_gradient_fwd, triton_gradient_bwd)
 
 
 def whole_by_xla(reverse: bool, operands: SelectiveOperands, skip: Array | None) -> tuple[Array, Array]:
+    """Return (y with D x if `skip` is D, in the dtype of x; the final states) by XLA's kernel."""
     options: dict[str, Any] = dict(reverse=reverse, saves_residuals=False)
     y, final, _ = executor(SCAN[-1], operands, **options, refused={SCAN[0].op_id: why_not_on_gpu()})
     return with_skip(y, operands.x, skip).astype(operands.x.dtype), final

@@ -36,14 +36,14 @@ class SoftmaxKernel(FunctionKernel):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Form:
-    """Hold the scale of a call, and how it is computed where Triton's kernels do not run: by_xla(operands, scale) -> o."""
+    """Hold how a call is computed where Triton's kernels do not run, by_xla(operands, scale) -> o, and the scale of q k^T."""
 
     by_xla: Callable[[SoftmaxOperands, float], Array]
     scale: float
 
     def pulled(self, f: Callable, operands: SoftmaxOperands, d_o: Array) -> tuple[Array, Array, Array]:
-        """Return dq, dk and dv, pulled back from d_o through f by XLA. f: `by_xla`, or `whole`, which has gradients of all
-        orders."""
+        """Return dq, dk and dv for the cotangent d_o of o = f(operands, self.scale), by XLA. f: `by_xla` or `whole`. Only
+        `whole` has derivatives of all orders."""
 
         def of_floats(q: Array, k: Array, v: Array) -> Array:
             return f(operands._replace(q=q, k=k, v=v), self.scale)
@@ -65,8 +65,8 @@ def attend_in_blocks(
 ) -> Float[Array, "B T Hq V"]:
     """Return the outputs of softmax attention in which each row reads the keys of its interval, as `attend_whole` does.
 
-    A block of rows reads only the keys between the ends of its intervals. blocks: which blocks of these keys each row reads;
-    all if None.
+    XLA takes blocks of rows, and reads for each block only the keys from the lowest first[t] to the highest last[t] of its
+    rows. blocks: which blocks of keys each row reads of its interval; all if None.
     """
     return attend(in_blocks, SoftmaxOperands(q, k, v, *intervals, None, blocks), scale)
 
@@ -74,10 +74,11 @@ def attend_in_blocks(
 def attend_by_sequence(
     q, k, v, intervals: Intervals, scale: float | None, cuts: Int[Array, "N+1"], blocks: ReadBlocks | None = None
 ) -> Float[Array, "1 T Hq V"]:
-    """Return the outputs of softmax attention for B = 1, in blocks of rows of one sequence: the rows cuts[n] to cuts[n + 1].
+    """Return the outputs of softmax attention for B = 1. Sequence n has the rows cuts[n] to cuts[n + 1] of q.
 
-    Each row reads the keys of its interval. The keys of a sequence need not lie beside those of the next. Rows behind the last
-    sequence are 0. With `blocks`, the intervals of a sequence's rows begin at one key.
+    Each row reads the keys of its interval, as in `attend_whole`. XLA takes blocks of rows of one sequence, so the keys of a
+    sequence need not lie beside those of the next. Rows behind the last sequence are 0. With `blocks`, as in
+    `attend_in_blocks`, all rows of a sequence have one first[t].
     """
     return attend(by_sequence, SoftmaxOperands(q, k, v, *intervals, cuts, blocks), scale)
 
@@ -101,6 +102,7 @@ def refusal(operands: SoftmaxOperands, scale: float) -> str | None:
 
 
 def gpu_refusal() -> str | None:
+    """Return the refusal of Triton's kernels where the backend is no GPU; None on a GPU."""
     return None if Backend.here() is Backend.GPU else f"needs a gpu, {computes_on()}"
 
 
@@ -113,8 +115,8 @@ def attend_step(
     """Return the attention of one row of q for each sequence over caches of keys and values, by Triton's kernel where it is
     able, else by XLA.
 
-    v: None for values that are the first `width` channels of the keys. slots: the row of the caches of each sequence, P for
-    none.
+    q [B, 1, Hq, D], k [P, S, Hk, D], v [P, S, Hk, V]. v: None for values that are the first `width` channels of the keys.
+    intervals: of [B, 1] rows. slots: the row of the caches of each sequence, P for none; row b for sequence b if None.
     """
     operands, scale = StepOperands(q, k, v, *intervals, slots), q.shape[-1] ** -0.5 if scale is None else scale
     why = gpu_refusal() or softmax_config.step_refusal(operands, scale, width)
@@ -131,6 +133,7 @@ def step_by_xla(operands: StepOperands, *, cfg=None, scale: float, width: int) -
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def step(scale: float, width: int, operands: StepOperands) -> Float[Array, "B 1 Hq V"]:
+    """Return the attention of `attend_step` by Triton's kernel, with the gradient of XLA's. width: the channels of a value."""
     by_xla = functools.partial(step_by_xla, scale=scale, width=width)
     kernel = dataclasses.replace(
         TRITON_STEP, heuristic=functools.partial(softmax_config.step_config, value_width=width)
@@ -191,7 +194,11 @@ TRITON_STEP = SoftmaxKernel(STEP_ID, run_step)
 
 def placed(run: Callable, by_xla: Callable, *operands):
     """Return run(*operands), or by_xla(*operands) where the program is lowered for another backend or exported for several
-    devices. An axis of vmap joins the batch. Calls with cuts or slots, which say where rows lie, run one after another."""
+    devices.
+
+    Under vmap the axis of examples joins the batch. Operands with cuts or slots depend on where rows lie: there the examples
+    run one after another.
+    """
     from glax._src.solve.lowering import Kernel as Inserted  # loads modules of JAX that are not a part of `import jax`
     from glax._src.solve.partitioning import is_on_one_device
 
@@ -225,6 +232,7 @@ def placed(run: Callable, by_xla: Callable, *operands):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fused(form: Form, operands: SoftmaxOperands):
+    """Return o of `forward`, with a gradient by the kernel of `gradient`."""
     return cast(tuple, forward(form, operands))[0]
 
 
@@ -241,13 +249,16 @@ fused.defvjp(fused_fwd, fused_bwd)
 
 
 def cotangents(operands: Operands, floats) -> Operands:
-    """Return dq, dk and dv as the cotangents of the operands."""
+    """Return `floats`, the gradients of q, k and v, as a cotangent of the operands, with float0 zeros for their integers."""
     return type(operands)(*floats, *jax.tree.map(float0_zeros, tuple(operands[3:])))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def forward(form: Form, operands: SoftmaxOperands) -> tuple[Array, Array]:
-    """Return o, and what `gradient` needs of it. Only o counts in the derivative."""
+    """Return (o, log_total [B, T, Hq]). log_total is the base-2 logarithm of each row's sum of exp(scale q k), for `gradient`.
+
+    XLA returns zeros as log_total, because its gradient does not read them. The gradient of this function counts o alone.
+    """
 
     def by_xla(operands):
         log_total = jnp.zeros((*operands.q.shape[:3],), jnp.float32)  # XLA's gradient forms its own
@@ -269,8 +280,10 @@ forward.defvjp(forward_fwd, forward_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gradient(form: Form, operands: SoftmaxOperands, o: Array, log_total: Array, d_o: Array):
-    """Return dq, dk and dv. Their derivatives treat o and log_total as functions of the operands, so that neither has one of
-    its own."""
+    """Return dq, dk and dv for the cotangent d_o. o, log_total: the results of `forward`.
+
+    Derivatives of this function treat o and log_total as functions of the operands, so the cotangents of these two are zeros.
+    """
 
     def by_xla(operands, o, log_total, d_o):
         return form.pulled(form.by_xla, operands, d_o)
