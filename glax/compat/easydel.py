@@ -107,5 +107,6 @@ def scale_meant(scale, q) -> float | Float[Array, ""] | None:
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def usual_at_minus_1(K: int, dtype, scale) -> Float[Array, ""]:
+    """Return scale in dtype, or K ** -0.5 where the traced scale is -1."""
     scale = scale.astype(dtype)
     return jnp.where(scale == -1.0, K**-0.5, scale)

@@ -69,6 +69,7 @@ class UnsupportedError(glax.UnsupportedError, ValueError):
 
 @contextlib.contextmanager
 def value_errors() -> Iterator[None]:
+    """Raise glax's UnsupportedError inside the context as this module's, which is a ValueError, too."""
     try:
         yield
     except glax.UnsupportedError as error:
@@ -124,6 +125,7 @@ IGNORED = dict(block_k=64, block_d=64, block_v=64, num_warps=4, num_stages=1)  #
 
 @functools.cache
 def say_ignored():
+    """Warn, once in a process, that sizes of blocks, warps and stages are ignored."""
     warnings.warn(
         "glax ignores block_k, block_d, block_v, num_warps and num_stages, and block_q but on XLA: its kernels have configs "
         "of their own, which glax.tune measures. This is said once.",
@@ -132,7 +134,8 @@ def say_ignored():
 
 
 def native_choice(cfg, platform) -> tuple[str | None, Config | None]:
-    """Return the platform and the config that glax chooses by."""
+    """Return (platform, cfg) as `glax.recurrent` takes them, from a config of ejkernel or of glax. The platform of the call
+    comes before cfg.platform."""
     if not isinstance(cfg, RecurrentAttentionConfig):
         return platform, cfg
     platform = cfg.platform if platform is None else platform
@@ -327,6 +330,7 @@ def check_return_state(x):
 
 
 def wide(x, rank: int) -> bool:
+    """Return whether x is an array with `rank` axes."""
     return getattr(x, "ndim", None) == rank
 
 
@@ -394,6 +398,7 @@ kernel_registry = KernelRegistry(glax.kernel_registry.kernels)
 
 
 def function_of(algorithm: str) -> Callable[..., Outputs]:
+    """Return the function of an algorithm's name, in any case of letters. Raises ValueError for an unknown name."""
     if not isinstance(algorithm, str) or algorithm.lower() not in FUNCTIONS:
         raise ValueError(f"algorithm must be {' or '.join(map(repr, FUNCTIONS))}, got {algorithm!r}")
     return FUNCTIONS[algorithm.lower()]

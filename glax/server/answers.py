@@ -105,10 +105,13 @@ class Writer:
     def choice(
         self, index: int, content: Any, entries: list[Entry] | None = None, reason: str | None = None
     ) -> Content:
+        """Return one entry of `choices` in a piece of a streamed answer. index: its number. content: a chat's delta, or a
+        text."""
         name = "delta" if self.call.is_chat else "text"
         return {"index": index, name: content, "logprobs": self.logprobs(entries), "finish_reason": reason}
 
     def chunk(self, choices: list[Content]) -> Content:
+        """Return the object of a streamed answer that has these choices."""
         content = self.around(choices, "chat.completion.chunk" if self.call.is_chat else "text_completion")
         return content | dict(usage=None) if self.call.include_usage else content
 
@@ -117,9 +120,11 @@ class Writer:
         return self.chunk([]) | dict(usage=self.usage(samples))
 
     def around(self, choices: list[Content], kind: str) -> Content:
+        """Return the object that has these choices. kind: its "object", such as "chat.completion"."""
         return dict(id=self.id, object=kind, created=self.created, model=self.served.name, choices=choices)
 
     def usage(self, samples: Iterable[Sample]) -> Content:
+        """Return the numbers of tokens of the call: of its prompts, each counted once, and of its answers."""
         samples = list(samples)
         written = sum(sample.tokens for sample in samples)
         firsts = samples[:: self.call.samples]  # a prompt counts once, however many samples it has
@@ -150,10 +155,12 @@ class Writer:
         return {self.text_of(other): finite(logprob) for other, logprob in found}
 
     def chat_entry(self, token: Token) -> Content:
+        """Return a token as an entry of a chat's logprobs, with its likeliest tokens."""
         likeliest = [self.named(other, logprob) for other, logprob in token.likeliest]
         return self.named(token.token, token.logprob or 0.0) | dict(top_logprobs=likeliest)
 
     def named(self, token: int, logprob: float) -> Content:
+        """Return a token with its text, logprob and bytes, as a chat's logprobs have it."""
         raw = self.served.token_bytes.of(token)
         return dict(token=raw.decode(errors="replace"), logprob=finite(logprob), bytes=list(raw))
 

@@ -192,6 +192,7 @@ class Handover:
             loop.call_soon_threadsafe(self.take)
 
     def take(self):
+        """Put all items that have arrived into their queues. The event loop calls it."""
         self.is_woken = False  # first: what comes from here on wakes the loop, or is taken below
         while self.arrived:
             queue, item = self.arrived.popleft()
@@ -229,9 +230,10 @@ class Run:
         self.server.metrics.request.observe(time.perf_counter() - self.began)
 
     async def pieces(self) -> AsyncIterator[tuple[int, str, list, bool]]:
-        """Yield (choice, text, its tokens, whether the answer ends with it) until the scheduler has ended all requests.
+        """Yield (the number of a choice, the text that it adds, its entries for logprobs, whether the answer ends with it).
 
-        Tokens of a request that have come while the loop did other work are one piece: a loop that lags sends less often.
+        It ends when the scheduler has ended all requests. Tokens of a request that have come while the loop did other work are
+        one piece: a loop that lags sends less often.
         """
         is_first = True
         while not all(sample.is_over for sample in self.samples):
@@ -271,6 +273,7 @@ class Run:
         return None
 
     async def whole(self) -> Response:
+        """Return the answer as one response, after all requests have ended; a refusal if one of them failed."""
         texts, entries = [[] for _ in self.samples], [[] for _ in self.samples]
         async for index, text, found, _ in self.pieces():
             texts[index].append(text)
@@ -318,6 +321,7 @@ class RunResponse:
             self.run.close()
 
     async def work(self, scope, receive, send):
+        """Send the answer, as a stream or as one object."""
         if self.run.call.stream:
             await self.run.stream(send)
         else:
@@ -326,7 +330,10 @@ class RunResponse:
 
 
 async def unless_gone(receive: Callable[[], Awaitable[dict]], work: Awaitable[None]):
-    """Await work, and cancel it once the client has left."""
+    """Await `work`, and cancel it once the client has left. receive: the ASGI function, which then returns "http.disconnect".
+
+    Raises what `work` raises, but for OSError.
+    """
 
     async def leaves():
         while (await receive())["type"] != "http.disconnect":
@@ -345,6 +352,7 @@ async def unless_gone(receive: Callable[[], Awaitable[dict]], work: Awaitable[No
 
 
 def body(content: bytes, *, more: bool) -> dict[str, Any]:
+    """Return the ASGI message of a part of a body. more: whether another part follows."""
     return {"type": "http.response.body", "body": content, "more_body": more}
 
 
@@ -358,6 +366,7 @@ def as_json(content: Any, status: int = 200, headers: dict[str, str] | None = No
 
 
 def refused(refusal: Refusal) -> Response:
+    """Return the response that says a refusal, with the headers that its status needs."""
     headers = {}
     if refusal.status in (429, 503):
         headers["retry-after"] = str(RETRY_SECONDS)

@@ -44,6 +44,7 @@ class Metrics:
 
 
 def head(name: str, kind: str, help: str) -> Iterable[str]:
+    """Yield the two lines that begin a metric. kind: Prometheus' type, such as "counter"."""
     yield f"# HELP {name} {help}"
     yield f"# TYPE {name} {kind}"
 

@@ -82,7 +82,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Refusal(Exception):
-    """Say why a call has no answer, as the error object of OpenAI's interface. status: HTTP's. param: the field."""
+    """Say why a call has no answer, as the error object of OpenAI's interface.
+
+    message: for people. param: the field of the body that is wrong, or None. status: the HTTP status. code: a word for
+    programs.
+    """
 
     def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None):
         super().__init__(message)
@@ -92,6 +96,7 @@ class Refusal(Exception):
             self.type, self.code = "rate_limit_error", code or "queue_full"
 
     def content(self) -> dict:
+        """Return the error object."""
         return {"error": dict(message=self.message, type=self.type, param=self.param, code=self.code)}
 
 
@@ -119,7 +124,8 @@ class Call:
     """Hold one call: its requests, and the options of its answer.
 
     requests: `samples` for each of the prompts, in the order of the choices. context: for each request, the tokens on which the
-    text of its first token may depend.
+    text of its first token may depend. stops: the texts that end an answer. include_usage: whether a stream ends with the
+    numbers of tokens. logprobs: how many likeliest tokens come with each token; None for no logprobs.
     """
 
     is_chat: bool
@@ -177,6 +183,7 @@ def read_call(served: Served, raw: bytes, *, is_chat: bool) -> Call:
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
+    """Return the object in the body's JSON. Raises Refusal for anything else."""
     try:
         body = parse(raw)
     except ContentError as error:
@@ -226,10 +233,13 @@ def of_kind(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], w
 
 
 def boolean(body: Mapping[str, Any], name: str) -> bool:
+    """Return the field `name`, False if it is missing or null. Raises Refusal unless it is a boolean."""
     return of_kind(body, name, bool, "true or false", False)
 
 
 def integer(body: Mapping[str, Any], name: str, least: int, most: int, default: int | None = None) -> Any:
+    """Return the field `name`, or the default if it is missing or null. Raises Refusal unless it is an integer from least to
+    most."""
     value = body.get(name)
     if value is None:
         return default
@@ -239,6 +249,8 @@ def integer(body: Mapping[str, Any], name: str, least: int, most: int, default: 
 
 
 def number(body: Mapping[str, Any], name: str, least: float, most: float, default: float) -> float:
+    """Return the field `name` as a float, or the default if it is missing or null. Raises Refusal unless it is from least to
+    most."""
     value = body.get(name)
     if value is None:
         return default
@@ -330,6 +342,7 @@ def read_prompts(served: Served, body: Mapping[str, Any]) -> list[list[int]]:
 
 
 def read_prompt(served: Served, prompt: Any) -> list[int]:
+    """Return the tokens of one prompt, a text or a list of tokens. Raises Refusal for anything else, and for no tokens."""
     if isinstance(prompt, str):
         return encoded(served, prompt, "prompt", add_special_tokens=True)
     if not isinstance(prompt, list):
@@ -343,6 +356,8 @@ def read_prompt(served: Served, prompt: Any) -> list[int]:
 
 
 def encoded(served: Served, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
+    """Return the tokens of a text. field: its name in messages. Raises Refusal for a text without tokens, or that UTF-8 cannot
+    hold."""
     try:
         tokens = served.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except ValueError as error:
@@ -371,6 +386,10 @@ def read_messages(served: Served, body: Mapping[str, Any]) -> list[int]:
 
 
 def read_message(template: ChatTemplate, message: Any, field: str) -> dict[str, str]:
+    """Return a message of a chat as the template takes it: role, content, and name and tool_call_id if it has them.
+
+    field: its name in messages of errors. Raises Refusal for anything else.
+    """
     if not isinstance(message, dict):
         raise Refusal(f"{field} must be an object, got {shown(message)}", field)
     check_fields(message, frozenset(("role", "content", "name", "tool_call_id")), MESSAGE_NEUTRAL, f"{field}.")

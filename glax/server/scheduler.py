@@ -210,9 +210,11 @@ class Scheduler:
             self.prefixes = PrefixCache(self.block, range(self.num_blocks), slot_bytes=slot_bytes)
 
     def warm_up(self):
-        """Compile the programs of the pools there are before requests come, and call those that read and write. They read and
-        write nothing. From then on programs of other pools are compiled in threads, and requests that need them wait, while
-        others run on. If they cannot be compiled, these requests end with "error", and a later one compiles them anew."""
+        """Compile the programs of the present pools before requests come, and call those that read and write, with no request.
+
+        From then on programs of other pools are compiled in threads, and requests that need them wait, while others run on. If
+        these programs cannot be compiled, the waiting requests end with "error", and a later one compiles them anew.
+        """
         with self.turn, jax.default_matmul_precision(self.precision):
             self.is_warm = True
             self.make()
@@ -374,6 +376,7 @@ class Scheduler:
             return True
 
     def all_waiting(self) -> list[Ticket]:
+        """Return the requests that wait, in order."""
         with self.changed:
             return [*self.waiting]
 
@@ -604,8 +607,10 @@ class Scheduler:
     # ---- prefixes --------------------------------------------------------------------------------------------------------
 
     def go_on_from_prefix(self, ticket: Ticket):
-        """Take a hold of the longest stored prefix of the prompt. If it is longer than what has been read, load its states into
-        the slot."""
+        """Take a hold of the longest stored prefix of the prompt, unless the request holds one as long.
+
+        If the prefix is longer than what has been read, load its states into the slot.
+        """
         if self.prefixes is None or self.store is None or ticket.length % self.block:
             return
         found = self.prefixes.match(ticket.prompt)
@@ -644,6 +649,7 @@ class Scheduler:
             self.prefixes.give_back([call.block])
 
     def release(self, ticket: Ticket):
+        """End a request's use of its stored prefix, if it has one."""
         if self.prefixes is not None and ticket.prefix is not None:
             self.prefixes.release(ticket.prefix)
         ticket.prefix = None
@@ -674,6 +680,7 @@ class Scheduler:
             ticket.is_cancelled = True
 
     def end_all(self):
+        """End every request with "cancelled", and drop the results that are left."""
         with self.turn:
             for ticket in (*self.running, *self.all_waiting()):
                 self.end(ticket, "cancelled", "the server stops")

@@ -47,8 +47,11 @@ FEW = 256  # up to so many tokens are read by a smaller program
 
 
 def on_axes_of(arrays, f, *operands, spec_of_found: P | None = None):
-    """Return f(arrays, *operands), run with automatic axes; the result is sharded as `arrays`. With spec_of_found, f returns a
-    pair, whose second part has this spec."""
+    """Return f(arrays, *operands), where f runs with automatic mesh axes. The result is a tree like `arrays`, and sharded as
+    they are.
+
+    With spec_of_found, f returns a pair: such a tree, and an array or tree that has this PartitionSpec.
+    """
     specs = jax.tree.map(spec_of, arrays)
     return with_automatic_axes(f, specs if spec_of_found is None else (specs, spec_of_found), arrays, *operands)
 
@@ -91,10 +94,9 @@ def empty(structure: Structure, capacity: int, room: int, parameters) -> dict:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def admit(arrays: dict, slot: Int[Array, ""], seed: Int[Array, ""], own: dict) -> dict:
-    """Return arrays with the entries `own` of a request set in a slot, and zeros in the slot's other arrays. own: without the
-    axis of slots.
+    """Return arrays with the entries `own` of a request set in a slot, and zeros in the slot's other arrays.
 
-    seed: the seed of the request's draws.
+    own: the request's result of `Slots.entries`, without the axis of slots. seed: the seed of the request's draws.
     """
 
     def run(arrays, slot, seed, own):
@@ -110,8 +112,11 @@ def admit(arrays: dict, slot: Int[Array, ""], seed: Int[Array, ""], own: dict) -
 
 @functools.partial(jax.jit, donate_argnums=0)
 def load(arrays: dict, store: PrefixStore, slot: Int[Array, ""], blocks: Int[Array, "J"]) -> dict:
-    """Return arrays with a stored prefix in a slot. blocks: the slots, in the store, of the prefix's blocks in order, followed
-    by -1; only the last if slots do not grow with length."""
+    """Return arrays with a stored prefix in a slot.
+
+    blocks: the slots of the store that hold the prefix's blocks, in order, followed by -1. Where the slots of the pools do not
+    grow with length, J is 1, and blocks has the last of them alone.
+    """
 
     def run(arrays, store, slot, blocks):
         return arrays | dict(pools=store.load(arrays["pools"], slot[None], blocks[None]))
@@ -131,8 +136,12 @@ def save(store: PrefixStore, pools, slot: Int[Array, ""], block: Int[Array, ""],
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def read(structure: Structure, parameters, pools, tokens, slots: Int[Array, "N"], cu_seqlens):
-    """Read packed pieces of prompts into slots, of which -1 is none. Return (pools, logits [C, V] behind the piece in each slot,
-    zeros for a slot without one)."""
+    """Read packed pieces of prompts into slots. Return (pools, logits [C, V] behind the piece in each slot, zeros for a slot
+    without one).
+
+    tokens: [T], the pieces one behind another. slots: [N], the slot of each piece, -1 for none. cu_seqlens: [N + 1], their
+    boundaries in `tokens`.
+    """
 
     spec = spec_of_logits(structure.model(parameters))
 
@@ -161,11 +170,10 @@ def write(structure: Structure, parameters, pools, token: Int[Array, "C"], activ
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def draw(draws: Draws, arrays: dict, logits: Float[Array, "C V"], active: Bool[Array, "C"]):
-    """Draw the next token of active slots. arrays: all but the pools. Return (arrays, dict of arrays [C]).
+    """Draw the next token of active slots. Return (arrays, dict of arrays [C]). arrays: all but the pools.
 
-    token: the next token. is_sound: whether all logits are finite. And if draws is ANY: logprob: the logarithm of the token's
-    probability. likeliest, logprobs: likeliest tokens, and theirs, [C, MOST_LOGPROBS] or as many as there are tokens. The last
-    three are zeros if no active slot wants them.
+    token: the next token. is_sound: whether all logits are finite. If draws is ANY, the dict also has the results of
+    `with_logprobs`, which are zeros if no active slot wants them.
     """
 
     def run(arrays, logits, active):
@@ -183,8 +191,11 @@ def draw(draws: Draws, arrays: dict, logits: Float[Array, "C V"], active: Bool[A
 
 
 def with_logprobs(is_wanted: Bool[Array, ""], logits: Float[Array, "C V"], token: Int[Array, "C"]) -> dict:
-    """Return {"logprob": [C], of each token; "likeliest", "logprobs": the likeliest tokens and theirs, [C, MOST_LOGPROBS]
-    or as many as there are}. All are zeros if not `is_wanted`."""
+    """Return logprobs of the model's distribution by name. All are zeros if not `is_wanted`.
+
+    logprob: [C], of each token in `token`. likeliest, logprobs: [C, n], the likeliest tokens and their logprobs, the likeliest
+    first, where n is MOST_LOGPROBS, or V if that is less.
+    """
     count = min(MOST_LOGPROBS, logits.shape[1])
 
     def wanted(logits, token):
@@ -224,7 +235,8 @@ def without_pools(arrays: dict) -> dict:
 
 
 def sizes(most: int) -> tuple[int, ...]:
-    """Return the sizes, in tokens, of the programs that read up to `most` tokens of prompts.
+    """Return the sizes, in tokens, of the programs that read up to `most` tokens of prompts: `most`, and a small one if it is
+    large.
 
     A program takes as long for few tokens as for its size. Where prefixes are stored, one prompt alone has at most a block of
     tokens in a round.
@@ -362,8 +374,11 @@ class Slots:
     def lowered(
         self, room: int, size: int, arrays: dict, store: PrefixStore | None, source: dict | None = None
     ) -> Iterator[jax.stages.Lowered]:
-        """Yield the lowered programs of pools with this room, large ones first. source: the shapes of the arrays from which
-        requests are moved there, or None."""
+        """Yield the lowered programs of pools with this room, large ones first.
+
+        size: the most tokens of prompts that a read has. arrays: the arrays of the slots, or their shapes. source: the shapes
+        of the arrays from which requests are moved there, or None.
+        """
         parameters, zero, capacity = self.parameters, np.int32(0), self.capacity_with(room)
         active, pools = np.zeros(capacity, bool), arrays["pools"]
         for each in reversed(sizes(size)):
@@ -401,10 +416,12 @@ class Slots:
         self.arrays = admit(self.arrays, np.int32(slot), integer(seed), own)
 
     def load(self, store: PrefixStore, slot: int, blocks: Sequence[int]):
+        """Bring a stored prefix into a slot. blocks: the slots of the store that hold its blocks, in order."""
         self.arrays = load(self.arrays, store, np.int32(slot), self.padded(blocks, self.room, store))
 
     def padded(self, blocks: Sequence[int], room: int, store: PrefixStore) -> np.ndarray:
-        """Return the argument `blocks` of the program `load`, for a prefix in these blocks, in pools with this room."""
+        """Return the argument `blocks` of the program `load`, for a prefix in these slots of the store and pools with this
+        room."""
         if not self.grows:  # the last state is all
             blocks = blocks[-1:]
         padded = np.full(room // store.every if self.grows else 1, -1, np.int32)
@@ -412,17 +429,21 @@ class Slots:
         return padded
 
     def save(self, store: PrefixStore, slot: int, block: int, end: int) -> PrefixStore:
+        """Return the store with the states of a slot, which has read `end` tokens, in its slot `block`."""
         return save(store, self.arrays["pools"], np.int32(slot), np.int32(block), np.int32(end))
 
     def read(self, size: int, pieces: Sequence[tuple[int, np.ndarray, bool]]) -> dict:
-        """Read pieces of prompts, (slot, tokens, whether the prompt ends), which together have at most `size` tokens, by the
-        smallest program that takes them."""
+        """Read pieces of prompts by the smallest program that takes them. Return the results of `Slots.draw`.
+
+        pieces: (slot, tokens, whether the prompt ends), which together have at most `size` tokens.
+        """
         count = sum(len(piece) for _, piece, _ in pieces)
         fitting = (n for n in sizes(size) if count <= n and len(pieces) <= self.most_pieces(n, self.room))
         return self.read_in(next(fitting), pieces)
 
     def read_in(self, size: int, pieces: Sequence[tuple[int, np.ndarray, bool]]) -> dict:
-        """Read pieces of prompts by the program for `size` tokens."""
+        """Read pieces of prompts by the program for `size` tokens, and draw the next token in slots whose prompt ends, as
+        `read` does."""
         packed, ends = self.packed(size, pieces, self.room), [slot for slot, _, is_end in pieces if is_end]
         self.arrays["pools"], logits = read(self.structure, self.parameters, self.arrays["pools"], *packed)
         return self.draw(logits, ends)
@@ -447,6 +468,7 @@ class Slots:
         return tokens, slots, cuts
 
     def write(self, slots: Sequence[int]) -> dict:
+        """Read the last token of each request in `slots`, and draw the next. Return the results of `Slots.draw`."""
         pools, token = self.arrays["pools"], self.arrays["token"]
         self.arrays["pools"], logits = write(self.structure, self.parameters, pools, token, self.active(slots))
         return self.draw(logits, slots)
@@ -460,6 +482,7 @@ class Slots:
         return found
 
     def active(self, slots: Sequence[int]) -> Bool[np.ndarray, "C"]:
+        """Return a mask [C] of these slots."""
         active = np.zeros(self.capacity, bool)
         active[list(slots)] = True
         return active

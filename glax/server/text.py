@@ -83,7 +83,11 @@ class StopFinder:
 
 
 class TokenBytes:
-    """Provide the bytes of each token, which need not be whole characters. special: {text: token} of the special tokens."""
+    """Provide the bytes of each token, which need not be whole characters.
+
+    special: {text: token} of the special tokens. added: {token: text} of the tokens that the tokenizer has beyond its
+    vocabulary.
+    """
 
     def __init__(self, tokenizer: Tokenizer):
         self.inner = None if isinstance(tokenizer, Bytes) else tokenizer.inner  # pyright: ignore[reportAttributeAccessIssue]
@@ -114,7 +118,8 @@ class TokenBytes:
 
 
 def parts(decoder: dict | None):
-    """Yield the parts of a decoder in a tokenizer.json: itself, and for a sequence those in it."""
+    """Yield the parts of a decoder in a tokenizer.json: the decoder itself, and those that a sequence consists of, at any
+    depth."""
     if decoder is not None:
         yield decoder
         for each in decoder.get("decoders", ()):

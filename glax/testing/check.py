@@ -118,6 +118,7 @@ class Trial:
 
 
 def trials(cases: Iterable[Case]) -> Iterator[Trial]:
+    """Yield a `Trial` for each case and each of its strengths."""
     return (Trial(case, strength) for case in cases for strength in case.strengths)
 
 
@@ -203,7 +204,8 @@ def check_kernels(cases: Sequence[Case] = CASES, backend: Backend | None = None)
 
 
 def result_of(trial: Trial, spec: KernelSpec, program: Callable) -> Result:
-    """Return the `Result` of a registered kernel on a trial. program: a function like jax.jit, which compiles it."""
+    """Return the `Result` of a registered kernel on a trial. program: spec.run as a compiled function, with config= as static
+    argument."""
     if (reason := spec.refusal(trial.r)) is not None:
         return Result(spec.name, trial.title, "refused", reason=reason)
     if spec.is_gradient:
@@ -214,8 +216,8 @@ def result_of(trial: Trial, spec: KernelSpec, program: Callable) -> Result:
 
 
 def forward_of(spec: KernelSpec, program: Callable) -> Callable[[Recurrence], Any]:
-    """Return a registered kernel as a function of the recurrence alone, with its heuristic's config. program: a function like
-    jax.jit, which compiles it."""
+    """Return a registered kernel as a function of the recurrence alone, with its heuristic's config. program: as in
+    `result_of`."""
 
     def run(r: Recurrence) -> Outputs:
         config = spec.config.heuristic(r)
@@ -241,6 +243,9 @@ def without_tokens(r: Recurrence) -> RingedStates:
 
 
 def gradient_of(spec: KernelSpec, program: Callable) -> Callable[..., Recurrence]:
+    """Return a registered gradient kernel as a function (r, d_output, d_final), with its heuristic's config. program: as in
+    `forward_of`."""
+
     def run(r: Recurrence, d_output, d_final) -> Recurrence:
         return program(r, d_output, d_final, config=spec.config.heuristic(r))
 
@@ -249,6 +254,7 @@ def gradient_of(spec: KernelSpec, program: Callable) -> Callable[..., Recurrence
 
 @jax.jit
 def chosen(r: Recurrence, d_output, d_final) -> tuple[Outputs, Recurrence]:
+    """Return the outputs of r and the gradient in r, by the kernels that glax chooses."""
     outputs, pull = jax.vjp(lambda x: solve(Choice(), x.replace(boundaries=r.boundaries)), r.replace(boundaries=None))
     (gradient,) = pull(type(outputs)(d_output, d_final))
     return outputs, gradient

@@ -146,7 +146,11 @@ def reference_gradient(r: Recurrence, d_output, d_final, dtype=np.float64) -> Re
 
 
 def _written(S, x: "_Arrays", b, t):
-    """Return (the decay, the decayed state, what the token writes along its key, what it erases along another key, or 0)."""
+    """Return (the decay [H, K, V]; S_bar; u [H, V], what the token writes along k; y [H, V], what it erases along another key,
+    or 0).
+
+    S: [H, K, V], the state before the token. x: the inputs. b, t: the token's batch row and place in time.
+    """
     decay = np.exp(x.rows[b, t][..., None] + x.columns[b, t][..., None, :])
     S_bar, u = S * decay, x.v[b, t]
     y = np.zeros_like(u)
@@ -159,13 +163,15 @@ def _written(S, x: "_Arrays", b, t):
 
 
 def _read_by_erasure(S, S_bar, x: "_Arrays", b, t):
-    """Return the state that a token's erase vector reads: S, before its decay, or S_bar, behind it."""
+    """Return the state [H, K, V] that a token's erase vector reads: S with before_decay, else S_bar. At a reset, S counts as
+    zeros."""
     if not x.before_decay:
         return S_bar
     return np.zeros_like(S) if x.resets is not None and x.resets[b, t] else S
 
 
 def _step(S, x: "_Arrays", b, t):
+    """Return the state after token t of batch row b, from the state S before it."""
     _, S_bar, u, y = _written(S, x, b, t)
     S = S_bar + x.k[b, t][..., None] * u[..., None, :]
     return S if x.along is None else S - x.along[b, t][..., None] * y[..., None, :]
@@ -183,8 +189,12 @@ def _scans(r: Recurrence):
 
 
 class _Arrays(NamedTuple):
-    """Hold every input of the reference in one dtype, with heads repeated, and gates broadcast to rows and columns of the
-    state. e and w may be None."""
+    """Hold every input of the reference in one dtype, with heads repeated to H.
+
+    rows [B, T, H, K] and columns [B, T, H, V]: sums of the log decays. state: the initial state. e, w: the erase vector and the
+    write gate, which may be None. resets: [B, T], tokens that start from zeros; None without segments. along: None, or the key
+    of erasures.
+    """
 
     q: NumPy
     k: NumPy
@@ -239,4 +249,5 @@ def _plain(x) -> NumPy:
 
 
 def _fold(x: NumPy, heads: int) -> NumPy:
+    """Return the sums over adjacent heads that share a head of the input: [B, T, H, D] as [B, T, heads, D]."""
     return x.reshape(*x.shape[:2], heads, -1, x.shape[3]).sum(3)

@@ -37,12 +37,12 @@ class StateError:
 
 
 def state_errors(steps: tuple[int, ...] = (STEPS,)) -> Iterator[StateError]:
-    """Return the error of decoding in each dtype of storage, on random tokens with sparse keys and one head for each of DECAYS.
+    """Yield the error of decoding in each dtype of storage, on random tokens with sparse keys and one head for each of DECAYS.
 
-    steps: the numbers of tokens after which errors are returned, in rising order. States in 8 bits are those of a `StatePool`,
+    steps: the numbers of tokens after which errors are yielded, in rising order. States in 8 bits are those of a `StatePool`,
     which carries what a write loses into the next.
 
-    The states are compared with the closed form in float64:   S = d^steps S_0 + sum_t d^(steps - 1 - t) k_t v_t^T
+    The states are compared with the closed form in float64: S = d^steps S_0 + sum_t d^(steps - 1 - t) k_t v_t^T
     """
     rng = np.random.default_rng(0)
     k, v = rng.normal(size=(2, steps[-1], B, len(DECAYS), WIDTH)).astype(np.float32)
@@ -80,6 +80,11 @@ def read(state: jax.Array | StatePool) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def decoded(stochastic: bool, state, k, v, logs, done):
+    """Return the state after the tokens k, v [T, B, H, width], read one by one.
+
+    logs: the log decay of each head. done: the number of tokens read before, which chooses the keys of stochastic rounding.
+    """
+
     def step(state, token):
         k, v, i = token
         if isinstance(state, StatePool):
@@ -91,6 +96,7 @@ def decoded(stochastic: bool, state, k, v, logs, done):
 
 
 def closed_form(first: np.ndarray, k: np.ndarray, v: np.ndarray, logs: np.ndarray) -> np.ndarray:
+    """Return the state after these tokens by the formula of `state_errors`, in float64. first: the state before them."""
     behind = np.exp(np.arange(len(k))[::-1, None] * logs)[:, None, :, None]
     added = np.einsum("tbhk,tbhv->bhkv", k * behind, v.astype(np.float64), optimize=True)
     return np.exp(len(k) * logs)[:, None, None] * first + added

@@ -85,10 +85,12 @@ def compare_gradients(r: Recurrence, got: Recurrence, want: Recurrence, extreme:
 
 
 def bars_of(r: Recurrence) -> dict[str, tuple[float, float]]:
+    """Return the bars for r, {dtype: (of outputs and states, of gradients)}: wider ones with an erasure."""
     return BARS if r.erasure is None else ERASING_BARS
 
 
 def widened(r: Recurrence, extreme: bool) -> int:
+    """Return the factor of the bars of r: EXTREME_GATES for float32 with extreme gates, else 1."""
     return EXTREME_GATES if extreme and r.q.dtype == jnp.float32 else 1
 
 

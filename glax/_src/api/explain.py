@@ -100,6 +100,7 @@ def detect_platform(fn=recurrent, *args, **kwargs) -> Platform:
 
 
 def takes_arguments(fn) -> bool:
+    """Return whether a function has a parameter that a call must give."""
     return any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in inspect.signature(fn).parameters.values())
 
 

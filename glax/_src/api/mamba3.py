@@ -248,7 +248,11 @@ class Parts(NamedTuple):
 
 
 def with_bias(x: Float[Array, "B T *R G K"], bias: Float[Array, "H *R K"]) -> Float[Array, "B T R H K"]:
-    """Return keys or queries with the bias of each head added, [B, T, R, H, K]."""
+    """Return keys or queries [B, T, R, G, K] or [B, T, G, K] for all H heads, with the bias of each head added, [B, T, R, H,
+    K].
+
+    Without an axis R in x, R is 1.
+    """
     x, bias = (x, jnp.moveaxis(bias, 1, 0)) if x.ndim == 5 else (x[:, :, None], bias[None])
     return spread_heads(x, bias.shape[1], axis=3) + bias[None, None]
 
@@ -322,6 +326,7 @@ class Rotation(NamedTuple):
 
     @classmethod
     def by(cls, angle: Float[Array, "*rows A"], K: int) -> "Rotation":
+        """Return the rotation of the pair of columns 2 i and 2 i + 1 of K columns by angle[..., i]."""
         A, rows = angle.shape[-1], angle.ndim - 1
         behind, signs = [(0, 0)] * rows + [(0, K - 2 * A)], jnp.asarray([-1, 1] * A, angle.dtype)
         cos, sin = each_twice(jnp.cos(angle)), each_twice(jnp.sin(angle)) * jnp.expand_dims(signs, range(rows))
@@ -346,8 +351,11 @@ def unseen(rank: int, reverse: bool) -> Bool[np.ndarray, "R R"]:
 
 
 def gated_output(out: Array, p: Parts, a: dict[str, Array], dtype) -> Array:
-    """Return the output [B, T, (R,) H, V] from what the queries read, out [B, T, R, H, V]: with the skip D v, the gate and the
-    sum over rows."""
+    """Return the output [B, T, (R,) H, V] in `dtype`, from what the queries read, out [B, T, R, H, V].
+
+    It adds the skip D v, multiplies by the gate silu(z), and sums over R with MIMO_Out, each where it is given. p: the `Parts`
+    of the tokens. a: the arguments of `mamba3` by name.
+    """
     if "D" in a:
         out = out + a["D"].astype(out.dtype)[None, None, None, :, None] * p.v
     if p.z is not None:
@@ -416,7 +424,10 @@ class Places(NamedTuple):
         return cls(jnp.arange(B), high if reverse else low, low if reverse else high, used.any(1))
 
     def pick(self, x: Float[Array, "B T *rest"], at: Array, otherwise) -> Float[Array, "N *rest"]:
-        """Return x at token `at` of each sequence, or `otherwise` [N, *rest] for a sequence without a token."""
+        """Return x at one token of each sequence, or `otherwise` [N, *rest] for a sequence without a token.
+
+        at: [N], the place in time of that token, such as `first` or `last`.
+        """
         found = x[self.batch, at]
         return jnp.where(expanded(self.has_tokens[:, None], found.ndim + 1)[:, 0], found, otherwise)
 
@@ -458,7 +469,8 @@ running_sums.defvjp(_sums_fwd, _sums_bwd)
 
 def sums_by_group(x: Array, resets: Array | None, finish: Callable[[Array], Array]) -> Array:
     """Return the running sums of x along axis 1, in order of that axis: first within groups of tokens, then over the groups.
-    finish: a function applied to each sum.
+
+    resets: as in `running_sums`; None for none. finish: a function applied to each sum.
 
     A group of sums has two kernels, which touch every number once. `lax.associative_scan` has two for each power of two.
     """

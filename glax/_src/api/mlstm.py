@@ -187,8 +187,10 @@ class Pair(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Hold the logarithms of a token's weights, [B, T, H]: log_decay of the state before it, and log_key of its own key; and m,
-    rounded."""
+    """Hold the logarithms of a token's weights, [B, T, H], and m behind the token, rounded to its dtype.
+
+    log_decay: of the state before the token, g_t + m_{t-1} - m_t. log_key: of the token's own key, i_t - m_t.
+    """
 
     log_decay: Array
     log_key: Array
@@ -196,7 +198,10 @@ class Weights(NamedTuple):
 
 
 def weights(i: Array, g: Array, m_before: Array, m: Array) -> Weights:
-    """Return the weights of tokens for any m, given m before each token and m behind it. i and g have gradients, m has none."""
+    """Return the `Weights` of tokens for any m, from the gates i and g [B, T, H]. m_before, m: m before and behind each token.
+
+    i and g have gradients, m has none.
+    """
     m_before, m = lax.stop_gradient((m_before, m))
     change = Pair.sum_of(m_before, -m)
     return Weights((g + change.high) + change.low, i - m, m)
@@ -208,7 +213,7 @@ def lowest(dtype) -> float:
 
 
 def begins_sequence(r: Recurrence) -> Array:
-    """Return which tokens are the first of their sequence in the order of r's scan, [1 or B, T, 1]."""
+    """Return which tokens are the first of their sequence or segment in the order of r's scan, bool [1 or B, T, 1]."""
     begins = r.ends(scan_end=False)[None, :, None]
     return begins if r.segments is None else begins | expanded(r.segments.resets, 3)
 
@@ -216,7 +221,8 @@ def begins_sequence(r: Recurrence) -> Array:
 def largest_weights(r: Recurrence, i: Array, g: Array, m_0: Float[Array, "N H"]) -> tuple[Array, Array]:
     """Return m before and behind every token, [B, T, H], in the order of r's scan.
 
-    The map m -> max(m + a, b) of a token is composed with the next token's in parallel, in sums without rounding.
+    i, g: the gates [B, T, H]. m_0: m before the first token of each sequence. The map m -> max(m + a, b) of a token is composed
+    with the next token's in parallel, in sums without rounding.
     """
     begins, start = begins_sequence(r), r.by_token(m_0)
     if r.segments is not None:
@@ -274,7 +280,10 @@ change_of_m.defvjp(_change_fwd, _change_bwd)
 
 
 def normalised_output(numerator: Array, n_read: Array, m: Array, eps: Array, dtype) -> Array:
-    """Return numerator / (max(|n_read|, e^-m) + eps), where n_read, m and eps have no axis V."""
+    """Return numerator / (max(|n_read|, e^-m) + eps) in `dtype`: the output h of `mlstm`.
+
+    numerator [..., V] and n_read [..., 1] are C^T q and n^T q, both divided by e^m. m and eps have no axis V.
+    """
     below = jnp.maximum(jnp.abs(n_read), jnp.exp(-m)[..., None]) + eps[..., None]
     return (numerator.astype(n_read.dtype) / below).astype(dtype)
 

@@ -62,7 +62,10 @@ class DeltaStepOptions(StepOptions, total=False):
 
 
 class StepCall(NamedTuple):
-    """Hold the checked arguments of a step other than its arrays and states."""
+    """Hold the checked arguments of a step other than its arrays and states.
+
+    choice: the platform and config. options: the flags. traced: softmax_scale, slots and rounding_key by name, None if absent.
+    """
 
     choice: Choice
     options: ScanOptions
@@ -70,6 +73,7 @@ class StepCall(NamedTuple):
 
     @classmethod
     def of(cls, arrays: dict[str, Any], state, options, takes: type = DeltaStepOptions) -> "StepCall":
+        """Return the arguments after a check. arrays, options: by name. takes: the class that lists the names of options."""
         check_options(options, {*StepOptions.__annotations__, *takes.__annotations__})
         static = ScanOptions(use_qk_l2norm=options.get("use_qk_l2norm", False))
         traced = {name: options.get(name) for name in ("softmax_scale", "slots", "rounding_key")}
@@ -340,6 +344,10 @@ def spread_gates(g: Float[Array, "B T *rest"], n: int, at: int) -> Float[Array, 
 def bind_updates(
     recurrence: Callable[..., Outputs], n: int, choice: Choice, options: ScanOptions, arrays: dict, traced: dict
 ) -> Outputs:
+    """Solve `gated_delta_product` by one call of `recurrence` with n rows for each token, compiled by jit.
+
+    arrays: its array arguments by name. traced: the options of TRACED by name.
+    """
     flat, reverse = arrays["query"].ndim == 3, options.reverse
     arrays = {name: x[None] if flat else x for name, x in arrays.items()}
     (B, T), cuts, ids = arrays["query"].shape[:2], traced["cu_seqlens"], traced["segment_ids"]
@@ -368,6 +376,7 @@ def bind_updates(
 
 @compiled(static_argnums=(0, 1))
 def bind_updates_step(choice: Choice, options: ScanOptions, arrays: dict, state, traced: dict):
+    """Return (the output, the states) of `gated_delta_product_step`, compiled by jit. arrays: its array arguments by name."""
     n = arrays["key"].shape[1]
     rows = arrays | dict(query=spread_tokens(arrays["query"][:, None], n, n - 1))
     if "g" in arrays:
@@ -442,6 +451,7 @@ def checked_call(
 
 @compiled(static_argnums=(0, 1, 2))
 def bind_recipe(recipe: Recipe, choice: Choice, options: ScanOptions, arrays: dict, traced: dict) -> Outputs:
+    """Solve the recurrence of `recipe` for these arrays, by name, compiled by jit. traced: the options of TRACED by name."""
     flat, arrays, traced = batched(arrays, traced, options)
     of_call: dict[str, Any] = {name: getattr(options, name) for name in STATIC if name != "use_qk_l2norm"}
     outputs = recurrent(
@@ -458,6 +468,7 @@ def step_recipe(recipe: Recipe, arrays: dict[str, Any], state, options):
 
 @compiled(static_argnums=(0, 1, 2))
 def bind_step(recipe: Recipe, choice: Choice, options: ScanOptions, arrays: dict, state, traced: dict):
+    """Return the results of `recurrent_step` for one token of `recipe`, compiled by jit. arrays: without T, by name."""
     arrays, _ = named_arrays(arrays, False, one_token=True)
     found = recipe({name: x[:, None] for name, x in arrays.items()}, options)
     token = {name: x[:, 0] if isinstance(x, jax.Array) else x for name, x in found.items()}
@@ -476,8 +487,10 @@ def named_arrays(arrays: Arrays, flat: bool, one_token: bool = False) -> tuple[A
 
 
 def batched(arrays: Arrays, traced: dict, options: ScanOptions) -> tuple[bool, Arrays, dict]:
-    """Return (whether the arrays lack B, the arrays, the traced options), both with B added. Arrays are checked by name, and
-    hold zeros in padding."""
+    """Return (whether the arrays lack B; the arrays with B, checked, and with zeros in padding; the traced options with B).
+
+    arrays: by name. traced: the options that are arrays, by name, of which segment_ids may lack B.
+    """
     flat = arrays["query"].ndim == 3
     arrays, sizes = named_arrays(arrays, flat)
     if flat and traced["segment_ids"] is not None and traced["segment_ids"].ndim == 1:

@@ -91,6 +91,7 @@ class RecurrentAttention(Kernel):
         return dict(zip(self.positions, args, strict=False)) | kwargs
 
     def example(self, inv):
+        """Return (args, kwargs) to measure a call on, with log-sigmoid gates and packed sequences of equal length."""
         args, kwargs = super().example(inv)
         arrays = self.named(args, kwargs)
         realistic = {name: jax.nn.log_sigmoid(x) for name, x in arrays.items() if name in GATES and x is not None}

@@ -398,6 +398,7 @@ Gate = Any
 
 
 def check_per_head(query, g):
+    """Raise ValueError unless g has one axis less than query, that is [B, T, H]."""
     check_array("query", query)
     check_array("g", g)
     if query.ndim in (3, 4) and g.ndim != query.ndim - 1:
@@ -405,11 +406,16 @@ def check_per_head(query, g):
 
 
 def retention_decay(query, key, value) -> Gate:
+    """Return RetNet's log decay of each head, log(1 - 2^(-5 - h)), as a NumPy array [H]."""
     h, dtype = head_numbers(query, key, value)
     return np.log1p(-np.exp2(-5.0 - h)).astype(dtype)
 
 
 def lightning_decay(query, key, value, layer_idx, num_layers: int, slopes: str = "fla") -> Gate:
+    """Return the log decay -s_h of each head, [H], by the formulas of `lightning_attention`.
+
+    It is a NumPy array, or a JAX array if layer_idx is traced. Raises the errors of `lightning_attention` for these arguments.
+    """
     if not isinstance(slopes, str) or slopes not in SLOPES:
         raise ValueError(f"slopes must be {' or '.join(map(repr, SLOPES))}, got {slopes!r}")
     check_integer("num_layers", num_layers)
@@ -431,6 +437,8 @@ def lightning_decay(query, key, value, layer_idx, num_layers: int, slopes: str =
 
 
 def check_layer(layer_idx, last: int, by: str):
+    """Raise TypeError or ValueError unless layer_idx is one integer, and if it is known from 0 to `last`. by: `last` as the
+    message names it."""
     if isinstance(layer_idx, bool) or not (isinstance(layer_idx, int) or is_array(layer_idx)):
         raise TypeError(f"layer_idx must be an integer, got {layer_idx!r}")
     if isinstance(layer_idx, np.ndarray):

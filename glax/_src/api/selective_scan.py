@@ -159,6 +159,7 @@ def bounded_below(A: Float[Array, "D N"], dtype) -> Float[Array, "D N"]:
 
 
 def by_name(x, dt, A, B, C, D) -> dict[str, Any]:
+    """Return the arguments by name, without D if it is None."""
     return dict(x=x, dt=dt, A=A, B=B, C=C) | given(D=D)
 
 
@@ -216,6 +217,8 @@ def bound(sizes: dict[str, int], rest: dict, options: ScanOptions, flat: bool) -
 
 
 def initial_states(given, shape: tuple[int, int, int], dtype) -> Float[Array, "sequences D N"]:
+    """Return the initial states in the shape (sequences, D, N) and in dtype: zeros for None. Raises ValueError for another
+    shape."""
     if given is None:
         return jnp.zeros(shape, dtype)
     given = as_float("initial_state", given)
@@ -232,6 +235,8 @@ def masked(is_token: Array | None, x: Array) -> Array:
 
 @compiled(static_argnums=(0, 1))
 def bind_scan(options: ScanOptions, platform: Platform | None, arrays: dict, rest: dict) -> Outputs:
+    """Return the results of `selective_scan`, compiled by jit. arrays: x to D by name. rest: initial_state, cu_seqlens,
+    segment_ids."""
     spec = spec_of(arrays["x"])
     rows = None if rest["cu_seqlens"] is not None or len(spec) < 3 else spec[0]
     specs = Outputs(cast(Any, spec), cast(Any, PartitionSpec(rows, spec[-1] if len(spec) else None)))
@@ -239,6 +244,7 @@ def bind_scan(options: ScanOptions, platform: Platform | None, arrays: dict, res
 
 
 def scan_rows(options: ScanOptions, platform: Platform | None, arrays: dict, rest: dict) -> Outputs:
+    """Return the results of `selective_scan` for arrays without explicit axes. arrays, rest: as in `bind_scan`."""
     flat = arrays["x"].ndim == 2
     arrays, sizes = checked(arrays, absent="B" if flat else "")
     call = bound(sizes, rest, options, flat)
@@ -260,6 +266,7 @@ def bind_scan_step(platform: Platform | None, arrays: dict, state, slots, roundi
 
 
 def step_rows(platform: Platform | None, arrays: dict, state, slots, rounding_key) -> tuple[Array, Array]:
+    """Return (y, the states or the pool) of `selective_scan_step` for arrays without explicit axes. arrays: x to D by name."""
     arrays, sizes = checked(arrays, absent="T")
     check_state_dtype("state", state.dtype)
     form, wanted = "[P, D, N]", (sizes["D"], sizes["N"])

@@ -87,8 +87,11 @@ class BoundaryRows:
         return Window(self, first + i * following, following)
 
     def decays(self, logs: tuple[Array | None, Array | None], inclusive: bool) -> Factors:
-        """Return the decays from the edge through each row (or only up to each row if not `inclusive`), as factors of the
-        state's rows and columns. logs: the log decays of both."""
+        """Return the decays from the edge through each row, or only up to each row if not `inclusive`, as factors.
+
+        The factors are exponentials of sums: (for the state's rows, for its columns), None for None. logs: the log decays of
+        both.
+        """
         row_log, column_log = (None if x is None else self.prefix(x, inclusive) for x in logs)
         return exp_both((row_log, column_log))
 
@@ -139,7 +142,8 @@ class Window:
         return spread_heads(jnp.where(self.mask, x, 0), self.rows.r.num_heads)
 
     def add(self, buffer: Float[Array, "B T heads D"], x: Float[Array, "B C H D"]) -> Array:
-        """Return `buffer` with x added to the window, summed over the states that share a head."""
+        """Return `buffer` with x added to the rows of the window where `mask` holds, summed over the state's heads that share
+        one of the buffer's heads."""
         old = lax.dynamic_slice_in_dim(buffer, self.start, self.size, 1)
         new = (old.astype(self.rows.r.dtype) + sum_heads(x, buffer.shape[2])).astype(buffer.dtype)
         return lax.dynamic_update_slice_in_dim(buffer, row_major(jnp.where(self.mask, new, old)), self.start, 1)
@@ -159,7 +163,9 @@ class Window:
 def scan_windows(rows: BoundaryRows, visit, carry: Any) -> tuple[Int[Array, ""], Factors, Any]:
     """Run visit(window, i, G, logs, carry) -> carry over the windows from the edge on, until all decays underflow to 0.
 
-    i: the index among the windows after the first, None for the first. G: the sums of log decays up to the window.
+    window: a `Window`. i: its index among the windows after the first, None for the first. G: the sums of log decays from the
+    edge up to the window, of the state's rows and of its columns. logs: the window's own log decays, as `Window.logs` returns
+    them.
 
     Returns (the number of windows visited after the first, the decays through all rows of the crossing sequence, carry). The
     decays are factors of the state's rows and columns. They are 0 if the scan stopped before the last window.

@@ -30,7 +30,8 @@ Factors = tuple[Array | None, Array | None]  # factors of a state's rows [E, H, 
 class Edge:
     """Describe an edge of a shard. If `crosses`, sequence number `sequence` crosses it and has `rows` tokens in the shard.
 
-    With segments, `crosses` and `rows` have an entry for each row of the batch, for the segment that crosses there.
+    Without packing, `sequence` is 0 and all rows of the batch cross together. With segments, `crosses` and `rows` have an entry
+    for each row of the batch, for the segment that crosses there.
     """
 
     sequence: Int[Array, ""]
@@ -38,7 +39,8 @@ class Edge:
     rows: Int[Array, "*B"]
 
     def pick(self, x: Float[Array, "N *rest"], packed: bool) -> Float[Array, "E *rest"]:
-        """Return the part of x that belongs to the crossing sequence, [E, *rest]."""
+        """Return the part of x that belongs to the crossing sequence, [1, *rest], if `packed`; else x, because all B sequences
+        cross."""
         return lax.dynamic_slice_in_dim(x, self.sequence, 1) if packed else x
 
     def add(self, x: Float[Array, "N *rest"], edge: Float[Array, "E *rest"], packed: bool) -> Float[Array, "N *rest"]:
@@ -124,7 +126,10 @@ def shard_of(r: Recurrence, axis: Axis, n: int) -> Shard:
 
 
 def shard_of_segments(r: Recurrence, s: Segments, begins: Bool[Array, "B"], ends: Bool[Array, "B"]) -> Shard:
-    """Return the position of a shard of rows whose segments have no padding."""
+    """Return the position of a shard of rows whose segments s have no padding.
+
+    begins, ends: whether the scan of each row of the batch begins or ends in this shard.
+    """
     T = r.q.shape[1]
     row = jnp.arange(T)
     first = row == (T - 1 if r.reverse else 0)
@@ -163,10 +168,10 @@ def shift_distances(n: int) -> list[int]:
 def exchange_states(axis: Axis, n: int, backwards: bool, state: Float[Array, "E H K V"], rows, columns) -> Array:
     """Return the state that enters each shard, [E, H, K, V].
 
-    A shard maps the state that enters it to   rows * entering * columns + state.   The shards send these maps, composed, and
-    nothing else. rows: [E, H, K] or [E, H, 1], or a matrix [E, H, K, K] that multiplies the state instead. columns: [E, H, V]
-    or None. The state that enters the first shard is 0. If `backwards`, the order of the shards is reversed. Where `rows` are all
-    0, they also stop NaN and inf.
+    A shard maps the state that enters it to rows * entering * columns + state. The shards send these maps, composed, and
+    nothing else. state: the state that leaves this shard if zeros enter it. rows: [E, H, K] or [E, H, 1], or a matrix [E, H, K,
+    K] that multiplies the state instead. columns: [E, H, V] or None. The state that enters the first shard is 0. If
+    `backwards`, the order of the shards is reversed. Where `rows` are all 0, they also stop NaN and inf.
     """
     (E, H, K, V), of_rows = state.shape, rows.shape
     parts = [x.reshape(E, H, -1) for x in (state, rows, *([] if columns is None else [columns]))]

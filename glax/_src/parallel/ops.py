@@ -43,6 +43,8 @@ def recurrent_on_mesh(arguments: dict, places: dict) -> Outputs:
 
 @compiled(static_argnums=(0, 1, 2))
 def bind_and_solve(choice: Choice, spread: Spread, options: ScanOptions, arrays: dict) -> Outputs:
+    """Bind the arguments and solve the recurrence on the mesh of `spread`, compiled by jit. arrays: the array arguments by
+    name."""
     every, dtype = options.states_every, options.states_dtype
 
     def prepared(r: Recurrence) -> tuple[Recurrence, Callable]:

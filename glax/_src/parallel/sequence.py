@@ -50,10 +50,10 @@ from glax._src.solve.partitioning import Axis
 
 
 def transition(choice: Choice, r: Recurrence, shard: Shard) -> tuple[Float[Array, "E H K K"], Array | None]:
-    """Return M and the decay of columns, [E, H, V] or None: the map of a state through the shard. The map is 0 unless one
-    sequence spans it.
+    """Return (M, the decay of columns [E, H, V] or None): the map of a state through the shard.
 
-    r: the shard's rows with the boundaries of the whole problem.
+    M is [E, H, K, K]. Both are 0 unless one sequence spans the shard. r: the shard's rows with the boundaries of the whole
+    problem.
     """
     B, T = r.q.shape[:2]
     H, K, packed = r.num_heads, r.q.shape[3], r.boundaries is not None
@@ -118,7 +118,11 @@ def solve_twice(
 
 def gradient_of_delta_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output, d_final, saved) -> Recurrence:
     """Return the gradient of this shard's rows. It is computed twice: once for the message, and once from the dL/dS that
-    arrives."""
+    arrives.
+
+    d_output, d_final: the cotangents, of the shard's rows and of all final states. saved: the second result of
+    `solve_delta_rows`.
+    """
     (entered, residuals, (M, columns)), shard, packed = saved, shard_of(r, axis, n), r.boundaries is not None
     own, ended = entered_rows(r, shard, entered), of_sequences(shard.ends, d_final).astype(r.dtype)
     d_started = gradient(choice, own, d_output, ended, residuals).initial_state
@@ -160,10 +164,12 @@ def overlap_of(resolution: Resolution, r: Recurrence, gradient: bool) -> str:
 
 
 def outputs_of_rows(choice: Choice, axis: Axis, n: int, r: Recurrence) -> Outputs:
+    """Return the outputs of `solve_rows`, and no residuals."""
     return solve_rows(choice, axis, n, r, save_residuals=False)[0]
 
 
 def outputs_and_residuals_of_rows(choice: Choice, axis: Axis, n: int, r: Recurrence):
+    """Return both results of `solve_rows`, with the kernel's residuals."""
     return solve_rows(choice, axis, n, r, save_residuals=True)
 
 
@@ -209,6 +215,7 @@ def solve_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, save_residuals
 
 
 def mixes_segments(resolution: Resolution, own: Recurrence) -> bool:
+    """Return whether NaN or inf can pass between the segments of the shard's rows in the kernels of `resolution`."""
     return own.segments is not None and resolution.mixes_segments(own)
 
 
@@ -226,7 +233,10 @@ def apart(axis: Axis, run: Callable, own: Recurrence, mixes: bool) -> Callable:
 
 
 def gradient_of_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output, d_final, saved) -> Recurrence:
-    """Return the gradient of this shard's rows. dL/dS is exchanged as the state is, in the opposite direction."""
+    """Return the gradient of this shard's rows. dL/dS is exchanged as the state is, in the opposite direction.
+
+    d_output, d_final: the cotangents, of the shard's rows and of all final states. saved: the second result of `solve_rows`.
+    """
     if r.erasure is not None:
         return gradient_of_delta_rows(choice, axis, n, r, d_output, d_final, saved)
     (entered, residuals), shard, packed = saved, shard_of(r, axis, n), r.boundaries is not None

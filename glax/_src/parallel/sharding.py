@@ -93,6 +93,7 @@ class Spread:
         return mesh
 
     def size(self, axis: Axis) -> int:
+        """Return the number of devices along an axis, or along several axes together; 1 for None."""
         return math.prod(self.mesh_in_use.shape[name] for name in flat_axes(axis))
 
     @property
@@ -131,6 +132,10 @@ class Spread:
         return jax.tree.map(place, arrays, specs)
 
     def check(self, r: Recurrence):
+        """Raise ValueError unless the sizes of batch_axis and head_axis divide B and H of r.
+
+        Raises UnsupportedError if sequence_axis is given and does not support the decay form of r.
+        """
         if self.sequence_axis is not None:
             check_form(r, "sequence_axis")
         for argument, axis, what, count in (
@@ -176,6 +181,8 @@ def solve_on_mesh(choice: Choice, spread: Spread, r: Recurrence) -> Outputs:
 
 
 def solve_on_shard(choice: Choice, sequence_axis: Axis, shards: int, r: Recurrence) -> Outputs:
+    """Return the outputs of one device's shard, and the final states: all of them on each of the `shards` devices of
+    sequence_axis."""
     r = differentiable(r)
     if sequence_axis is None:
         return solve(choice, r)

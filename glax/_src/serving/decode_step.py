@@ -90,6 +90,7 @@ def recurrent_step(
 
 @compiled(static_argnums=(0, 1))
 def bind_and_step(choice: Choice, options: ScanOptions, arrays: dict):
+    """Return the output and the states of a step, compiled by jit. arrays: the public arguments by name."""
     if arrays["state"].ndim != 4:
         got = arrays["state"].shape
         raise ValueError(f"state must be [B, H, K, V], or [P, H, K, V] with slots, got shape {got}")
@@ -109,8 +110,10 @@ def step_on_device(choice: Choice, options: ScanOptions, arrays: dict):
 
 
 def with_states(r: Recurrence, state, slots) -> tuple[Recurrence, Array | None]:
-    """Return (r with the states of a step as initial states, the slots), in which P, the size of the pool, marks a row without
-    a sequence."""
+    """Return (r with the states of a step, or its pool, as initial states; the slots, or None).
+
+    In the slots returned, P, the size of the pool, marks a sequence without a slot.
+    """
     if slots is not None:
         slots, _ = usable(slots, state.shape[0], r.num_sequences, ("B", "query"))
     check_states("state", state, r.state_shape, pooled=slots is not None)
@@ -168,6 +171,7 @@ def gathered(choice: Choice, r: Recurrence, slots) -> Outputs:
 
 
 def unpooled(choice: Choice, r: Recurrence) -> Outputs:
+    """Return the output and the final states in the dtype of r's initial states, by the kernels for whole sequences."""
     output, final = solve(choice, r)
     return Outputs(output, final.astype(pool_of(r).dtype))
 

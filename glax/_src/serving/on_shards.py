@@ -80,9 +80,9 @@ def placed(mesh, arrays: dict[str, Any], specs: dict[str, P]) -> dict[str, Any]:
 
 
 def axis_of_heads(mesh, arrays: dict[str, Any]):
-    """Return the mesh axis, or axes, along which the heads of the pool are sharded; without sharded heads there, those of the
-    first array that has them.
+    """Return the mesh axis, or axes, along which the heads of the pool are sharded.
 
+    If the pool's heads are not sharded, these are the axes of the first other array whose heads are sharded; None if none are.
     Raises ValueError if a pool is sharded otherwise than by heads, or if the axis does not divide the heads.
     """
     found = None

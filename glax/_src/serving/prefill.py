@@ -112,6 +112,8 @@ def prefill_into(
 
 @compiled(static_argnums=(0, 1))
 def bind_and_prefill(choice: Choice, options: ScanOptions, arrays: dict):
+    """Return the output and the pool of `prefill_into`, compiled by jit. arrays: the public arguments by name."""
+
     def results(axis):
         return P(*[None] * (arrays["query"].ndim - 2), axis), P(None, axis)
 
@@ -152,7 +154,11 @@ def prefill_on_device(choice: Choice, options: ScanOptions, arrays: dict):
 
 
 def put_states(choice, pool, state_slots, states: Array | PackedStates, used: Bool[Array, "N"], rounding_key):
-    """Return the pool with the states behind every n tokens written to state_slots, one slot per state, in their order."""
+    """Return the pool with the states behind every n tokens written to state_slots [M]: state number i to slot state_slots[i].
+
+    states: [N, J, H, K, V], numbered row by row, or `PackedStates`. used: which sequences are present; the states of the others
+    are not written.
+    """
     check_integers("state_slots", state_slots)
     if isinstance(states, PackedStates):
         states, offsets = states

@@ -21,8 +21,9 @@ from glax._src.serving.state_pool import check_slot_values, in_bounds, put, take
 class Block:
     """Represent a block of tokens that follows its parent's: the slot of the state after it, and the blocks that follow it.
 
-    references: the number of prefixes in use that end here. last_use: the time of the last use. is_queued: whether the block is
-    in the heap of blocks that may be dropped. The root has slot -1. A block that was dropped has no parent.
+    tokens: the block's own, int64 as bytes. followers: {the tokens of a block that follows: the block}. references: the number
+    of prefixes in use that end here. last_use: the time of the last use, a count of uses in the cache. is_queued: whether the
+    block is in the heap of blocks that may be dropped. The root has slot -1. A block that was dropped has no parent.
     """
 
     slot: int
@@ -435,7 +436,10 @@ class PrefixStore:
 
 
 def check_requests(**arrays: tuple[Any, str]):
-    """Raise TypeError or ValueError unless each array, given with its axes, holds integers with one entry for each request."""
+    """Raise TypeError or ValueError unless each array holds integers, and has one entry for each request along its first axis.
+
+    arrays: by name, (the array, its axes as a text such as "N J").
+    """
     for name, (x, axes) in arrays.items():
         check_integers(name, x)
         if x.ndim != len(axes.split()):

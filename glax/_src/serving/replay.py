@@ -52,8 +52,11 @@ def state_after(S: Float[Array, "B H K V"], ring: Ring) -> Float[Array, "B H K V
 
 
 class Spans(NamedTuple):
-    """Hold sums of log decays up to each of T tokens: from the first token on, [B, T, ...], or from behind each of M tokens on,
-    [B, T, M, ...]. A field is None if the decay has no such gate."""
+    """Hold sums of log decays up to each of T tokens, as exponents. A field is None if the decay has no such gate.
+
+    The sums begin at the first token of the ring, [B, T, ...], or behind each of its M tokens, [B, T, M, ...]. head [..., H],
+    key [..., H, K] and value [..., H, V] are the sums of the gates of these forms.
+    """
 
     head: Array | None
     key: Array | None
@@ -70,9 +73,9 @@ class Spans(NamedTuple):
 
 
 def spans_of(decay: Decay, last: Int[Array, "T"]) -> tuple[Spans, Spans]:
-    """Return two sums of the log decays g [B, M, ...] up to the tokens `last`:
+    """Return two `Spans`, sums of a ring's log decays g [B, M, ...] up to the tokens with the indices `last`:
 
-    through[t] = sum_{m <= last[t]} g_m        after[t, m] = sum_{m < j <= last[t]} g_j
+    through[t] = sum_{m <= last[t]} g_m after[t, m] = sum_{m < j <= last[t]} g_j
     """
 
     def sums(log):
@@ -90,8 +93,8 @@ def spans_of(decay: Decay, last: Int[Array, "T"]) -> tuple[Spans, Spans]:
 class PartialRead(NamedTuple):
     """Hold what T query or erase vectors read of a state, before the values of the ring's M tokens are known.
 
-    base: what they read of S_0, [B, T, H, V]. weights: the factor with which each reads the value of each token, [B, T, M, H],
-    one array for each of `Ring.pairs`. value_factors: the decays of these values, [B, T, M, H, V]; None for 1.
+    base: what they read of S_0, [B, T, H, V]. weights: the factor with which each vector reads the value of each token, [B, T,
+    M, H], one array for each of `Ring.pairs`. value_factors: the decays of these values, [B, T, M, H, V]; None for 1.
     """
 
     base: Array
@@ -99,8 +102,10 @@ class PartialRead(NamedTuple):
     value_factors: Array | None
 
     def with_values(self, values: list[Array]) -> Float[Array, "B H V"]:
-        """Return what one vector reads, base + sum_m weights_m values_m, [B, H, V]. values: [B, M, H, V], one array for each of
-        `Ring.pairs`. The fields lack the axis T."""
+        """Return what one vector reads, base + sum_m weights_m values_m, [B, H, V].
+
+        values: [B, M, H, V], one array for each of `Ring.pairs`. This PartialRead is of one token: its fields have no axis T.
+        """
         found = self.base
         for weight, u in zip(self.weights, values, strict=True):
             found += (weight[..., None] * (u if self.value_factors is None else u * self.value_factors)).sum(1)
@@ -114,10 +119,10 @@ def partial_read(
     last_term: Int[Array, "T"],
     last_decay: Int[Array, "T"],
 ) -> PartialRead:
-    """Return what each vector x[t] reads of the state that has the terms of tokens up to last_term[t], decayed through token
-    last_decay[t].
+    """Return what each vector x[t] reads of a state, as a `PartialRead`.
 
-    S: the stored states; None if the caller sets `base`.
+    The state is S with the terms of the ring's tokens up to index last_term[t], decayed through token last_decay[t]. S: the
+    stored states; if None, `base` is empty, and the caller sets it.
     """
     through, after = spans_of(ring.decay, last_decay)
     base = jnp.zeros(0, x.dtype)
@@ -140,8 +145,11 @@ class InPool(NamedTuple):
     slots: Int[Array, "B"]
 
     def read(self, ring: Ring, x: Float[Array, "B R H K"], decay: Decay) -> Float[Array, "B R H V"]:
-        """Return what each vector of x reads of the state after the ring's tokens, decayed further by the vector's own log
-        decay."""
+        """Return what each of the R vectors of x reads of the state after the ring's tokens.
+
+        decay: log decays of the vectors, [B, R, ...]. One decays the state before its vector reads, and for the vectors behind
+        it, too.
+        """
         r = recurrence_of(ring, x, decay, self.states)
         return outputs_of(Choice(), differentiable(r), self.slots)[:, -x.shape[1] :]
 
@@ -181,6 +189,7 @@ class InPool(NamedTuple):
 
 
 def twice(x: Array) -> Array:
+    """Return x [B, T, ...] followed by x along the axis of tokens, [B, 2 T, ...]."""
     return jnp.concatenate([x, x], 1)
 
 
@@ -211,7 +220,8 @@ def recurrence_of(ring: Ring, x, decay: Decay | None, states) -> Recurrence:
 
 
 def new_tokens(r: Recurrence, dtype) -> Ring:
-    """Return the tokens of r in `dtype`. Under the delta rule `value` and `erased` are zeros, which `replay` replaces."""
+    """Return the tokens of r as a `Ring` in `dtype`. Under the delta rule its `value` and `erased` are zeros, because what
+    tokens write is not known yet; `replay` sets them."""
     B, T, H = (*r.q.shape[:2], r.num_heads)
 
     def wide(x):
@@ -286,10 +296,10 @@ def joined(vectors: list[Array]) -> Float[Array, "B R H K"]:
 
 
 def place_of_decay(r: Recurrence, bonus):
-    """Return a function from the log decays of tokens, [B, T, ...], to those of their reads, [B, R, ...], in the order of
-    `joined`.
+    """Return a function from the log decays of tokens, [B, T, ...], to the log decays of their reads, [B, R, ...].
 
-    The first read of a token that follows its decay gets the token's log decay. Its other reads get zeros.
+    The reads are in the order of `joined`: R = 2 T under the delta rule, with a token's erase vector before its query, else R =
+    T. The first read of a token that follows its decay gets the token's log decay. Its other reads get zeros.
     """
     if bonus is not None:  # the one token reads before its decay
         return jnp.zeros_like

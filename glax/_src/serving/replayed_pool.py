@@ -68,8 +68,8 @@ class TokenOptions(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Hold the static properties of a pool, known while tracing. heads: the numbers of heads of keys, of values and of
-    states."""
+    """Hold the static properties of a pool, known while tracing. heads: the numbers of heads of keys, of values and of states.
+    widths: (K, V). The other fields are the arguments of `StatePool` with these names."""
 
     heads: tuple[int, int, int]
     widths: tuple[int, int]
@@ -473,6 +473,7 @@ NAMES = ("states", "ring", "length", "drafted")
 
 
 def pool_of_leaves(layout: Layout, leaves) -> StatePool:
+    """Return the StatePool with this layout and the attributes of NAMES in `leaves`, as JAX rebuilds a tree."""
     pool = object.__new__(StatePool)
     vars(pool).update(zip(NAMES, leaves, strict=True), layout=layout)
     return pool
@@ -495,6 +496,7 @@ def checked_sizes(name: str, x, count: int) -> tuple[int, ...]:
 
 
 def checked_form(form: str) -> str:
+    """Return the form. Raises ValueError unless it is one of those that `StatePool` lists."""
     forms = [decay + erasure for decay in USUAL_FORMS for erasure in ("", *(f"+{each}" for each in ERASURES))]
     if form not in forms:
         raise ValueError(
@@ -506,6 +508,8 @@ def checked_form(form: str) -> str:
 
 @compiled(static_argnums=(0,))
 def bind_and_step(options: ScanOptions, pool: StatePool, tokens: dict, slots, bonus, rounding_key):
+    """Return the results of `StatePool.step`, compiled by jit. options: the flags. tokens: arrays by argument of
+    `recurrent_step`."""
     tokens, slots = pool.gathered(tokens, slots)
     r = bind(**tokens, **options.of_bind, one_token=True)
     pool.layout.check(r)
@@ -525,7 +529,10 @@ def bind_and_step(options: ScanOptions, pool: StatePool, tokens: dict, slots, bo
 def step_by_parts(
     r: Recurrence, pool: StatePool, slots, bonus=None, rounding_key=None
 ) -> tuple[Float[Array, "B H V"], StatePool]:
-    """Return the output and the pool of a step, computed by separate reads of states and rings, sums by XLA, and writes."""
+    """Return the output and the pool of a step, computed by separate reads of states and rings, sums by XLA, and writes.
+
+    r: one token of each sequence, without states. slots: [B], -1 for none, or None for the rows of the pool in order.
+    """
     rows, used = pool.usable_slots(slots, r.q.shape[0])
     old, length = pool.rings_of(rows)
     in_pool = InPool.for_reads(pool.states, rows, old, r)
@@ -557,7 +564,7 @@ def replay_kernel(r: Recurrence, pool: StatePool, rounding_key) -> KernelSpec | 
 
 
 def with_stored(r: Recurrence, pool: StatePool) -> Recurrence:
-    """Return r with the pool's states, as they are stored, as its initial states."""
+    """Return r with the pool's states, as they are stored, as its initial states; of states in 8 bits the values alone."""
     states = pool.states
     return r.replace(initial_state=states.values if isinstance(states, CompactStates) else states)
 
@@ -578,6 +585,8 @@ def step_by_kernel(spec: KernelSpec, r: Recurrence, pool: StatePool, slots) -> t
 
 @compiled(static_argnums=(0,))
 def bind_and_verify(options: ScanOptions, pool: StatePool, tokens: dict, slots):
+    """Return the results of `StatePool.verify`, compiled by jit. options: the flags. tokens: arrays by argument, with an axis
+    T."""
     query = tokens["query"]
     if query.ndim != 4:
         raise ValueError(f"query must be [B, T, Hq, K], got shape {query.shape}")
@@ -600,6 +609,7 @@ def bind_and_verify(options: ScanOptions, pool: StatePool, tokens: dict, slots):
 
 @compiled()
 def commit_drafts(pool: StatePool, accepted, slots, rounding_key) -> StatePool:
+    """Return the result of `StatePool.commit`, compiled by jit."""
     if accepted.ndim != 1:
         raise ValueError(f"accepted must be [B], got shape {accepted.shape}")
     rows, used = pool.usable_slots(slots, accepted.shape[0])
@@ -616,6 +626,7 @@ def commit_drafts(pool: StatePool, accepted, slots, rounding_key) -> StatePool:
 
 @compiled()
 def flushed(pool: StatePool, slots, rounding_key) -> StatePool:
+    """Return the result of `StatePool.flush`, compiled by jit. A slot may stand in `slots` several times."""
     rows, used = pool.usable_slots(slots)
     if slots is not None:  # `prefill` may read one slot for several prompts, and a kernel must advance its state once
         used &= ~jnp.tril(rows[:, None] == rows, -1).any(1)
@@ -627,5 +638,6 @@ def flushed(pool: StatePool, slots, rounding_key) -> StatePool:
 
 @compiled()
 def states_behind(pool: StatePool, slots) -> Float[Array, "B H K V"]:
+    """Return the states after all tokens of the slots' rings: the result of `StatePool.states_of`, compiled by jit."""
     rows, _ = pool.usable_slots(slots)
     return state_after(pool.stored_states(rows, pool.layout.sums), pool.as_sums(*pool.rings_of(rows)))

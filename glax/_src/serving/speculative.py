@@ -142,6 +142,7 @@ def recurrent_verify(
 
 @compiled(static_argnums=(0, 1))
 def bind_and_verify(choice: Choice, options: ScanOptions, arrays: dict):
+    """Return the results of `recurrent_verify`, compiled by jit. arrays: the public arguments by name."""
     for name, wanted in dict(query="[B, T, Hq, K]", state="[B, H, K, V], or [P, H, K, V] with slots").items():
         if arrays[name].ndim != 4:
             raise ValueError(f"{name} must be {wanted}, got shape {arrays[name].shape}")
@@ -259,6 +260,7 @@ def commit(
 
 @compiled()
 def bound_commit(state, draft: Draft, accepted, rounding_key):
+    """Return the result of `commit`, compiled by jit."""
     arrays = draft.as_arguments | dict(state=state, query=draft.key, accepted=accepted, rounding_key=rounding_key)
     return on_shards(functools.partial(commit_on_device, draft), arrays, lambda axis: P(None, axis))
 

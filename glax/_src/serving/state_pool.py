@@ -17,8 +17,11 @@ from glax._src.core.stored_states import CompactStates, check_state_dtype, rows_
 def check_known_slots(
     slots, pool, name: str = "state", argument: str = "slots", rank: int = 1, may_repeat: bool = False
 ):
-    """Raise ValueError for slots out of range, or that repeat, if their values are known. Shapes and dtypes are checked in
-    `usable` and `check_states`."""
+    """Raise ValueError for slots outside of -1 to P - 1, or that repeat, if their values are known.
+
+    pool: [P, H, K, V]. name, argument: the names of the pool and of the slots in the message. rank: the axes of the slots.
+    may_repeat: whether slots may repeat. Other shapes and dtypes pass: `usable` and `check_states` check these.
+    """
     if slots is None or isinstance(slots, Tracer) or not jnp.issubdtype(slots.dtype, jnp.integer):
         return
     if np.ndim(slots) == rank and np.ndim(pool) == 4:
@@ -72,6 +75,7 @@ def in_bounds(slots: Int[Array, "*shape"], rows: int) -> tuple[Int[Array, "*shap
 
 
 def take(pool: Float[Array, "P *state"] | CompactStates, slots: Int[Array, "N"]) -> Float[Array, "N *state"]:
+    """Return the states of the slots, [N, ...], with zeros for slot P: pool[slots], or float32 from a pool in 8 bits."""
     if isinstance(pool, CompactStates):
         return jax.tree.map(lambda x: take(x, slots), pool).whole()
     return rows_of(pool, slots)

@@ -237,6 +237,8 @@ def locked(path: pathlib.Path) -> Iterator[None]:
 
 
 def load(path: pathlib.Path) -> tuple[Stamp, dict]:
+    """Return (the stamp, the content) of a cache file. Raises OSError if the file cannot be read, and ContentError for a wrong
+    format."""
     stamp, content = read_json(path)
     return stamp, check(content)
 
@@ -264,6 +266,7 @@ def check_entry(entry):
 
 
 def is_ms(x) -> bool:
+    """Return whether x is a finite number of milliseconds above 0."""
     return isinstance(x, int | float) and not isinstance(x, bool) and 0 < x <= sys.float_info.max
 
 
@@ -322,13 +325,17 @@ def check_overlaid(name: str, config):
 
 
 def subclasses(of: type) -> list[type]:
+    """Return the subclasses of a class, and theirs, at any depth."""
     return [kernel for direct in of.__subclasses__() for kernel in (direct, *subclasses(direct))]
 
 
 @contextlib.contextmanager
 def stacked(layer: tuple):
-    """Put `layer`, which is hashable, above the others inside the context. Inside of different layers, jit traces a function
-    anew."""
+    """Put `layer` before the other layers of overlays inside the context. Inside of different layers, jit traces a function
+    anew.
+
+    layer: a hashable pair: of the configs, as pairs (the kernel's name, its config), and of the policy or None.
+    """
     token = layers.set((layer, *layers.get()))
     try:
         with traced_layers(layers.get()):
@@ -338,8 +345,10 @@ def stacked(layer: tuple):
 
 
 def overlaid(op_id: str) -> Any | None:
+    """Return the config that the innermost overlay which names this kernel gives to it; None if no overlay names it."""
     return next((dict(configs)[op_id] for configs, _ in layers.get() if op_id in dict(configs)), None)
 
 
 def overlaid_policy():
+    """Return the policy of the innermost overlay that has one; None if no overlay has."""
     return next((policy for _, policy in layers.get() if policy is not None), None)

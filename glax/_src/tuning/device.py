@@ -19,12 +19,15 @@ def device_kind() -> str:
 
 @functools.cache
 def named(kind: str) -> str:
+    """Return a device's kind as part of a file name: lower case, "_" for all but letters and digits, a CPU with processor and
+    cores."""
     if kind.lower() == "cpu":
         kind = f"cpu {processor()} {os.cpu_count()} cores"
     return re.sub(r"[^a-z0-9]+", "_", kind.lower()).strip("_")
 
 
 def processor() -> str:
+    """Return the name of the processor's model."""
     try:
         info = pathlib.Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:  # not Linux, or a container that hides the file

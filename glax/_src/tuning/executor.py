@@ -145,10 +145,10 @@ def arrays_of(tree):
 
 @contextlib.contextmanager
 def one_key():
-    """Trace the functions that are called inside under one cache key, if decisions are recorded.
+    """Let functions that are traced inside the context have one key in JAX's caches, if decisions are recorded.
 
     JAX stores what it traces by that key, every function of jnp included, and never drops it. Functions of callers, which jit
-    may have traced before, get a new key for each `listening` instead.
+    may have traced before, get a new key for each `listening` instead, so that they are traced again.
     """
     if not is_listening():
         yield
@@ -159,7 +159,10 @@ def one_key():
 
 @contextlib.contextmanager
 def listening():
-    """Record the decisions of what is traced inside the context. Functions that jit has traced before are traced again."""
+    """Yield a list to which every `Decision` is appended that is made inside the context, while functions are traced.
+
+    Functions that jit has traced before are traced again.
+    """
     recorded: list[Decision] = []
     token = listener.set(recorded)
     try:
@@ -177,7 +180,7 @@ def decisions(f, *args, **kwargs) -> list[Decision]:
 
 
 def trace(f, *args, **kwargs):
-    """Trace f(*args, **kwargs) without running it. JAX stores the trace with a function that exists as long as the call.
+    """Trace f(*args, **kwargs) without running it. JAX drops the trace after the call.
 
     Arguments that are no arrays, such as a config, a platform or a flag, are known while tracing, as they are in a call. Raises
     TypeError if f is no function.

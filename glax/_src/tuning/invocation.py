@@ -110,8 +110,11 @@ def fits(value, hint) -> bool:
 
 
 def shape_of(x):
-    """Return the shape of an array, in the dtype that JAX will give it; NumPy arrays are float64 by default. Other values are
-    returned unchanged."""
+    """Return a jax.ShapeDtypeStruct for an array, with the dtype that JAX will give it: float32 for NumPy's float64 without
+    x64.
+
+    Other values are returned unchanged.
+    """
     if isinstance(x, type) or not hasattr(x, "dtype"):
         return x
     return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True))

@@ -74,8 +74,8 @@ class Kernel:
 class FunctionKernel(Kernel):
     """Hold one implementation of an operation, and the rule for its config.
 
-    function: (operands, ..., cfg=, options) -> the result. heuristic: operands -> a config. A subclass lists the names of its
-    instances that have configs as op_ids.
+    function: (*args, cfg=, **options) -> the result. heuristic: the first of args -> a config. op_ids: in a subclass, the names
+    of those of its instances that have configs.
     """
 
     op_ids: ClassVar[tuple[str, ...]] = ()
@@ -92,10 +92,10 @@ class FunctionKernel(Kernel):
 
 
 def example_of(operands):
-    """Return the operands, a tree, with random arrays in place of shapes.
+    """Return the operands, a tree, with random arrays in place of shapes: floats are normal numbers, and integers are zeros.
 
-    A Recurrence gets log-sigmoid gates, sequences of equal length and its usual scale. Its rows have one segment each, because
-    the best config does not depend on where other segments begin.
+    A Recurrence gets log-sigmoid gates, sequences of equal length and a scale of K ** -0.5. Each of its rows has one segment,
+    because the best config does not depend on where other segments begin.
     """
     leaves, structure = jax.tree.flatten(operands, is_leaf=lambda x: isinstance(x, Recurrence))
     keys = jax.random.split(jax.random.key(0), max(len(leaves), 1))
@@ -103,6 +103,8 @@ def example_of(operands):
 
 
 def example_leaf(key, x):
+    """Return a random array or Recurrence like x, as `example_of` describes it; x itself if it has no dtype. key: a key of
+    jax.random."""
     if isinstance(x, Recurrence):
         filled = example_of(vars(x) | {"decay": vars(x.decay), "boundaries": None, "reverse": None, "segments": None})
         gates = {name: None if g is None else jax.nn.log_sigmoid(g) for name, g in filled["decay"].items()}

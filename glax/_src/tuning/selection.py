@@ -9,6 +9,8 @@ from glax._src.tuning.tuner import Tuner
 
 
 class Chosen(NamedTuple):
+    """Hold a config and the name of the selector that chose it, such as "memory"."""
+
     config: Any
     selector: str
 

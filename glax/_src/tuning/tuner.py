@@ -112,7 +112,10 @@ class Tuner:
 
 
 def example(inv: Invocation) -> tuple:
-    """Return real arrays for (args, kwargs), as leaves that jit accepts, with static values left in place."""
+    """Return the arrays on which a call is measured: the leaves of (args, kwargs) of `Kernel.example` that are arrays.
+
+    A kernel on a pool gets the slots 0, 1, 2 and so on, and empty replay rings: sequences that share a slot would race.
+    """
     filled = inv.kernel.example(inv) if hasattr(inv.kernel, "example") else example_of((inv.args, inv.kwargs))
     if getattr(inv.kernel, "is_pooled", False):  # sequences that share a slot would race
         (r, pool, slots), rest = filled
@@ -136,8 +139,11 @@ def inv_impl(inv: Invocation, config):
 
 
 def results(inv: Invocation, config, validate_backward: bool):
-    """Return a function that computes the results to compare: the outputs and, with `validate_backward`, the gradient of the
-    sum of their squares in all floats."""
+    """Return a function of the call's arrays that computes what candidates are compared by: the outputs.
+
+    With `validate_backward` the result is (outputs, gradients): the gradients of the sum of the outputs' squares, in every
+    float array.
+    """
     run = inv_impl(inv, config)
     if not validate_backward:
         return run
@@ -176,8 +182,10 @@ def registered(inv: Invocation) -> bool:
 
 
 def yardstick(inv: Invocation, validate_backward: bool):
-    """Return the function whose results candidates must equal: another kernel of XLA if there is one, else this kernel with its
-    heuristic's config."""
+    """Return the function of the call's arrays whose results candidates must equal, compiled by jit.
+
+    It is another kernel of XLA for the same call if there is one, else the call's kernel with its heuristic's config.
+    """
     guess = jax.jit(results(inv, inv.kernel.heuristic_cfg(inv), validate_backward))
     if not registered(inv) or inv.kernel.is_pooled:
         return guess
@@ -190,7 +198,10 @@ def yardstick(inv: Invocation, validate_backward: bool):
 
 
 def check(got, again, want):
-    """Raise CandidateError if two runs differ in a bit, or if a run differs from the yardstick by more than rounding."""
+    """Raise CandidateError if two runs differ in a bit, or if a run differs from the yardstick by more than rounding.
+
+    got, again: the results of two runs of a candidate on the same arrays. want: the yardstick's. All are trees of arrays.
+    """
     for x, y, w in zip(*map(jax.tree.leaves, (got, again, want)), strict=True):
         if np.asarray(x).tobytes() != np.asarray(y).tobytes():
             raise CandidateError("two runs on the same input differ")
