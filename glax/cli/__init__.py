@@ -70,6 +70,7 @@ def require_usable_jax(command: str):
 
 
 def ended(name: str, text: str, status: int) -> int:
+    """Print why a command ended on standard error. Return `status`, its exit code."""
     print(f"{name}: {text}", file=sys.stderr)
     return status
 
@@ -101,5 +102,6 @@ def discard_output():
 
 
 def to_nowhere():
+    """Redirect standard output to the null device."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

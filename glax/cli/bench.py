@@ -94,6 +94,8 @@ def make_folder(folder: Path):
 
 
 def ceilings(dtypes: set[str], iters: int) -> dict:
+    """Return what the device reaches: "copy_gbytes", the GB/s of a copy, and "matmul_gflops", the GFLOP/s of a product by
+    dtype."""
     return dict(
         copy_gbytes=copy_gbytes(iters), matmul_gflops={dtype: matmul_gflops(dtype, iters) for dtype in sorted(dtypes)}
     )
@@ -101,7 +103,7 @@ def ceilings(dtypes: set[str], iters: int) -> dict:
 
 def measured(problem: Problem, mode: str, iters: int, peers: dict) -> dict:
     """Return the results of glax and of the peers on one problem: all are prepared, compared with the reference, and then timed
-    in turn."""
+    in turn. mode: "forward", "train" or "step". iters: samples of each. peers: as `chosen_peers` returns them."""
     arrays, state = problem.arrays(), None
     d_output = jax.random.normal(jax.random.key(1), arrays["value"].shape, problem.dtype)
     if mode == "step":
@@ -138,6 +140,7 @@ def measured(problem: Problem, mode: str, iters: int, peers: dict) -> dict:
 
 
 def by_glax(problem: Problem, mode: str, arrays: dict, d_output, state) -> Way:
+    """Return a `Way` to compute the problem by glax, compiled."""
     f, operands = call(problem, mode, arrays, d_output, state)
     program = jax.jit(f).lower(*operands).compile()
     return Way("glax", lambda: program(*operands), calls=TOKENS if mode == "step" else 1)
@@ -165,6 +168,7 @@ def decode(arrays: dict, state):
 
 
 def used(problem: Problem, mode: str, arrays: dict, d_output, state) -> list[dict]:
+    """Return the kernels that glax runs in the call: for each its name, config, selector, and chunk, which is 0 without one."""
     f, operands = call(problem, mode, arrays, d_output, state)
     return [
         dict(name=d.kernel, config=str(d.config), selector=d.selector, chunk=getattr(d.config, "chunk", 0))
@@ -222,7 +226,8 @@ def show(document: dict):
 
 
 def show_result(name: str, dtype: str, result: dict, machine: dict):
-    """Print the times of one call for each library that ran, the rates of glax, and its kernels."""
+    """Print the times of one call for each library that ran, the rates of glax, and its kernels. machine: the result of
+    `ceilings`."""
     own, rows = result["ways"][0]["ms"], []
     for way in result["ways"]:
         if (ms := way["ms"]) is None:

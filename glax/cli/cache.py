@@ -40,6 +40,7 @@ def files_of(persistent: PersistentCache) -> dict[str, dict]:
 
 
 def list_files(persistent: PersistentCache, args):
+    """Return (the document of all files, a function that prints it). The other actions of ACTIONS return such pairs, too."""
     files = [
         dict(name=name, kernel=content.get("kernel"), device=content.get("device"), entries=len(content["entries"]))
         for name, content in files_of(persistent).items()
@@ -54,6 +55,7 @@ def list_files(persistent: PersistentCache, args):
 
 
 def show_file(persistent: PersistentCache, args):
+    """Return (the content of the one file whose name is, or contains, args.file; a function that prints it)."""
     files = files_of(persistent)
     found = [name for name in files if name == args.file] or [name for name in files if args.file in name]
     if len(found) != 1:
@@ -77,6 +79,7 @@ def entry_text(entry) -> str:
 
 
 def entry_error(entry) -> str | None:
+    """Return what is wrong with an entry of a cache file, or None."""
     try:
         check_entry(entry)
     except ValueError as error:
@@ -150,6 +153,7 @@ def import_file(persistent: PersistentCache, args):
 
 
 def is_faster(entry: dict, old) -> bool:
+    """Return whether an entry takes less time than `old`, or `old` is no entry."""
     return entry_error(old) is not None or entry["ms"] < old["ms"]
 
 

@@ -24,8 +24,9 @@ DEFAULT_SHAPES = {
 class Problem:
     """Hold one call: G heads of query and key serve H heads of value, in B rows of T tokens.
 
-    The gates are log-sigmoid, per key channel in the query's dtype. `delta`: with the delta rule, beta a sigmoid, and queries
-    and keys of norm 1. `packed`: the B rows are one of B T tokens, which holds so many sequences of unequal lengths.
+    gate: a name of GATES. Gates are log-sigmoid: per-key gates in the query's dtype, others in float32. delta: whether the call
+    is of the delta rule, with beta a sigmoid, and queries and keys of norm 1. packed: above 1, the B rows are one row of B T
+    tokens, which holds so many sequences of unequal lengths.
     """
 
     B: int
@@ -57,12 +58,13 @@ class Problem:
 
     @property
     def features(self) -> str:
-        """Return the part of the problem's name that is the same for one token and for many."""
+        """Return the part of the problem's text that is the same for one token and for many: all but B, T and packing."""
         heads = f"H{self.H}" if self.G == self.H else f"G{self.G} H{self.H}"
         widths = f"D{self.K}" if self.K == self.V else f"K{self.K} V{self.V}"
         return f"{heads} {widths} {self.gate}{' delta' if self.delta else ''} {self.dtype}"
 
     def title(self, mode: str) -> str:
+        """Return the problem as the title of a table. mode: "forward", "train" or "step"."""
         text = f"B{self.B} {self.features}" if mode == "step" else str(self)
         return f"{f'{self.name}: ' if self.name else ''}{text}, {mode}"
 
@@ -105,6 +107,7 @@ class Problem:
         return {name: x.astype(shapes[name].dtype) for name, x in arrays.items()}
 
     def forward(self, arrays: dict[str, Any]) -> jax.Array:
+        """Return the output of `recurrent` for these arguments, by name."""
         cu_seqlens = None if self.packed == 1 else jnp.asarray(self.boundaries)
         return recurrent(**arrays, cu_seqlens=cu_seqlens).output
 

@@ -54,6 +54,8 @@ def installation(backend: Backend) -> str:
 
 
 def run_states(as_json: bool, quick: bool) -> int:
+    """Run `glax check --states`: print the errors of states stored in each dtype. Return exit code 0. quick: only the fewer
+    tokens."""
     counts = (STEPS,) if quick else (STEPS, LONG)
     with progress("decoding", len(STORED) * len(DECAYS) * len(counts)) as advance:
         errors = []
@@ -78,14 +80,15 @@ def run_states(as_json: bool, quick: bool) -> int:
 
 
 def rounding_of(dtype: str, stochastic: bool) -> str:
+    """Return in words how states of a dtype are rounded."""
     if dtype in COMPACT:
         return "with rests"
     return "stochastic" if stochastic else "to nearest"
 
 
 def growing_dtypes(errors: list[StateError]) -> list[str]:
-    """Return the dtypes for which, at some decay, the error after the last number of tokens is 1.5 times the error after the
-    first. Errors up to `SMALL` do not count."""
+    """Return, in words, the dtypes and roundings whose error grows: at some decay, the error after the last number of tokens is
+    above 1.5 times the error after the first. Errors up to `SMALL` do not count."""
     found = {}
     for x in errors:
         found.setdefault((x.dtype, x.stochastic, x.decay), []).append(x.error)

@@ -39,8 +39,11 @@ MODEL = dict(
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Configure the demo. text: None for Python's standard library. must_win: whether losing to the order-2 model is a failure.
-    model: the content of a config.json."""
+    """Configure the demo.
+
+    out: the folder for results. text: the file to train on; None for Python's standard library. length: the bytes predicted in
+    a window. must_win: whether losing to the order-2 model is a failure. model: the content of a config.json.
+    """
 
     out: Path
     text: Path | None
@@ -137,6 +140,7 @@ def halves(raw: bytes, length: int, name: str) -> Halves:
 
 
 def language_model(settings: Settings, text: Halves, console: Console) -> int:
+    """Train on the text, compare the model with the order-2 model, and generate. Return the exit code of the demo."""
     headline(console, "Training")
     console.print(f"{text.name}: {len(text.train):,} bytes to train on, {text.held_out.size:,} behind them held out")
     try:
@@ -163,7 +167,8 @@ def language_model(settings: Settings, text: Halves, console: Console) -> int:
 
 
 def show_comparison(console: Console, model: CausalLM, text: Halves) -> tuple[bool, float]:
-    """Print the losses on the held-out text. Return whether the model beats the order-2 model, and the latter's loss."""
+    """Print the losses on the held-out text, in bits per byte. Return (whether the model beats the order-2 model, the latter's
+    loss)."""
     mine, baseline = held_out_bits(model, text.held_out), order2.bits_per_byte(text.train, text.held_out)
     won = mine < baseline
     console.print(f"gated linear attention  {mine:.3f} bits per byte")

@@ -63,6 +63,7 @@ def probes(T: int) -> dict[str, Recurrence]:
 
 
 def kernel_state(spec: KernelSpec, probes: dict[str, Recurrence]) -> dict:
+    """Return what is known of a kernel: whether it runs any of the calls `probes`, why not others, and what helps."""
     refused: dict[str, list[str]] = {}  # calls by the reason
     for name, r in probes.items():
         if (why := spec.refusal(r)) is not None:
@@ -106,6 +107,7 @@ def present(backend: Backend) -> bool:
 
 
 def cache_state() -> dict:
+    """Return the folder of measurements, why it cannot be written, and the numbers of files and entries."""
     persistent = measurements()
     folder, files = persistent.folder, list(persistent.files())
     return dict(

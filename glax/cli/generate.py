@@ -122,8 +122,10 @@ def check_limits(args):
 
 
 def how_to_draw(args, defaults) -> dict:
-    """Return temperature, top_k, top_p and repetition_penalty: those of the command line, else those of generation_config.json,
-    which are printed."""
+    """Return temperature, top_k, top_p and repetition_penalty by name: from the command line, else from generation_config.json.
+
+    Those from the file are printed. defaults: the `GenerationDefaults`, with the command line's options in their places.
+    """
     if defaults.temperature == 0:
         check_limits(args)
     drawing = {name: vars(defaults)[name] for name in DRAWING}

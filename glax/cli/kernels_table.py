@@ -55,7 +55,7 @@ def show_kernels(console: Console, seed: int, B: int = 1, T: int = 1024, H: int 
 
 
 def random_case(rng: np.random.Generator, B: int, T: int, H: int, width: int) -> tuple[Recurrence, tuple[Array, Array]]:
-    """Return a recurrence, and cotangents of its output and final state, drawn at random."""
+    """Return (a recurrence with per-key log-sigmoid gates, (d_output, d_final)), drawn at random. width: K and V."""
     normal = functools.partial(rng.standard_normal, dtype=np.float32)
     tokens, states = (B, T, H, width), (B, H, width, width)
     g = jax.nn.log_sigmoid(normal(tokens))

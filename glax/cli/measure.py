@@ -20,7 +20,11 @@ MOST_IN_FLIGHT = 200
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """Describe one way to compute something. `run` starts it, and `wait` returns when it is done. A run makes `calls` calls."""
+    """Describe one way to compute something, to be timed.
+
+    run: starts it, and returns results that may not be ready. wait: a function of these results, which returns when they are
+    ready. calls: how many calls a run makes.
+    """
 
     name: str
     run: Callable[[], Any]
@@ -70,6 +74,7 @@ def milliseconds(way: Way, runs: int) -> float:
 
 
 def timing(samples: list[float]) -> Timing:
+    """Return the median and percentiles of samples, which are milliseconds per call."""
     if len(samples) == 1:
         return Timing(median=samples[0], p20=samples[0], p80=samples[0], samples=1)
     fifths = statistics.quantiles(samples, n=5, method="inclusive")

@@ -38,6 +38,7 @@ def show_table(headings: Sequence[str], rows: Iterable[Sequence[object]], title:
 
 
 def cell(x) -> str:
+    """Return the text of a cell of a table: three digits of a float, thousands separated, and a dash for None."""
     match x:
         case None:
             return "-"

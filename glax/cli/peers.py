@@ -86,6 +86,8 @@ def jla(problem: Problem, mode: str, arrays: dict[str, jax.Array], d_output, sta
 
 
 def by_jax(name: str, forward: Callable[[dict], jax.Array], mode: str, arrays: dict[str, jax.Array], d_output) -> Way:
+    """Return a `Way` to compute forward(arrays) by JAX, and its gradient too unless mode is "forward"."""
+
     def both(arrays):
         output, pull = jax.vjp(forward, arrays)
         return output, pull(d_output)[0]
@@ -174,6 +176,7 @@ def fla_operator(problem: Problem, mode: str) -> Callable:
 
 
 def of_gpus():
+    """Raise UnavailableError unless JAX computes on a GPU."""
     if Backend.here() is not Backend.GPU:
         raise UnavailableError("needs a GPU")
 

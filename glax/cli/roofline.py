@@ -7,7 +7,10 @@ from glax._src.core.files import replacing
 
 
 def plot(document: dict, path: Path) -> str:
-    """Write the picture of what `glax bench` measured to `path`. Return a text for the user that says so."""
+    """Write the picture of what `glax bench` measured to `path`. Return a text for the user that says so, or why there is none.
+
+    document: the content of bench.json.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         return "no plot: matplotlib is not installed"
     from matplotlib.figure import Figure

@@ -91,14 +91,15 @@ def resumption(step: int, config) -> str:
 
 
 def model_parameters(model):
+    """Return the model's parameters as a tree of arrays."""
     from flax import nnx
 
     return nnx.state(model, nnx.Param)
 
 
 def bar(console, steps: int):
-    """Yield a function update(step, status, is_line_due), which shows a bar on a terminal, and else prints a line when one is
-    due."""
+    """Return a context manager that yields update(step, status, is_line_due): it shows a bar on a terminal, and else prints a
+    line when one is due."""
     import contextlib
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -26,6 +26,7 @@ def run(args) -> int:
 
 
 def tuned(problem: Problem) -> dict[str, Measurement]:
+    """Return the measurements of all calls of glax in the forward and the gradient of a problem, by call."""
     arrays = problem.shapes()
     return glax.tune(problem.train, arrays, arrays["value"], progress=sys.stderr.isatty())
 
@@ -43,6 +44,7 @@ def row(problem: Problem, call: str, measurement: Measurement) -> dict:
 
 
 def leaves(group: BaseExceptionGroup) -> list[BaseException]:
+    """Return the errors of a group that are no groups, at any depth."""
     return [leaf for e in group.exceptions for leaf in (leaves(e) if isinstance(e, BaseExceptionGroup) else [e])]
 
 
