@@ -140,14 +140,18 @@ def measured(problem: Problem, mode: str, iters: int, peers: dict) -> dict:
 
 
 def by_glax(problem: Problem, mode: str, arrays: dict, d_output, state) -> Way:
-    """Return a `Way` to compute the problem by glax, compiled."""
+    """Return a `Way` to compute the problem by glax, compiled. The arguments are those of `call`."""
     f, operands = call(problem, mode, arrays, d_output, state)
     program = jax.jit(f).lower(*operands).compile()
     return Way("glax", lambda: program(*operands), calls=TOKENS if mode == "step" else 1)
 
 
 def call(problem: Problem, mode: str, arrays: dict, d_output, state):
-    """Return (a function whose first result is the output to compare, its operands). mode: "forward", "train" or "step"."""
+    """Return (a function whose first result is the output to compare, its operands). mode: "forward", "train" or "step".
+
+    arrays: the arguments of `recurrent` by name, of one token for a step. d_output: the cotangent, read in "train" alone.
+    state: the initial states, read in "step" alone.
+    """
     match mode:
         case "forward":
             return problem.forward, (arrays,)
@@ -168,7 +172,10 @@ def decode(arrays: dict, state):
 
 
 def used(problem: Problem, mode: str, arrays: dict, d_output, state) -> list[dict]:
-    """Return the kernels that glax runs in the call: for each its name, config, selector, and chunk, which is 0 without one."""
+    """Return the kernels that glax runs in the call: for each its name, config, selector, and chunk, which is 0 without one.
+
+    The arguments are those of `call`.
+    """
     f, operands = call(problem, mode, arrays, d_output, state)
     return [
         dict(name=d.kernel, config=str(d.config), selector=d.selector, chunk=getattr(d.config, "chunk", 0))
@@ -177,7 +184,10 @@ def used(problem: Problem, mode: str, arrays: dict, d_output, state) -> list[dic
 
 
 def expected(problem: Problem, arrays: dict, state) -> np.ndarray:
-    """Return the reference's output of the first row for a few heads and tokens, [tokens, heads, V]."""
+    """Return the reference's output of the first batch row for a few heads and tokens, [tokens, heads, V], in float64.
+
+    arrays, state: as in `call`; state is None but for a step.
+    """
     each = problem.H // problem.G  # heads of value for one of query and key
     shared = max(1, HEADS // each)
     heads = shared * each

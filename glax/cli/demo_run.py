@@ -205,7 +205,8 @@ def show_generation(console: Console, model: CausalLM, text: Halves, seed: int):
 
 
 def printable(tokens) -> str:
-    """Return bytes as text. Characters that a terminal might obey, or cannot show, become replacement characters."""
+    """Return tokens, which are bytes, as text. Characters that a terminal might obey, or cannot show, become replacement
+    characters."""
     decoded = np.asarray(tokens, np.uint8).tobytes().decode("utf-8", errors="replace").expandtabs(4)
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in decoded)
 

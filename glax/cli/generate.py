@@ -151,8 +151,10 @@ def length_of(row: list[int], eos: tuple[int, ...], stops) -> int:
 
 
 def shown_text(tokenizer, tokens, stops, *, is_whole: bool = True) -> str:
-    """Return the text that is printed for tokens. is_whole: whether no token follows; if not, text that later tokens may change
-    is left out."""
+    """Return the text that is printed for tokens: it ends before the first of the texts `stops`.
+
+    is_whole: whether no token follows; if not, text that later tokens may change is left out.
+    """
     from glax.models.sampling import before_stop
 
     text = tokenizer.decode(tokens)
@@ -162,8 +164,11 @@ def shown_text(tokenizer, tokens, stops, *, is_whole: bool = True) -> str:
 
 
 def show(tokenizer, pieces, stops, *, as_it_grows: bool) -> tuple[list[list[int]], np.ndarray, list[float]]:
-    """Print the text of one sequence as it grows. Return (the tokens of all sequences, their log_probs, the time at which each
-    token was there)."""
+    """Print the text of one sequence as it grows, if as_it_grows. Return (the tokens of each sequence, their logprobs
+    [sequences, tokens], the time by time.perf_counter() at which each token was there).
+
+    pieces: yields for each step (a token of each sequence, its logprobs). stops: as in `shown_text`.
+    """
     tokens, log_probs, times, shown = [], [], [], ""
     for token, found in pieces:
         times.append(time.perf_counter())

@@ -1,4 +1,8 @@
-"""Time other libraries on the same calls where they are installed."""
+"""Time other libraries on the same calls where they are installed.
+
+A function of a peer takes (problem, mode, arrays, d_output, state), as `glax.cli.bench.call` describes them. It raises
+UnavailableError if the peer cannot compute the problem.
+"""
 
 import functools
 import importlib.util

@@ -41,8 +41,8 @@ def run(args) -> int:
 def shown(config, train, console, *, bits: bool = False, smoothed: int = 1):
     """Train with a progress bar. Return (the history, the exit code, which names a signal that has ended the training).
 
-    bits: whether losses are shown in bits per byte instead of nats per token. smoothed: the number of last steps whose mean
-    loss is shown.
+    config: a `TrainingConfig`. train: the function `glax.models.training.train`. console: where the bar is shown. bits: whether
+    losses are shown in bits per byte instead of nats per token. smoothed: the number of last steps whose mean loss is shown.
     """
     import math
 

@@ -207,9 +207,10 @@ def solved(
     cfg=None,
     **options,
 ) -> Outputs:
-    """Return function(*arrays, **options), a function of glax with states, platform and config in ejkernel's form.
+    """Return function(*arrays, **options), a function of glax, for arguments in ejkernel's form.
 
-    tiles: block_k, block_v, num_warps and num_stages, which are ignored.
+    tiles: block_k, block_v, num_warps and num_stages, which are ignored. initial_state, cu_seqlens, platform, cfg: as in
+    `recurrent` of this module.
     """
     if tiles != (64, 64, 4, 1):  # ejkernel's defaults
         say_ignored()
@@ -340,7 +341,11 @@ def one_row(g_gamma):
 
 
 def unpacked(initial_state, cu_seqlens):
-    """Return initial states [1, N, H, K, V], the form of packed sequences with a batch axis, as [N, H, K, V]."""
+    """Return initial states [N, H, K, V] as they are, and those of packed sequences with a batch axis, [1, N, H, K, V], without
+    it.
+
+    Raises ValueError for a batch axis without cu_seqlens or of another size than 1.
+    """
     if not wide(initial_state, 5):
         return initial_state
     if cu_seqlens is None or initial_state.shape[0] != 1:

@@ -298,7 +298,7 @@ class Run:
             yield self.writer.last(self.samples)
 
     async def stream(self, send):
-        """Send an answer as server-sent events."""
+        """Send an answer as server-sent events. send: the ASGI function."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         failed = False

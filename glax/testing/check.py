@@ -254,7 +254,8 @@ def gradient_of(spec: KernelSpec, program: Callable) -> Callable[..., Recurrence
 
 @jax.jit
 def chosen(r: Recurrence, d_output, d_final) -> tuple[Outputs, Recurrence]:
-    """Return the outputs of r and the gradient in r, by the kernels that glax chooses."""
+    """Return (the outputs of r, the gradient in r for the cotangents d_output and d_final), by the kernels that glax
+    chooses."""
     outputs, pull = jax.vjp(lambda x: solve(Choice(), x.replace(boundaries=r.boundaries)), r.replace(boundaries=None))
     (gradient,) = pull(type(outputs)(d_output, d_final))
     return outputs, gradient

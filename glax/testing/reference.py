@@ -164,7 +164,10 @@ def _written(S, x: "_Arrays", b, t):
 
 def _read_by_erasure(S, S_bar, x: "_Arrays", b, t):
     """Return the state [H, K, V] that a token's erase vector reads: S with before_decay, else S_bar. At a reset, S counts as
-    zeros."""
+    zeros.
+
+    S, S_bar: the state before the token, and that state decayed. b, t: the token's batch row and place in time.
+    """
     if not x.before_decay:
         return S_bar
     return np.zeros_like(S) if x.resets is not None and x.resets[b, t] else S

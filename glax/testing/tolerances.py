@@ -53,7 +53,7 @@ def compare(name: str, got, want, bar: float, dtype=None) -> Comparison:
 
 
 def compare_outputs(r: Recurrence, got: Outputs, want: Outputs, extreme: bool = False) -> list[Comparison]:
-    """Compare the output and the final state. Padding rows of the output must be 0.
+    """Compare the output and the final state of a kernel, `got`, with the reference's, `want`. Padding of the output must be 0.
 
     extreme: whether some gates are -100 or -inf.
     """
@@ -62,7 +62,8 @@ def compare_outputs(r: Recurrence, got: Outputs, want: Outputs, extreme: bool = 
 
 
 def compare_output(r: Recurrence, got, want, extreme: bool = False) -> Comparison:
-    """Compare the output. Its padding rows must be 0."""
+    """Compare the output of a kernel, `got`, with the reference's, `want`. Its padding must be 0. extreme: as in
+    `compare_outputs`."""
     bar = bars_of(r)[str(r.q.dtype)][0] * widened(r, extreme)
     return with_clear_padding(compare("output", got, want, bar, r.q.dtype), r, got)
 

@@ -186,7 +186,10 @@ def mamba3_step(
 
 
 def four_states(name: str, state) -> Mamba3State | None:
-    """Return the states that a caller gives as a Mamba3State. Raises TypeError for anything but four arrays or None."""
+    """Return `state`, what a caller gives, as a Mamba3State; None for None. name: the argument, for messages.
+
+    Raises TypeError for anything but a tuple or list of four arrays.
+    """
     if state is None:
         return None
     if not isinstance(state, tuple | list) or len(state) != 4:
@@ -258,7 +261,8 @@ def with_bias(x: Float[Array, "B T *R G K"], bias: Float[Array, "H *R K"]) -> Fl
 
 
 def parts_of(a: dict[str, Array], scale) -> Parts:
-    """Return the `Parts` of the arguments. a: the arguments by name, those by token as [B, T, ...]."""
+    """Return the `Parts` of the arguments. a: the arguments by name, those by token as [B, T, ...]. scale: softmax_scale, or
+    None."""
     dtype = promoted(a["Q"].dtype, jnp.float32)
     a = {name: x.astype(dtype) for name, x in a.items()}
 

@@ -142,7 +142,10 @@ def mlstm_step(
 
 
 def three_states(name: str, state) -> MLSTMState | None:
-    """Return the states that a caller gives as an MLSTMState. Raises TypeError for anything but three arrays or None."""
+    """Return `state`, what a caller gives, as an MLSTMState; None for None. name: the argument, for messages.
+
+    Raises TypeError for anything but a tuple or list of three arrays.
+    """
     if state is None:
         return None
     if not isinstance(state, tuple | list) or len(state) != 3:
@@ -208,7 +211,7 @@ def weights(i: Array, g: Array, m_before: Array, m: Array) -> Weights:
 
 
 def lowest(dtype) -> float:
-    """Return a finite number far below all others, the m of states that are 0."""
+    """Return the least m: a finite number of `dtype` far below all others, which stands for the m of states that are 0."""
     return float(jnp.finfo(dtype).min) / 4
 
 

@@ -73,7 +73,11 @@ class StepCall(NamedTuple):
 
     @classmethod
     def of(cls, arrays: dict[str, Any], state, options, takes: type = DeltaStepOptions) -> "StepCall":
-        """Return the arguments after a check. arrays, options: by name. takes: the class that lists the names of options."""
+        """Return the arguments after a check. arrays, options: by name. state: the states or pool, whose type and slots are
+        checked.
+
+        takes: the class that lists the names of the options.
+        """
         check_options(options, {*StepOptions.__annotations__, *takes.__annotations__})
         static = ScanOptions(use_qk_l2norm=options.get("use_qk_l2norm", False))
         traced = {name: options.get(name) for name in ("softmax_scale", "slots", "rounding_key")}
@@ -461,7 +465,11 @@ def bind_recipe(recipe: Recipe, choice: Choice, options: ScanOptions, arrays: di
 
 
 def step_recipe(recipe: Recipe, arrays: dict[str, Any], state, options):
-    """Check the arrays and options of a step by name, and advance the states by one token of `recipe`, compiled by jit."""
+    """Check the arguments of a step, and return its results: (the output of one token by `recipe`, the new states), compiled by
+    jit.
+
+    arrays, options: by name. state: the states [B, H, K, V] or a pool, as in `recurrent_step`.
+    """
     call = StepCall.of(arrays, state, options, takes=StepOptions)
     return bind_step(recipe, call.choice, call.options, transferred(arrays), state, call.traced)
 

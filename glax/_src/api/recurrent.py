@@ -406,7 +406,7 @@ def check_per_head(query, g):
 
 
 def retention_decay(query, key, value) -> Gate:
-    """Return RetNet's log decay of each head, log(1 - 2^(-5 - h)), as a NumPy array [H]."""
+    """Return RetNet's log decay of each head of these arrays, log(1 - 2^(-5 - h)), as a NumPy array [H]."""
     h, dtype = head_numbers(query, key, value)
     return np.log1p(-np.exp2(-5.0 - h)).astype(dtype)
 

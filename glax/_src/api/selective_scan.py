@@ -217,8 +217,10 @@ def bound(sizes: dict[str, int], rest: dict, options: ScanOptions, flat: bool) -
 
 
 def initial_states(given, shape: tuple[int, int, int], dtype) -> Float[Array, "sequences D N"]:
-    """Return the initial states in the shape (sequences, D, N) and in dtype: zeros for None. Raises ValueError for another
-    shape."""
+    """Return `given`, the argument initial_state, in the shape (sequences, D, N) and in dtype; zeros for None.
+
+    Raises ValueError for another shape.
+    """
     if given is None:
         return jnp.zeros(shape, dtype)
     given = as_float("initial_state", given)
@@ -266,7 +268,10 @@ def bind_scan_step(platform: Platform | None, arrays: dict, state, slots, roundi
 
 
 def step_rows(platform: Platform | None, arrays: dict, state, slots, rounding_key) -> tuple[Array, Array]:
-    """Return (y, the states or the pool) of `selective_scan_step` for arrays without explicit axes. arrays: x to D by name."""
+    """Return (y, the states or the pool) of `selective_scan_step` for arrays without explicit axes. arrays: x to D by name.
+
+    slots, rounding_key: as in `selective_scan_step`, or None.
+    """
     arrays, sizes = checked(arrays, absent="T")
     check_state_dtype("state", state.dtype)
     form, wanted = "[P, D, N]", (sizes["D"], sizes["N"])

@@ -372,7 +372,7 @@ def check_ids(name: str, x):
 
 
 def known_values(x) -> np.ndarray | None:
-    """Return the values of an array of integers, or None if it is traced or lies on the devices of another process.
+    """Return the values of an array x of integers. Return None if x is traced or lies on the devices of another process.
 
     Narrow dtypes are converted to int64, so that values can be compared with numbers that do not fit the dtype.
     """
@@ -404,7 +404,10 @@ def check_integer(name: str, x):
 
 
 def known_integer(name: str, x) -> int:
-    """Return an integer, or an array of one, as int. Raises TypeError for anything else, traced arrays included."""
+    """Return x, an integer or an array of one integer, as int. Raises TypeError for anything else, traced arrays included.
+
+    name: the argument, for the message.
+    """
     if isinstance(x, np.ndarray):
         check_memory(name, x)
     if is_array(x) and x.shape == () and jnp.issubdtype(x.dtype, jnp.integer):
@@ -414,7 +417,7 @@ def known_integer(name: str, x) -> int:
 
 
 def checked_size(name: str, x, least: int) -> int:
-    """Return an integer, known while tracing, of at least `least`. Raises TypeError or ValueError for anything else."""
+    """Return x as int. Raises TypeError unless x is an integer known while tracing, and ValueError if x is below `least`."""
     if (size := known_integer(name, x)) < least:
         raise ValueError(f"{name} must be at least {least}, got {size}")
     return size

@@ -74,9 +74,10 @@ def refused_form(form: str, forms: Iterable[str], what: str = "decays") -> str:
 
 
 def check_field(name: str, value, lowest: int, highest: int, power_of_two: bool = False):
-    """Raise ValueError unless a Config's field is an int from `lowest` to `highest`, and a power of two if `power_of_two`.
+    """Raise ValueError unless `value`, the field `name` of a Config, is an int from `lowest` to `highest`.
 
-    Configs also come from files, so the check bounds what a kernel allocates and compiles.
+    If `power_of_two`, the value must also be a power of two. Configs also come from files, so the check bounds what a kernel
+    allocates and compiles.
     """
     fits = type(value) is int and lowest <= value <= highest and not (power_of_two and value & (value - 1))
     if not fits:

@@ -38,7 +38,8 @@ def check_rounding_key(key):
 
 
 def stored(states: Float[Array, "*shape"], dtype, rounding_key=None) -> Float[Array, "*shape"]:
-    """Return the states in `dtype`: rounded stochastically with a key of jax.random and a dtype of 16 bits, else to nearest."""
+    """Return the states in `dtype`. rounding_key: a key of jax.random, by which they are rounded stochastically to a dtype of
+    16 bits; to nearest if None."""
     dtype = jnp.dtype(dtype)
     if rounding_key is None or str(dtype) not in DROPPED:
         return states.astype(dtype)

@@ -184,7 +184,8 @@ def exchange_states(axis: Axis, n: int, backwards: bool, state: Float[Array, "E 
         return state.reshape(E, H, K, V), rows.reshape(of_rows), rest[0] if rest else None
 
     def compose(earlier, later):
-        """Return the composition of the maps of two consecutive shards."""
+        """Return the map of two consecutive shards: `later` applied to what `earlier` gives. A map is (state, rows, columns or
+        None)."""
         (S, r, c), (S2, r2, c2) = earlier, later
         S, r, c = jax.tree.map(functools.partial(stopped, rows=r2), (S, r, c))
         through = r * r2 if r.ndim == 3 else apply_decay(r, r2, None)

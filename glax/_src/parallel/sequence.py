@@ -142,7 +142,10 @@ def entered_rows(r: Recurrence, shard: Shard, entered: Array) -> Recurrence:
 
 
 def with_given_state(d: Recurrence, r: Recurrence, shard: Shard, d_initial) -> Recurrence:
-    """Return d with the gradient of the initial states of all sequences, or with None if r has none."""
+    """Return d, a gradient in the shard's rows, with d_initial as the gradient of the initial states.
+
+    d_initial: [N, H, K, V], replaced by zeros for sequences that do not begin in the shard. None if r has no initial state.
+    """
     given = r.initial_state
     return d.replace(initial_state=None if given is None else of_sequences(shard.begins, d_initial).astype(given.dtype))
 
@@ -272,7 +275,7 @@ def gradient_of_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output
 
 
 def plain_gradient(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output, d_final) -> Recurrence:
-    """Return the gradient of `plain`, by JAX. It has gradients of any order."""
+    """Return the gradient of `plain` for the cotangents d_output and d_final, by JAX. It has gradients of any order."""
 
     def outputs(rows: Recurrence) -> Outputs:
         return plain(choice, axis, n, rows.with_integers(r))
@@ -282,7 +285,7 @@ def plain_gradient(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output, 
 
 
 def plain(choice: Choice, axis: Axis, n: int, r: Recurrence) -> Outputs:
-    """Return the same outputs as `solve_rows`, by operations that have gradients of any order. Each shard's rows are scanned
+    """Return the same outputs as `solve_rows`, by operations that have gradients of any order. Each shard solves its rows
     twice."""
     if r.erasure is not None:
         return solve_delta_rows(choice, axis, n, r, save_residuals=False)[0]

@@ -110,7 +110,7 @@ def step_on_device(choice: Choice, options: ScanOptions, arrays: dict):
 
 
 def with_states(r: Recurrence, state, slots) -> tuple[Recurrence, Array | None]:
-    """Return (r with the states of a step, or its pool, as initial states; the slots, or None).
+    """Return (r with `state`, the states of a step or its pool, as initial states; the slots, or None).
 
     In the slots returned, P, the size of the pool, marks a sequence without a slot.
     """
@@ -121,8 +121,10 @@ def with_states(r: Recurrence, state, slots) -> tuple[Recurrence, Array | None]:
 
 
 def advance_rounded(choice: Choice, r: Recurrence, slots, rounding_key) -> Outputs:
-    """Return the output [B, T, H, V] and the pool behind r's tokens. The states are rounded stochastically if there is a key
-    and rounding loses digits, else to nearest."""
+    """Return the output [B, T, H, V] and the pool after r's tokens. slots: as `with_states` returns them.
+
+    The states are rounded stochastically if there is a rounding_key and the pool has 16 bits, else to nearest.
+    """
     if rounding_key is None or str(pool_of(r).dtype) not in DROPPED:
         return advance(choice, r, slots)
     return advance_and_round(choice, r, slots, rounding_key)
@@ -145,7 +147,10 @@ def advance_and_round(choice: Choice, r: Recurrence, slots, rounding_key) -> Out
 
 
 def read_with_bonus(r: Recurrence, slots, bonus: Float[Array, "H K"]) -> Float[Array, "B 1 H V"]:
-    """Return scale * (S + diag(bonus) k v^T)^T q, [B, 1, H, V], with S read from the pool; 0 where a slot is unused."""
+    """Return scale * (S + diag(bonus) k v^T)^T q, [B, 1, H, V], with S read from the pool by slots.
+
+    slots: as `with_states` returns them. A sequence without a slot gets 0.
+    """
     check_no_erasure(r)
     check_bonus(bonus, r.num_heads, r.q.shape[3])
     if slots is not None:
@@ -158,8 +163,8 @@ LARGE = 2**14  # elements of one sequence's state
 
 
 def gathered(choice: Choice, r: Recurrence, slots) -> Outputs:
-    """Return the output [B, T, H, V] and the pool behind r's tokens, by the kernels for whole sequences on states gathered from
-    the pool."""
+    """Return the output [B, T, H, V] and the pool after r's tokens, by the kernels for whole sequences on states gathered from
+    the pool. slots: as `with_states` returns them."""
     pool = pool_of(r)
     if slots is None:
         return unpooled(choice, r)
@@ -177,7 +182,8 @@ def unpooled(choice: Choice, r: Recurrence) -> Outputs:
 
 
 def one_row_at_a_time(choice: Choice, r: Recurrence, slots) -> Outputs:
-    """Return the output and the pool of a step, of which a loop advances one row at a time.
+    """Return the output and the pool of a step, of which a loop advances one row at a time. slots: as `with_states` returns
+    them.
 
     On CPUs each row then stays in the cache from its read to its write. All rows together would pass through memory three
     times.

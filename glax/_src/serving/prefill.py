@@ -157,7 +157,7 @@ def put_states(choice, pool, state_slots, states: Array | PackedStates, used: Bo
     """Return the pool with the states behind every n tokens written to state_slots [M]: state number i to slot state_slots[i].
 
     states: [N, J, H, K, V], numbered row by row, or `PackedStates`. used: which sequences are present; the states of the others
-    are not written.
+    are not written. rounding_key: for stochastic rounding; None rounds to nearest.
     """
     check_integers("state_slots", state_slots)
     if isinstance(states, PackedStates):

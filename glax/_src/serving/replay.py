@@ -299,7 +299,8 @@ def place_of_decay(r: Recurrence, bonus):
     """Return a function from the log decays of tokens, [B, T, ...], to the log decays of their reads, [B, R, ...].
 
     The reads are in the order of `joined`: R = 2 T under the delta rule, with a token's erase vector before its query, else R =
-    T. The first read of a token that follows its decay gets the token's log decay. Its other reads get zeros.
+    T. The first read of a token that follows its decay gets the token's log decay. Its other reads get zeros. With a bonus the
+    one token reads before its decay, so all are zeros.
     """
     if bonus is not None:  # the one token reads before its decay
         return jnp.zeros_like

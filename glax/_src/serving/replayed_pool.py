@@ -368,7 +368,7 @@ class StatePool:
         check_known_slots(slots, self.states, "the pool", argument, may_repeat=may_repeat)
 
     def check_accepted(self, accepted, slots):
-        """Raise ValueError if `accepted` has a number below 0, or above the number of drafts in its slot.
+        """Raise ValueError if accepted[b] is below 0, or above the number of drafts in slot slots[b], or b if slots is None.
 
         Nothing is checked where the values of one of these are known only to a running program.
         """
@@ -509,7 +509,7 @@ def checked_form(form: str) -> str:
 @compiled(static_argnums=(0,))
 def bind_and_step(options: ScanOptions, pool: StatePool, tokens: dict, slots, bonus, rounding_key):
     """Return the results of `StatePool.step`, compiled by jit. options: the flags. tokens: arrays by argument of
-    `recurrent_step`."""
+    `recurrent_step`. The other arguments are those of `StatePool.step`."""
     tokens, slots = pool.gathered(tokens, slots)
     r = bind(**tokens, **options.of_bind, one_token=True)
     pool.layout.check(r)
@@ -552,8 +552,9 @@ def step_by_parts(
 def replay_kernel(r: Recurrence, pool: StatePool, rounding_key) -> KernelSpec | None:
     """Return the kernel that computes a whole step on the states and rings of the pool, or None if none is able.
 
-    It rounds states to nearest, and sums in float32. On explicit axes the result is None: the arrays of a ring are sharded in
-    several ways, which one call of a kernel cannot have.
+    Such kernels round states to nearest and sum in float32: the result is None if the rounding_key would have an effect, or if
+    sums are float64. It is None on explicit axes, too: the arrays of a ring are sharded in several ways, which one call of a
+    kernel cannot have.
     """
     is_drawn = rounding_key is not None and str(pool.states.dtype) in DROPPED
     if is_drawn or pool.layout.sums != jnp.float32 or is_spread_by_type((r, pool.states)):
@@ -570,7 +571,11 @@ def with_stored(r: Recurrence, pool: StatePool) -> Recurrence:
 
 
 def step_by_kernel(spec: KernelSpec, r: Recurrence, pool: StatePool, slots) -> tuple[Float[Array, "B H V"], StatePool]:
-    """Return the output and the pool of a step, computed by the kernel `spec`, or by `step_by_parts` where that cannot run."""
+    """Return the output and the pool of a step, computed by the kernel `spec`, or by `step_by_parts` where the kernel cannot
+    run.
+
+    slots: as in `step_by_parts`.
+    """
 
     def kernel(r: Recurrence, pool: StatePool, slots):
         ringed = pool.ringed()

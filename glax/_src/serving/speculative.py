@@ -178,7 +178,10 @@ def verify_on_device(choice: Choice, options: ScanOptions, state_shape: tuple[in
 
 
 def outputs_gathered(choice: Choice, r: Recurrence, slots) -> Float[Array, "B T H V"]:
-    """Return the outputs of r's tokens by the kernels of whole sequences, with the states gathered from the pool."""
+    """Return the outputs of r's tokens by the kernels of whole sequences, with the states gathered from the pool.
+
+    slots: [B], P for a sequence without a state, whose output is 0; None if the initial states of r are no pool.
+    """
     if 0 in r.q.shape[:2]:
         return jnp.zeros((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype)
     if slots is None:
@@ -193,7 +196,10 @@ outputs_of = in_one_pass(Role.VERIFY, outputs_gathered)
 
 
 def verified_with_states(choice: Choice, r: Recurrence, pool, slots, state_slots, draft: Draft):
-    """Return (the outputs, the draft, the pool with the state behind each token in its slot of `state_slots`)."""
+    """Return (the outputs, the draft, the pool with the state after each token in its slot of `state_slots`).
+
+    slots [B], state_slots [B, T]: as in `recurrent_verify`.
+    """
     B, T = r.q.shape[:2]
     check_integers("state_slots", state_slots)
     if state_slots.shape != (B, T):
@@ -260,7 +266,7 @@ def commit(
 
 @compiled()
 def bound_commit(state, draft: Draft, accepted, rounding_key):
-    """Return the result of `commit`, compiled by jit."""
+    """Return the result of `commit` for arguments that it has checked, compiled by jit."""
     arrays = draft.as_arguments | dict(state=state, query=draft.key, accepted=accepted, rounding_key=rounding_key)
     return on_shards(functools.partial(commit_on_device, draft), arrays, lambda axis: P(None, axis))
 

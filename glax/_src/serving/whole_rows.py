@@ -41,7 +41,7 @@ def write_rows(choice: Choice, pool, slots: Int[Array, "N"], states: Float[Array
 
 
 def copies(choice: Choice, pool, slots) -> bool:
-    """Return whether a TPU kernel copies rows of this pool, rather than XLA."""
+    """Return whether a TPU kernel copies the rows `slots` of this pool, rather than XLA."""
     return (
         Backend.here() is Backend.TPU
         and choice.platform in (None, Platform.PALLAS)

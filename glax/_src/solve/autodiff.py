@@ -254,8 +254,10 @@ def fused_or_derived_gradient(resolution: Resolution, r: Recurrence, d_output, d
 
 
 def derived_gradient_of(resolution: Resolution, r: Recurrence, d_output, d_final) -> Recurrence:
-    """Return the derived gradient of r. In it, and in its derivatives of any order, each segment depends on its own tokens
-    alone."""
+    """Return the derived gradient of r, as `derived_gradient` does, for the cotangents d_output and d_final.
+
+    In it, and in its derivatives of any order, each segment depends on its own tokens alone.
+    """
     derived = functools.partial(derived_gradient, resolution.choice)
     if r.segments is None or r.states_every is not None:
         return derived(r, d_output, d_final)

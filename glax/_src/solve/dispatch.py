@@ -192,11 +192,10 @@ def forward_elsewhere_without_residuals(
 def gradient_elsewhere(
     derived: Callable, choice: Choice, results, r: Recurrence, d_output, d_final, residuals: Residuals | None = None
 ) -> Recurrence:
-    """Return the gradient of r by a kernel of the backend of the lowering. It does not read the residuals, which are another
-    kernel's.
+    """Return the gradient of r, for the cotangents d_output and d_final, by a kernel of the backend of the lowering.
 
-    derived: the function of the derived gradient, which runs if r stores states. results: not used. Raises UnsupportedError if
-    no kernel can form the gradient.
+    The residuals are another kernel's, and are not read. derived: the function of the derived gradient, which runs if r stores
+    states. results: not used. Raises UnsupportedError if no kernel can form the gradient.
     """
     if r.states_every is not None:
         return derived(choice, r, d_output, d_final)

@@ -214,7 +214,8 @@ def by_compiler(f, saves_residuals: bool, *operands, free: FreeAxis | None = Non
 
 
 def recurrence_division(f, saves_residuals: bool, operands) -> Division:
-    """Return the `Division` of a recurrence (r), its gradient (r, d_output, d_final, ...), or its call on a pool (r, slots)."""
+    """Return the `Division` of f for these operands: a recurrence (r), its gradient (r, d_output, d_final, ...), or its call on
+    a pool (r, slots)."""
 
     def specs(mesh, found: list[P]):
         axes = common_axes(mesh, operands, found)
@@ -246,7 +247,7 @@ def dividing_axes(mesh, specs: list[P], place: int, count: int) -> Axis:
 
 
 def softmax_division(f, operands) -> Division:
-    """Return the `Division` of softmax attention (operands), or of its gradient (operands, o, log_total, d_o).
+    """Return the `Division` of f: softmax attention (operands), or its gradient (operands, o, log_total, d_o).
 
     The batch and the heads of k are sharded. The heads of q that read one head of k lie on its device.
     """
@@ -283,7 +284,7 @@ def softmax_division(f, operands) -> Division:
 
 
 def step_division(f, operands: StepOperands) -> Division:
-    """Return the `Division` of one step of softmax attention over caches.
+    """Return the `Division` of f, one step of softmax attention over caches.
 
     The heads of k are sharded, or the heads of q if k has one head. Without slots the batch is sharded, too; slots may name any
     row of the caches.
@@ -399,7 +400,8 @@ def output_specs(batch, heads, sequence=None) -> Outputs:
 
 
 def outputs_of(r: Recurrence, batch, heads) -> Any:
-    """Return the PartitionSpecs of the outputs and final states of r, and of the states that it stores, if any."""
+    """Return the PartitionSpecs of the outputs and final states of r, and of the states that r stores, if any. batch, heads:
+    mesh axes."""
     outputs = output_specs(batch, heads)
     if r.states_every is None:
         return outputs
@@ -486,8 +488,8 @@ def head_counts(r: Recurrence) -> tuple[int, int, int]:
 
 
 def sharding_rule(operands, saves_residuals: bool) -> tuple[str, tuple[str, ...], dict[str, int]]:
-    """Return a rule like einsum's, the names of dimensions that must not be sharded, and the sizes of the parts of joint
-    dimensions.
+    """Return (a rule like einsum's for custom_partitioning, the names of dimensions that must not be sharded, {name: size} of
+    the parts of joint dimensions). operands: as in `by_type`.
 
     Heads that share one head are adjacent. With h the fewest heads of any operand, H = (h i j): h can be sharded, and the other
     factors follow it.

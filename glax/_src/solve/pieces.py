@@ -38,8 +38,10 @@ class RowStates(NamedTuple):
 
 
 def no_states(r: Recurrence, every: int, dtype) -> Array | PackedStates:
-    """Return the stored states of a recurrence without tokens or without sequences: zeros in the shapes of
-    `solve_with_states`."""
+    """Return the stored states of a recurrence without tokens or without sequences: zeros in the shapes of `solve_with_states`.
+
+    dtype: their dtype; None for the dtype of sums.
+    """
     N, *state = r.state_shape
     count, dtype = r.q.shape[1] // every, r.dtype if dtype is None else dtype
     if r.boundaries is None:

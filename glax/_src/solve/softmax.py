@@ -63,7 +63,7 @@ def attend_whole(q, k, v, intervals: Intervals, scale: float | None) -> Float[Ar
 def attend_in_blocks(
     q, k, v, intervals: Intervals, scale: float | None, blocks: ReadBlocks | None = None
 ) -> Float[Array, "B T Hq V"]:
-    """Return the outputs of softmax attention in which each row reads the keys of its interval, as `attend_whole` does.
+    """Return the outputs of softmax attention in which each row reads the keys of its interval. q, k, v: as in `attend_whole`.
 
     XLA takes blocks of rows, and reads for each block only the keys from the lowest first[t] to the highest last[t] of its
     rows. blocks: which blocks of keys each row reads of its interval; all if None.

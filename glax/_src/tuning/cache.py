@@ -306,7 +306,7 @@ def overlay(configs: dict[str, Any] | None = None, *, policy=None):
 
 
 def check_overlaid(name: str, config):
-    """Raise ValueError if no kernel has the name, or if the kernel takes configs of another class."""
+    """Raise ValueError if no kernel has the name, or if `config` is of another class than the kernel's configs."""
     load_kernels()
     if name in kernel_registry.kernels:
         wanted = kernel_registry.kernels[name].config

@@ -167,7 +167,11 @@ def results(inv: Invocation, config, validate_backward: bool):
 
 
 def differentiable(inv: Invocation, operands) -> bool:
-    """Return whether the kernel has a gradient to check. An operation that a user defines may have none."""
+    """Return whether the kernel has a gradient to check: whether its gradient can be traced. An operation of a user may have
+    none.
+
+    operands: the call's arrays.
+    """
     try:
         jax.eval_shape(results(inv, inv.kernel.heuristic_cfg(inv), True), *operands)
     except (TypeError, ValueError, NotImplementedError):
