@@ -51,7 +51,7 @@ def completion(parser: Parser, shell: str) -> str:
 
 
 def parsers(parser):
-    """Yield a parser and those of its commands."""
+    """Yield the parser, and the parsers of its commands, at any depth."""
     yield parser
     for action in parser._actions:
         if isinstance(action.choices, dict) and action.nargs == "A...":

@@ -186,7 +186,7 @@ def held_out_bits(model: CausalLM, windows: UInt8[np.ndarray, "windows T+1"]) ->
 
 
 def show_generation(console: Console, model: CausalLM, text: Halves, seed: int):
-    """Generate text from the first held-out bytes, and print it and the speed."""
+    """Generate text from the first held-out bytes. Print the text and the speed."""
     prompt = jnp.asarray(text.held_out.reshape(1, -1)[:, :PROMPT], jnp.int32)
 
     def run():

@@ -31,7 +31,8 @@ def run(args) -> int:
 
 
 def generated(args, began: float) -> int:
-    """Load the model, and print what it writes. Return the exit code. began: the time at which the command began."""
+    """Load the model, and print the text that the model writes. Return the exit code. began: the time.perf_counter() at which
+    the command began."""
     import jax.numpy as jnp
 
     from glax._src.core.compiling import beside

@@ -57,7 +57,8 @@ def ejkernel(problem: Problem, mode: str, arrays: dict[str, jax.Array], d_output
 
 
 def jla(problem: Problem, mode: str, arrays: dict[str, jax.Array], d_output, state, **insist) -> Way:
-    """Return a `Way` to compute the problem by jax-linear-attention, by the implementation that it chooses or insist["impl"]."""
+    """Return a `Way` to compute the problem by jax-linear-attention. The implementation is insist["impl"]; if absent, the
+    library chooses one."""
     if mode == "step":
         raise UnavailableError("has no step of one token")
     if problem.gate == "none" and not problem.delta:

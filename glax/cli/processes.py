@@ -10,10 +10,10 @@ COUNTS = ("JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
 
 def start_processes():
-    """Join the other processes of the run, if the usual variables name more than one.
+    """Join the other processes of the run, if environment variables say that there are several.
 
-    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID name them. The steps of Slurm, Open MPI and the hosts of a
-    TPU slice are found by `jax.distributed.initialize` itself. Raises ValueError if a variable holds no number.
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say so. `jax.distributed.initialize` finds the steps of Slurm,
+    Open MPI and the hosts of a TPU slice by itself. Raises ValueError if a variable holds no number.
     """
     if jax.distributed.is_initialized():
         return

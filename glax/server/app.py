@@ -65,7 +65,7 @@ class Server:
         self.routes = Starlette(routes=routes, exception_handlers={HTTPException: http_error, Exception: failed})
 
     async def __call__(self, scope, receive, send):
-        """Check the call, and then run the application for it."""
+        """Check who calls, and then answer the call: the ASGI application."""
 
         async def counted(message):
             if message["type"] == "http.response.start":
@@ -200,7 +200,11 @@ class Handover:
 
 
 class Run:
-    """Run the requests of a call. Raises Refusal if the scheduler does not take all of them."""
+    """Run the requests of a call. Raises Refusal if the scheduler does not take all of them.
+
+    began: the time.perf_counter() at which the call came. samples: one for each request. events: a queue of (the request's
+    index, an event), which the scheduler fills.
+    """
 
     def __init__(self, server: Server, call: Call, began: float):
         self.server, self.call, self.began = server, call, began

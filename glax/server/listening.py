@@ -89,7 +89,7 @@ class Listener(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def begin_end(self, number: int):
-        """Begin to drain at the first signal. At the second, end without waiting. number: the signal's."""
+        """Begin to drain at the first signal. At the second, end without waiting. number: the number of the signal."""
         if self.signal:
             self.should_exit = self.force_exit = True
             return

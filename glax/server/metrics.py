@@ -12,7 +12,7 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 3
 
 
 class Histogram:
-    """Count values in buckets: for each limit, the values that do not exceed it."""
+    """Count durations in buckets: for each limit of SECONDS, the durations that do not exceed it."""
 
     def __init__(self):
         self.counts, self.sum = [0] * (len(SECONDS) + 1), 0.0

@@ -201,8 +201,8 @@ class Scheduler:
         self.is_stopped, self.thread = False, None
 
     def make(self):
-        """Make empty pools, an empty store of prefixes and its tree, unless they exist. They do not in a new scheduler, and
-        after `recover`."""
+        """Make empty pools, an empty store of prefixes and its tree, where they do not exist: in a new scheduler, and after
+        `recover`."""
         self.slots.make()
         if self.num_blocks and self.store is None:
             self.store = self.slots.store(self.num_blocks, self.block)
@@ -271,7 +271,8 @@ class Scheduler:
             )
 
     def answers(self, requests: Iterable[Request]) -> list[np.ndarray]:
-        """Return the tokens of each request's answer, int32 [tokens], after as many rounds as they take, in this thread.
+        """Return the tokens of each request's answer, int32 [tokens]. Rounds run in the calling thread until all answers are
+        whole.
 
         Raises ValueError if one of them cannot be served, and RuntimeError if one ends otherwise than by "stop" or "length".
         """
@@ -445,7 +446,7 @@ class Scheduler:
 
     def prepare(self, needed: int) -> concurrent.futures.Future:
         """Begin to compile the programs of pools with the least room for `needed` tokens, and the program that moves requests
-        there, unless that was begun before.
+        to these pools, unless that was begun before.
 
         Return a future, which ends when they are compiled.
         """
@@ -510,7 +511,8 @@ class Scheduler:
     def pieces(self) -> Iterator[tuple[Ticket, int]]:
         """Yield (a request whose prompt the round reads, the index of the prompt's token before which its piece ends).
 
-        A prompt whose next block another request reads in this round, or has read in the one before, waits until it is stored.
+        If another request reads the next block of a prompt in this round, or has read the block in the round before, the prompt
+        waits until the block is stored.
         """
         room, count, most_pieces = self.rows, 0, self.slots.most_pieces(self.rows, self.slots.room)
         calls = [call for calls, _ in self.called for call in calls]
@@ -545,10 +547,10 @@ class Scheduler:
             self.keep(ready, found)
 
     def keep(self, tickets: Collection[Ticket], found: dict):
-        """Store the results `found` of a program until `hand_out` takes them, and save the states behind whole blocks that it
-        has read.
+        """Store the results `found` of a program until `hand_out` takes them, and save the states behind whole blocks of tokens
+        that the program has read.
 
-        found: the result of `glax.server.slots.draw`, arrays by name.
+        tickets: the requests whose tokens the program has read. found: the result of `glax.server.slots.draw`, arrays by name.
         """
         if all(x.request.logprobs is None for x in tickets):
             found = {name: found[name] for name in ("token", "is_sound")}

@@ -395,7 +395,11 @@ class Slots:
             yield resize.lower(self.structure, room, parameters, source, np.zeros(capacity, np.int32))
 
     def entries(self, request: Request, prompt: Int[np.ndarray, "T"]) -> dict:
-        """Return the entries that `admit` sets in a request's slot, without the data of its key."""
+        """Return the entries that `admit` sets in a request's slot, other than the key of its draws, which `admit` makes of a
+        seed.
+
+        prompt: the tokens of the request's prompt.
+        """
         in_prompt = np.zeros(self.model.vocabulary, bool)
         in_prompt[prompt] = True
         options = dict(

@@ -122,8 +122,8 @@ def inputs(case: Case, strength: str, seed: int = 0) -> dict[str, jax.Array]:
 
 
 def erasures(rng: np.random.Generator, case: Case, key: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the arguments of the delta rule, drawn at random, and keys of norm 1. e points along the key, as it does with
-    beta."""
+    """Return the arguments of the delta rule, drawn at random, and keys of norm 1. erase is a multiple of the key, as beta *
+    key is."""
     B, T, Hk, _ = key.shape
     H, key = max(case.heads), key / np.linalg.norm(key, axis=-1, keepdims=True)
     shapes = dict(beta=(B, T, H), erase=(B, T, H, 1), write=(B, T, H, case.V))

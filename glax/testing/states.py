@@ -72,7 +72,8 @@ def started(dtype: str, first: np.ndarray) -> jax.Array | StatePool:
 
 
 def read(state: jax.Array | StatePool) -> jax.Array:
-    """Return the states that outputs are formed from, in float32: those of a pool in 8 bits without their rests."""
+    """Return the states that outputs are formed from, in float32. The states of a pool in 8 bits are read without their
+    rests."""
     if not isinstance(state, StatePool):
         return state.astype(jnp.float32)
     return state.replace(states=state.states_to_read(jnp.arange(B), jnp.float32)).states_of()

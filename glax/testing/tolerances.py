@@ -108,7 +108,7 @@ def with_clear_padding(comparison: Comparison, r: Recurrence, x) -> Comparison:
 
 
 def named(r: Recurrence) -> dict[str, jax.Array]:
-    """Return the float arrays of r, or of a gradient in it, by name."""
+    """Return the float arrays of a recurrence, or of a gradient that has this form, by name."""
     arrays: dict[str, Any] = vars(r) | vars(r.decay) | ({} if r.erasure is None else r.erasure.arrays)
     return {name: x for name, x in arrays.items() if hasattr(x, "dtype") and name != "boundaries"}
 

@@ -200,7 +200,10 @@ def four_states(name: str, state) -> Mamba3State | None:
 
 
 def check_shapes(arrays: dict[str, Any], one_token: bool):
-    """Raise TypeError or ValueError for an argument that is no array, or whose shape does not fit those before it."""
+    """Raise TypeError or ValueError for an argument that is no array, or whose shape does not fit those before it.
+
+    arrays: by name. one_token: whether the arguments by token lack the axis T, as in `mamba3_step`.
+    """
     sizes: dict[str, int] = {}
     check_array("Q", arrays["Q"])
     has_rank = arrays["Q"].ndim == len(SHAPES["Q"].split()) - one_token
@@ -251,8 +254,8 @@ class Parts(NamedTuple):
 
 
 def with_bias(x: Float[Array, "B T *R G K"], bias: Float[Array, "H *R K"]) -> Float[Array, "B T R H K"]:
-    """Return keys or queries [B, T, R, G, K] or [B, T, G, K] for all H heads, with the bias of each head added, [B, T, R, H,
-    K].
+    """Return keys or queries [B, T, R, G, K] or [B, T, G, K] for all H heads, with the bias of each head added,
+    [B, T, R, H, K].
 
     Without an axis R in x, R is 1.
     """
@@ -406,8 +409,10 @@ def check_states(name: str, state: Mamba3State, a: dict[str, Array], rows: int):
 
 
 class Places(NamedTuple):
-    """Hold where each sequence lies: its batch row, its first and its last token in scan order, and whether it has any
-    token."""
+    """Hold where each of N sequences lies: its batch row, and the places in time of its first and its last token in scan order.
+
+    has_tokens: whether the sequence has any token. If not, first and last are undefined places within T.
+    """
 
     batch: Int[Array, "N"]
     first: Int[Array, "N"]

@@ -167,7 +167,7 @@ def check_normaliser(name: str, state: MLSTMState, shape: tuple[int, ...]):
 
 
 class Pair(NamedTuple):
-    """Hold a number as high + low, two of its dtype: `low` is the rounding error of `high`."""
+    """Hold a number as the sum high + low of two numbers of one dtype, where `low` is what `high` loses by rounding."""
 
     high: Array
     low: Array

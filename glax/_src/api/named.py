@@ -420,7 +420,7 @@ def as_query(arrays: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def unscaled(options) -> dict[str, Any]:
-    """Return the options with a softmax_scale of 1 if it is None."""
+    """Return the options with softmax_scale=1 if softmax_scale is None or absent."""
     return {**options, "softmax_scale": 1.0 if (given := options.get("softmax_scale")) is None else given}
 
 
@@ -486,7 +486,10 @@ def bind_step(recipe: Recipe, choice: Choice, options: ScanOptions, arrays: dict
 
 
 def named_arrays(arrays: Arrays, flat: bool, one_token: bool = False) -> tuple[Arrays, dict[str, int]]:
-    """Return the arrays, checked by name and with B, and the size of every dimension. flat: whether they lack B."""
+    """Return (the arrays with B, the size of every dimension by its letter), after a check. arrays: by name.
+
+    flat: whether the arrays lack B, which is added. one_token: whether they lack T.
+    """
     # jit sorts a dictionary; errors state the shapes by query, key and value first.
     arrays = {name: as_float(name, arrays[name]) for name in dict.fromkeys((*REQUIRED, *arrays))}
     check_dtypes(arrays)

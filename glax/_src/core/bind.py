@@ -105,8 +105,9 @@ def bind(
 ) -> Recurrence:  # fmt: skip
     """Check every argument, add a missing B, fold the gates, and broadcast g_gamma and initial_state to all sequences.
 
-    The arguments are those of `recurrent`. one_token: the arguments by token are [B, ...] without T; the recurrence has one
-    token. Raises TypeError or ValueError that names the argument. Values of arrays are not checked, since they may be traced.
+    The arguments are those of `recurrent`. one_token: whether the arguments of ROWWISE are [B, ...] without T; the recurrence
+    then has one token. Raises TypeError or ValueError that names the argument. Values of arrays are not checked, since they may
+    be traced.
     """
     arrays = dict(query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv)
     arrays |= dict(beta=beta, erase=erase, write=write, erase_along=erase_along, initial_state=initial_state)

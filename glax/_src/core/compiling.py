@@ -21,8 +21,8 @@ def start_compiling(programs: Iterable[jax.stages.Lowered]) -> list[Future]:
 
 
 def beside(compiles: Callable[[], None], reads: Callable[[], None]):
-    """Call `compiles` in a thread and `reads` in this one, and return when both have ended. Raises an error of `reads`, or else
-    of `compiles`."""
+    """Call `compiles` in a thread and `reads` in the calling thread, and return when both have ended. Raises an error of
+    `reads`, or else of `compiles`."""
     with ThreadPoolExecutor(1) as thread:
         compiling = thread.submit(compiles)
         reads()

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 
 
 class Part(NamedTuple):
-    """Describe a part of a log decay: the argument of `recurrent` that gives it, and its array's dimensions, such as "B T
-    H"."""
+    """Describe a part of a log decay: the argument of `recurrent` that gives it, and its array's dimensions, such as
+    "B T H"."""
 
     argument: str
     dimensions: str

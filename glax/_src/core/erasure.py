@@ -66,8 +66,8 @@ class Erasure:
     def vectors(self, k: Float[Array, "*rows K"]) -> tuple[Array, Array | None]:
         """Return (e [*rows, K], w) for the keys k. w is [*rows, V] or [*rows, 1], or None where it is 1.
 
-        A row is one token of one head. The erasure's arrays must have the same rows as k: [*rows, width], with beta as [*rows,
-        1].
+        A row is one token of one head. The erasure's arrays must have the same rows as k: [*rows, width], with beta as
+        [*rows, 1].
         """
         if self.beta is not None:
             return self.beta * k, self.beta

@@ -293,9 +293,9 @@ def flush(path: pathlib.Path):
 
 @contextlib.contextmanager
 def staging(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yield a new folder inside `folder` that only this user can enter, and remove it at the end.
+    """Yield a new folder inside `folder` that only this user can enter, and remove the new folder at the end.
 
-    It has a random name and did not exist before, so it contains no link that someone else has made. First, folders that killed
+    The new folder has a random name and did not exist before, so no one else has made a link in it. First, folders that killed
     processes left behind are removed: those of this user that no living process has locked.
     """
     remove_abandoned(folder)

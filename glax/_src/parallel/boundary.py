@@ -42,8 +42,10 @@ einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 @dataclasses.dataclass(frozen=True)
 class BoundaryRows:
-    """Hold the rows of a shard, ordered by their distance from one edge. The edge is at the lowest row if `from_low`, else at the
-    highest."""
+    """Hold the rows of a shard, ordered by their distance from one edge.
+
+    r: the recurrence of the shard's rows. edge: this edge. It lies at the lowest row if `from_low`, else at the highest.
+    """
 
     r: Recurrence
     edge: Edge

@@ -168,9 +168,9 @@ def shift_distances(n: int) -> list[int]:
 def exchange_states(axis: Axis, n: int, backwards: bool, state: Float[Array, "E H K V"], rows, columns) -> Array:
     """Return the state that enters each shard, [E, H, K, V].
 
-    A shard maps the state that enters it to rows * entering * columns + state. The shards send these maps, composed, and
-    nothing else. state: the state that leaves this shard if zeros enter it. rows: [E, H, K] or [E, H, 1], or a matrix [E, H, K,
-    K] that multiplies the state instead. columns: [E, H, V] or None. The state that enters the first shard is 0. If
+    A shard maps the state that enters it to `rows * entering * columns + state`. The shards send these maps, composed, and
+    nothing else. state: the state that leaves this shard if zeros enter it. rows: [E, H, K] or [E, H, 1], or a matrix
+    [E, H, K, K] that multiplies the state instead. columns: [E, H, V] or None. The state that enters the first shard is 0. If
     `backwards`, the order of the shards is reversed. Where `rows` are all 0, they also stop NaN and inf.
     """
     (E, H, K, V), of_rows = state.shape, rows.shape

@@ -58,8 +58,11 @@ def bind_and_solve(choice: Choice, spread: Spread, options: ScanOptions, arrays:
 
 
 def on_mesh(function: Callable, doc: str = "") -> Callable:
-    """Return `function`, a function of `glax`, with arrays sharded over a mesh: it takes the arguments of `Spread`, too. doc:
-    its docstring."""
+    """Return a function of `glax.parallel`: `function` of `glax` with arrays sharded over a mesh, and the arguments of
+    `Spread`.
+
+    doc: the docstring of the result; made from function's if empty.
+    """
     signature, variant = inspect.signature(function), inspect.unwrap(function)
 
     def bound(*args, **options) -> dict:

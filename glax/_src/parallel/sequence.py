@@ -151,13 +151,14 @@ def with_given_state(d: Recurrence, r: Recurrence, shard: Shard, d_initial) -> R
 
 
 def overlap_of(resolution: Resolution, r: Recurrence, gradient: bool) -> str:
-    """Choose how the state exchange overlaps with compute: "two_phase", "correct" or "wait".
+    """Return how the state exchange overlaps with compute, "two_phase", "correct" or "wait", for r or if `gradient` for its
+    gradient.
 
     "two_phase": the kernel's first phase computes the message, and its second phase takes the arriving state. The message
         needs no further reads of rows.
     "correct": a scan from the edge computes the message. The shard solves its rows from zero during the exchange, and then adds
-        the terms of the arriving state. It reads rows until the decays underflow. These are few rows if decays depend on the
-        data, else usually all rows.
+        the terms of the arriving state. The scan reads rows until the decays underflow. These are few rows if decays depend on
+        the data, else usually all rows.
     "wait": a scan from the edge computes the message. The shard then solves its rows from the arriving state. CPUs use this,
         because correcting takes longer there.
     """
@@ -225,9 +226,9 @@ def mixes_segments(resolution: Resolution, own: Recurrence) -> bool:
 def apart(axis: Axis, run: Callable, own: Recurrence, mixes: bool) -> Callable:
     """Return `run`, changed so that each sequence and segment of the shard's rows depends on its own rows alone.
 
-    run: (own, *given) -> results, a kernel for a shard's rows. mixes: whether it lets NaN or inf pass from one sequence or
-    segment to another. If a result in one shard is then not finite, all shards are computed token by token. A number that
-    overflows in one of them may only be large in another.
+    run: (own, *given) -> results, a kernel for a shard's rows. mixes: whether `run` lets NaN or inf pass from one sequence or
+    segment to another. If a result in one shard is then not finite, all shards along `axis` are computed token by token. A
+    number that overflows in one of them may only be large in another.
     """
     if not mixes:
         return run

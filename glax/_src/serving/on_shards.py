@@ -46,11 +46,10 @@ def on_shards(run: Callable, arrays: dict[str, Any], results: Callable[[Any], An
 
 
 def gathered(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Return the arrays such that every device has the tokens of all sequences, for its own heads. Code after it may be divided
-    by the types of the arrays.
+    """Return the arrays, resharded so that every device has the tokens of all sequences, for its own heads.
 
-    arrays: the public arguments by name. Raises ValueError if a pool is sharded otherwise than by heads, or if the axis does
-    not divide the heads.
+    The results are sharded by their types, over heads alone. arrays: the public arguments by name. Raises ValueError if a pool
+    is sharded otherwise than by heads, or if the axis does not divide the heads.
     """
     if is_whole(arrays):
         return arrays

@@ -230,7 +230,6 @@ class PrefixCache:
         it do not change.
 
         A block without references and without blocks behind it joins the queue of those that are dropped when room is needed.
-        It stays until then.
         """
         block.references -= 1
         self.queue_if_droppable(block)

@@ -93,8 +93,8 @@ def spans_of(decay: Decay, last: Int[Array, "T"]) -> tuple[Spans, Spans]:
 class PartialRead(NamedTuple):
     """Hold what T query or erase vectors read of a state, before the values of the ring's M tokens are known.
 
-    base: what they read of S_0, [B, T, H, V]. weights: the factor with which each vector reads the value of each token, [B, T,
-    M, H], one array for each of `Ring.pairs`. value_factors: the decays of these values, [B, T, M, H, V]; None for 1.
+    base: what they read of S_0, [B, T, H, V]. weights: the factor with which each vector reads the value of each token,
+    [B, T, M, H], one array for each of `Ring.pairs`. value_factors: the decays of these values, [B, T, M, H, V]; None for 1.
     """
 
     base: Array
@@ -154,9 +154,10 @@ class InPool(NamedTuple):
         return outputs_of(Choice(), differentiable(r), self.slots)[:, -x.shape[1] :]
 
     def advanced(self, ring: Ring, full: Bool[Array, "B"], read: Array | None = None) -> Float[Array, "P H K V"]:
-        """Return the pool, in which the states of the `full` rows are advanced by the tokens of the ring.
+        """Return the pool with the states of some slots advanced by the tokens of the ring.
 
-        read: what was read of the pool before, if anything. The call then depends on it, so that XLA need not copy the pool.
+        full: which rows of the call are advanced, in the slots that `slots` names; the others do not change. read: what was
+        read of the pool before, or None. The result then depends on `read`, so that XLA need not copy the pool.
         """
         slots, r = jnp.where(full, self.slots, len(self.states)), recurrence_of(ring, None, None, self.states)
         if read is not None:  # XLA does not drop a product by 0, which is NaN for some numbers
@@ -165,7 +166,8 @@ class InPool(NamedTuple):
 
     @classmethod
     def for_writes(cls, states: Any, slots: Int[Array, "B"], ring: Ring) -> "InPool | None":
-        """Return the states if a kernel advances them in the pool by the tokens of the ring; else None."""
+        """Return (states, slots) as `InPool` if a kernel can advance these states in the pool by the tokens of the ring; else
+        None."""
         if not isinstance(states, jax.Array) or 0 in (*states.shape, *ring.key.shape):
             return None
         r = recurrence_of(ring, None, None, states)
@@ -173,7 +175,8 @@ class InPool(NamedTuple):
 
     @classmethod
     def for_reads(cls, states: Any, slots: Int[Array, "B"], old: Ring, r: Recurrence) -> "InPool | None":
-        """Return the states if a kernel reads them in the pool, together with the ring `old`, for the tokens of r; else None.
+        """Return (states, slots) as `InPool` if a kernel can read these states in the pool, together with the ring `old`, for
+        the tokens of r; else None.
 
         On explicit axes the result is None: the vectors may be sharded in several ways, which one call of a kernel cannot have.
         """
@@ -298,9 +301,9 @@ def joined(vectors: list[Array]) -> Float[Array, "B R H K"]:
 def place_of_decay(r: Recurrence, bonus):
     """Return a function from the log decays of tokens, [B, T, ...], to the log decays of their reads, [B, R, ...].
 
-    The reads are in the order of `joined`: R = 2 T under the delta rule, with a token's erase vector before its query, else R =
-    T. The first read of a token that follows its decay gets the token's log decay. Its other reads get zeros. With a bonus the
-    one token reads before its decay, so all are zeros.
+    The reads are in the order of `joined`: R = 2 T under the delta rule, with a token's erase vector before its query, else
+    R = T. The first read of a token that follows its decay gets the token's log decay. Its other reads get zeros. With a bonus
+    the one token reads before its decay, so all are zeros.
     """
     if bonus is not None:  # the one token reads before its decay
         return jnp.zeros_like

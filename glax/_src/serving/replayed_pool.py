@@ -386,9 +386,10 @@ class StatePool:
             raise ValueError(f"accepted must be from 0 to {most}, the drafts of its slot, got {wanted[wrong][0]}")
 
     def usable_slots(self, slots, B: int | None = None) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
-        """Return the slot of each of B sequences, P in place of -1, and whether it has one. All P slots if slots is None.
+        """Return (the slot of each of B sequences, P in place of -1; whether the sequence has a slot), [B] each.
 
-        B: the sequences of the tokens, which must be as many; None without tokens.
+        slots: [B], or None for all P slots in order. B: the number of sequences in the tokens, which must fit; None without
+        tokens.
         """
         P = self.states.shape[0]
         if slots is not None:
@@ -398,8 +399,11 @@ class StatePool:
         return jnp.arange(P, dtype=jnp.int32), jnp.ones(P, bool)
 
     def gathered(self, tokens: dict, slots) -> tuple[dict, Any]:
-        """Return the tokens and the slots. If arrays are sharded along explicit axes of a mesh and slots are given, each device
-        then has those of all sequences, for its own heads. Otherwise they are unchanged."""
+        """Return the tokens and the slots, unchanged unless arrays are sharded along explicit axes of a mesh and slots are
+        given.
+
+        Then they are resharded: each device has the tokens and slots of all sequences, for its own heads.
+        """
         found = gathered(tokens | dict(pool=self.states, slots=slots))
         return {name: found[name] for name in tokens}, found["slots"]
 

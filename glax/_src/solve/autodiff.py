@@ -50,9 +50,9 @@ def differentiable(r: Recurrence) -> Recurrence:
 
 
 class SavedNames(NamedTuple):
-    """Name what a call saves for its gradient, for policies of jax.checkpoint. docs/models.md lists the names.
+    """Hold the names of what a call saves for its gradient, for policies of jax.checkpoint. docs/models.md lists the names.
 
-    They do not change, since users write them.
+    The names do not change, since users write them in their policies.
     """
 
     output: str = "glax_output"
@@ -147,7 +147,7 @@ def solve_with_vjp(
 
 
 def instantiated(cotangent):
-    """Return the cotangent as an array, zeros for a symbolic zero. The cotangent of stored states is None if it is a symbolic
+    """Return the cotangent as an array, zeros for a symbolic zero. In `StoredStates`, `states` becomes None for a symbolic
     zero."""
     if isinstance(cotangent, StoredStates):
         states = None if isinstance(cotangent.states, SymbolicZero) else cotangent.states

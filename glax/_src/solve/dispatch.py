@@ -123,7 +123,8 @@ def run_forward(resolution: Resolution, r: Recurrence) -> Outputs:
 
 
 def forward_with_residuals(resolution: Resolution, r: Recurrence) -> tuple[Outputs, Residuals | None]:
-    """Return the outputs of the forward kernel on r, and the residuals for its gradient, or None where it saves none."""
+    """Return (the outputs of the forward kernel on r, the residuals for its gradient). The residuals are None if the kernel
+    saves none, or the gradient kernel reads none."""
     if not resolution.saves_residuals(r):
         return run_forward(resolution, r), None
     spec = resolution.forward
@@ -210,7 +211,8 @@ def gradient_elsewhere(
 
 
 class Phases(NamedTuple):
-    """Hold a kernel that runs in two phases, the choice that it runs under, and its phases."""
+    """Hold a kernel that runs in two phases: `spec`, the platform and config that the caller requires as `choice`, and its
+    phases."""
 
     spec: KernelSpec
     choice: Choice
@@ -280,10 +282,9 @@ def finish_by(part, spec: KernelSpec, choice: Choice, *operands, begun):
 
 
 def pooled_kernel(choice: Choice, r: Recurrence, role: Role) -> KernelSpec | None:
-    """Choose the best kernel of `role` for r, whose initial states are a pool of states; None if there is none.
-
-    A config that belongs to no such kernel is for the kernel of whole sequences.
-    """
+    """Return the best kernel of `role` for r, whose initial states are a pool of states. Return None if no kernel of this role
+    is able, or none takes choice.config; a config of another kernel is meant for the kernels of whole sequences, which the
+    caller then uses."""
     load_kernels()
     able, _ = kernel_registry.able(r, choice.platform, choice.config, role=role)
     return able[0] if able else None

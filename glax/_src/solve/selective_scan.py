@@ -70,7 +70,8 @@ class SelectiveKernel(Kernel):
         return Config() if self.heuristic is None else self.heuristic(inv.args[0])
 
     def example(self, inv) -> tuple[tuple, dict]:
-        """Return arguments like those of the Invocation, with decays below 1 and sequences of equal length."""
+        """Return (args, kwargs) to measure an `Invocation` inv on: random arrays, decays below 1 and sequences of equal
+        length."""
         args, kwargs = jax.tree.map(functools.partial(example_leaf, jax.random.key(0)), (inv.args, inv.kwargs))
         operands, *others = args
         operands = operands._replace(dt=jax.nn.softplus(operands.dt), A=-jnp.exp(operands.A))

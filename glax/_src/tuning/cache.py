@@ -325,7 +325,7 @@ def check_overlaid(name: str, config):
 
 
 def subclasses(of: type) -> list[type]:
-    """Return the subclasses of a class, and theirs, at any depth."""
+    """Return all classes that derive from `of`, directly or through others."""
     return [kernel for direct in of.__subclasses__() for kernel in (direct, *subclasses(direct))]
 
 

@@ -33,8 +33,8 @@ class Kernel:
     version: int = 0
 
     def run(self, *args, cfg, **kwargs) -> Any:
-        """Return the operation's result for these arguments, computed with the config cfg. A call of `Executor` returns it
-        unchanged. Subclasses define it."""
+        """Return the operation's result for these arguments, computed with the config cfg. Subclasses define this method. A
+        call of `Executor` returns the result unchanged."""
         raise NotImplementedError(f"{type(self).__name__} must define run(self, ..., cfg)")
 
     def get_impl(self, cfg) -> Callable[..., Any]:

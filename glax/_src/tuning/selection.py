@@ -55,10 +55,10 @@ class ConfigSelectorChain:
 
     @property
     def policy(self) -> AutotunePolicy:
-        """Return the policy that holds now: that set by the innermost overlay with one, else the chain's own, else the one that
-        GLAX_AUTOTUNE names.
+        """Return the policy that holds now: the policy of the innermost overlay that has one, else the chain's own, else the
+        policy that GLAX_AUTOTUNE names.
 
-        If the variable is unset, that policy is "heuristic", which measures nothing.
+        If the variable is unset, this is "heuristic", which measures nothing.
         """
         return overlaid_policy() or self.own_policy or AutotunePolicy.from_environment()
 
