@@ -34,7 +34,7 @@ def run(args) -> int:
 
 
 def files_of(persistent: PersistentCache) -> dict[str, dict]:
-    """Return the content of every file of measurements by its name, "device/kernel@version+compilers.json"."""
+    """Return {name: content} of all files of measurements, where the name is "device/kernel@version+compilers.json"."""
     folder = folder_of(persistent)
     return {path.relative_to(folder).as_posix(): content for path, content in persistent.files()}
 

@@ -114,7 +114,7 @@ def stored_programs() -> Iterator[None]:
 
 
 def check_limits(args):
-    """Raise UsageError if the command line has top_k or top_p, and the temperature is 0."""
+    """Raise UsageError if the command line has top_k or top_p. Callers have found that the temperature is 0."""
     for option, limit in (("--top-k", args.top_k), ("--top-p", args.top_p)):
         if limit is not None:
             raise UsageError(

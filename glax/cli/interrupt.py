@@ -11,7 +11,7 @@ USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_D
 
 @dataclasses.dataclass
 class Interrupt:
-    """Hold the signal that asked the process to end. signal: its number, or 0 if none came."""
+    """Hold the signal that asked the process to end. signal: the signal's number, or 0 if none came."""
 
     signal: int = 0
 

@@ -86,7 +86,7 @@ def check_dtype(dtype):
 
 @contextlib.contextmanager
 def as_scale() -> Iterator[None]:
-    """Name EasyDeL's argument in the errors of `softmax_scale`."""
+    """Replace "softmax_scale" by "scale", EasyDeL's name of the argument, in errors that are raised inside the context."""
     try:
         yield
     except (TypeError, ValueError) as error:

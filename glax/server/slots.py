@@ -57,8 +57,10 @@ def on_axes_of(arrays, f, *operands, spec_of_found: P | None = None):
 
 
 def spec_of_logits(model: CausalLM) -> P:
-    """Return the PartitionSpec of logits [C, V], whose vocabulary lies as the head's does. For logits that are whole on every
-    device, XLA would gather the head."""
+    """Return the PartitionSpec of logits [C, V]: V is sharded as the vocabulary of the model's head is.
+
+    For logits that are whole on every device, XLA would gather the head.
+    """
     spec = spec_of(model.head_kernel)  # whatever the head is: tied, with LoRA, or of its own
     return P(None, spec[1] if len(spec) > 1 else None)
 
@@ -253,7 +255,8 @@ def draws_of(entries: dict) -> Draws:
 
 
 def integer(x: int) -> np.signedinteger:
-    """Return x as an integer of 64 bits; without x64, as JAX would read it: its lower 32 bits."""
+    """Return x as int64 if JAX has 64-bit dtypes enabled, else the lower 32 bits of x as int32, which is what JAX would
+    read."""
     return np.int64(x).astype(jax.dtypes.canonicalize_dtype(np.int64))
 
 
@@ -327,10 +330,10 @@ class Slots:
             self.arrays = states_on_mesh(arrays, first_array(self.model))
 
     def compile(self, size: int, store: PrefixStore | None = None):
-        """Compile the programs for the present pools, side by side in threads: those that admit requests, read `size` tokens of
-        prompts, write tokens, and save prefixes in a store and load them.
+        """Compile the programs for the present pools, side by side in threads: those that admit requests, read up to `size`
+        tokens of prompts, write tokens, and save prefixes in a store and load them.
 
-        The parameters may be shapes.
+        The model's parameters may be shapes without values. store: None if prefixes are not stored.
         """
         arrays = self.arrays or self.shapes(self.room)
         for compiling in start_compiling(self.lowered(self.room, size, arrays, store)):

@@ -41,7 +41,8 @@ def reference(r: Recurrence, dtype=np.float64) -> Outputs:
 
 
 def reference_states(r: Recurrence, every: int) -> np.ndarray:
-    """Return the states behind every `every` tokens in scan order: [N, T // every, H, K, V], or if packed [J, H, K, V].
+    """Return the states after every `every` tokens in scan order, in float64: [N, T // every, H, K, V], or if packed
+    [J, H, K, V].
 
     With segments, padding counts as tokens of the row.
     """
@@ -181,7 +182,7 @@ def _step(S, x: "_Arrays", b, t):
 
 
 def _scans(r: Recurrence):
-    """Yield (the sequence, its batch row, its tokens in scan order) for every sequence."""
+    """Yield (the number of the sequence, its batch row, the places in time of its tokens in scan order) for every sequence."""
     T = r.q.shape[1]
     cuts = None if r.boundaries is None else np.asarray(r.boundaries)
     for n in range(r.num_sequences):

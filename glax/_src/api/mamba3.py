@@ -300,7 +300,7 @@ def wrapped(angle: Array) -> Array:
 
 
 def centred(angle: Array) -> Array:
-    """Return the angle in [-pi, pi], for sums of many angles, which stay small.
+    """Return the angle in [-pi, pi], by subtracting whole turns. Sums of many angles thus stay small.
 
     2 pi has two parts, of which the first has few digits: whole turns are subtracted without rounding.
     """

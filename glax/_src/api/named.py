@@ -443,8 +443,8 @@ def solve_recipe(recipe: Recipe, arrays: dict[str, Any], options, without: tuple
 def checked_call(
     arrays: dict[str, Any], options, without: tuple[str, ...] = ()
 ) -> tuple[Choice, ScanOptions, dict[str, Any]]:
-    """Check the arrays and options of a call by name. Return the choice of a kernel, the options known while tracing, and the
-    others by name. without: the options of `recurrent` that the call does not take."""
+    """Check the arrays and options of a call by name. Return (the platform and config, the options known while tracing, the
+    options of TRACED by name, None if absent). without: the options of `recurrent` that the call does not take."""
     check_options(options, {*STATIC, *TRACED, "platform", "cfg"} - {*without})
     platform, cfg = options.get("platform"), options.get("cfg")
     static = ScanOptions(**{name: options[name] for name in STATIC if name in options})

@@ -70,7 +70,7 @@ class ScanOptions:
 
     @property
     def of_bind(self) -> dict:
-        """Return the options that `bind` takes as arguments, by name."""
+        """Return reverse, pad_id, use_qk_l2norm and erase_before_decay by name: the options that are arguments of `bind`."""
         return dict(reverse=self.reverse, pad_id=self.pad_id, **self.flags)
 
     @property
@@ -155,8 +155,10 @@ def bind(
 
 
 def l2_normalized(r: Recurrence, x: Float[Array, "B T _ K"]) -> Float[Array, "B T _ K"]:
-    """Return x with each row divided by its norm, x * rsqrt(sum x^2 + 1e-6), in the dtype of sums of r. Padding becomes
-    zeros."""
+    """Return x with each row [K] divided by its norm, x * rsqrt(sum x^2 + 1e-6), in x's dtype. Padding becomes zeros.
+
+    The quotient is formed in the dtype of sums of r, and rounded once.
+    """
     if r.boundaries is not None:
         x = jnp.where(r.is_token[:, None, None], x, 0)
     elif r.segments is not None:

@@ -212,7 +212,7 @@ class KernelSpec:
 
     @functools.cached_property
     def role(self) -> Role:
-        """Return what the kernel computes, by the suffix of its algorithm."""
+        """Return what the kernel computes, a `Role`: the one whose name is the suffix of the algorithm, else FORWARD."""
         return next((role for role in Role if self.algorithm.endswith(f".{role}")), Role.FORWARD)
 
     @property

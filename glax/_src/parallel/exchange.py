@@ -79,8 +79,10 @@ class Shard:
         return r.replace(boundaries=self.cuts, segments=self.segments)
 
     def through(self, states: Float[Array, "N H K V"]) -> Float[Array, "N H K V"]:
-        """Return the state at the other edge for states [N, H, K, V] at one edge: the same, or zeros in rows of several
-        segments."""
+        """Return the states that reach the other edge from states [N, H, K, V] at one edge, but for decays and writes.
+
+        These are the same states, with zeros for rows of the batch that have several segments in this shard.
+        """
         return states if self.whole is None else of_sequences(self.whole, states)
 
     def message(self, edge: Edge, state: Float[Array, "N H K V"], log) -> Message:

@@ -191,7 +191,8 @@ def solve_on_shard(choice: Choice, sequence_axis: Axis, shards: int, r: Recurren
 
 
 def append_rows(r: Recurrence, rows: int) -> Recurrence:
-    """Return r with appended rows that change nothing: k = v = 0 and no decay. In packed arrays the new rows are padding."""
+    """Return r with `rows` tokens appended in T that change nothing: k = v = 0 and no decay. In packed arrays they are
+    padding."""
     if rows == 0:
         return r
 

@@ -199,7 +199,10 @@ class PrefixCache:
             raise ValueError(f"slots must be reserved and stand once, got {wrong[0]}: pass those that reserve returned")
 
     def blocks(self, tokens: Sequence[int] | np.ndarray, most: int) -> Iterable[bytes]:
-        """Yield the whole blocks of the first `most` tokens, as bytes."""
+        """Yield the whole blocks of `every` tokens among the first `most` tokens, each as the bytes of its tokens in int64.
+
+        Raises TypeError or ValueError for tokens that are no sequence of integers of at least 0.
+        """
         array = np.asarray(tokens)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise TypeError(f"tokens must be a sequence of integers, got {array.dtype} of shape {array.shape}")

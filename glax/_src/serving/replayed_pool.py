@@ -416,9 +416,9 @@ class StatePool:
         return jax.tree.map(lambda x: take(x, slots), self.ring), take(self.length, slots)
 
     def stored_states(self, slots: Int[Array, "B"], dtype) -> Float[Array, "B H K V"]:
-        """Return the states as they are stored, without the tokens of the rings, which `states_of` adds.
+        """Return the states [B, H, K, V] as they are stored, without the tokens of the rings, which `states_of` adds.
 
-        A state in 8 bits is its numbers times their scales, plus the rest that rounding left. slots: of the pool. dtype: the
+        A state in 8 bits is its numbers with their rests, times their scales. slots: as `usable_slots` returns them. dtype: the
         least precise dtype of the result; more precise states keep theirs.
         """
         return take(self.states, slots).astype(promoted(self.states.dtype, dtype))

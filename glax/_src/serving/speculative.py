@@ -333,7 +333,7 @@ def steps_in_pool(draft: Draft, taken: Bool[Array, "B T 1 1"], pool: Float[Array
 
 
 def state_after(draft: Draft, taken: Bool[Array, "B T 1 1"], state: Float[Array, "B H K V"]) -> Float[Array, "B H K V"]:
-    """Return the state after the taken tokens of a draft of the delta rule."""
+    """Return the state after the taken tokens of a draft of the delta rule. taken: true for the tokens that were accepted."""
     if 0 in draft.key.shape[:2]:
         return state
     return solve(Choice(), differentiable(taken_alone(draft, taken, state))).final_state

@@ -99,7 +99,8 @@ def named_residuals(residuals):
 
 
 class SolvePair(NamedTuple):
-    """Hold a solve with a custom gradient in two versions: without residuals, and with the residuals among its results."""
+    """Hold two versions of one function with a custom gradient: `solve` returns Outputs, `solve_with_residuals` (Outputs,
+    residuals)."""
 
     solve: Callable[..., Outputs]
     solve_with_residuals: Callable
@@ -227,7 +228,10 @@ def solve_with_residuals(choice: Choice, r: Recurrence) -> tuple[Outputs, Residu
 
 
 def gradient(choice: Choice, r: Recurrence, d_output, d_final, residuals: Residuals | None = None) -> Recurrence:
-    """Return the gradient of <output, d_output> + <final_state, d_final> in every array of r. Its boundaries are None."""
+    """Return the gradient of <output, d_output> + <final_state, d_final> in every float array of r, as a Recurrence.
+
+    d_final: None for zeros if the kernel takes None. residuals: what the forward saved, or None.
+    """
     resolution = resolve(choice, r.folded)
     run = functools.partial(resolved_gradient, resolution)
     return (by_folding(run) if folds(resolution, r) else run)(r, d_output, d_final, residuals)

@@ -117,7 +117,7 @@ executor = Executor(
 
 
 def run_forward(resolution: Resolution, r: Recurrence) -> Outputs:
-    """Run the forward kernel on r."""
+    """Return the outputs and final states of r by the forward kernel."""
     run = functools.partial(execute, resolution.forward, resolution.choice, again=forward_elsewhere)
     return merged_vmap(run, r)
 
@@ -243,8 +243,8 @@ def runs_in_two_phases(resolution: Resolution, r: Recurrence, gradient: bool) ->
 
 
 def begin(resolution: Resolution, r: Recurrence, *cotangents):
-    """Run the first phase of r's kernel or, given cotangents, of its gradient kernel. Return (begun, state, log), the results
-    that `TwoPhase` describes."""
+    """Run the first phase of r's kernel or, given cotangents (d_output, d_final), of its gradient kernel. Return (begun, state,
+    log), the results of `local_states` in `TwoPhase`."""
     spec, choice, phases = two_phases(resolution, r, bool(cotangents))
     return merged_vmap(functools.partial(run_spec, spec, choice, part=phases.local_states), r, *cotangents)
 
@@ -318,11 +318,11 @@ def run_pooled(spec: KernelSpec, choice: Choice, r: Recurrence, slots, otherwise
 
 
 def execute(spec: KernelSpec, choice: Choice, r: Recurrence, *given, again, part=None, saves_residuals: bool = False):
-    """Run spec's kernel on (r, *given), or `again` where the program is lowered for another backend.
+    """Return the results of spec's kernel on (r, *given), or of `again` where the program is lowered for another backend.
 
     again: (choice, results, r, *given) -> the same results. results: the shapes that spec's kernel returns. given: the operands
-    beside r, such as cotangents. part: the phase of a two-phase kernel, or None. saves_residuals: whether the kernel returns
-    residuals, too.
+    beside r, such as cotangents. part: the function of the kernel to run instead of `run`, such as `forward_with_residuals`;
+    None for `run`. saves_residuals: whether the kernel returns residuals, too.
     """
     from glax._src.solve.lowering import Kernel  # loads modules of JAX that are not a part of `import jax`
 
@@ -335,7 +335,10 @@ def execute(spec: KernelSpec, choice: Choice, r: Recurrence, *given, again, part
 
 
 def run_spec(spec: KernelSpec, choice: Choice, r: Recurrence, *given, part=None):
-    """Run spec's kernel on (r, *given), or its phase `part`, such that no NaN or inf passes between sequences or segments."""
+    """Return the results of spec's kernel on (r, *given), in which no NaN or inf has passed between sequences or segments.
+
+    part: the function of the kernel to run instead of `run`, or None.
+    """
     run = functools.partial(run_config, spec, choice, part=part)
     if spec.isolate is not None and part in (None, spec.forward_with_residuals):
         return spec.isolate(run, r, *given)
@@ -343,7 +346,11 @@ def run_spec(spec: KernelSpec, choice: Choice, r: Recurrence, *given, part=None)
 
 
 def run_config(spec: KernelSpec, choice: Choice, r: Recurrence, *given, part=None):
-    """Run spec's kernel on (r, *given), or its phase `part`, with the config that the executor chooses."""
+    """Return the results of spec's kernel on (r, *given), run with the config that the executor chooses. part: as in
+    `run_spec`.
+
+    Segments that the kernel does not read are folded into gates first.
+    """
     if r.segments is not None and not spec.takes_segments(r):
         run = functools.partial(run_config, spec, choice, part=part)
         return by_folding(isolating(run, r.segments) if spec.mixes_segments(r) else run)(r, *given)

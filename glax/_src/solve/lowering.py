@@ -52,8 +52,8 @@ class Kernel:
     backend: Backend = dataclasses.field(default_factory=lambda: Backend.here())
 
     def placed(self, r: Recurrence, *given):
-        """Run the kernel on (r, *given), sharded as the operands are. Another kernel runs where the program is lowered for
-        another backend."""
+        """Return the kernel's results on (r, *given), sharded as the operands are. `again` runs where the program is lowered
+        for another backend."""
         if is_on_one_device():
             return self.alone(r, *given)
         if is_spread_by_type((r, *given)):

@@ -342,10 +342,10 @@ def check_shardy():
 
 
 def summed(f, heads, operands):
-    """Return f as each device runs it. A gradient is then summed over the mesh axes `heads` where all heads share an array.
+    """Return f as each device runs it. If f is a gradient, it then sums gradients over the mesh axes `heads`.
 
-    These gradients are those of the scale, and of a q, k or v with one head among several. Other functions are returned as they
-    are. heads: the axes that shard the heads, or None. operands: those of f, as in `by_type`.
+    Summed are the gradients of arrays that all heads share: of the scale, and of a q, k or v with one head among several. Other
+    functions are returned as they are. heads: the axes that shard the heads, or None. operands: those of f, as in `by_type`.
     """
     r = operands[0]
     if heads is None or len(operands) <= 2:
