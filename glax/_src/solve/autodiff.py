@@ -230,7 +230,7 @@ def solve_with_residuals(choice: Choice, r: Recurrence) -> tuple[Outputs, Residu
 def gradient(choice: Choice, r: Recurrence, d_output, d_final, residuals: Residuals | None = None) -> Recurrence:
     """Return the gradient of <output, d_output> + <final_state, d_final> in every float array of r, as a Recurrence.
 
-    d_final: None for zeros if the kernel takes None. residuals: what the forward saved, or None.
+    d_final: None for zeros. residuals: what the forward saved, or None.
     """
     resolution = resolve(choice, r.folded)
     run = functools.partial(resolved_gradient, resolution)
