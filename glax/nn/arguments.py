@@ -38,10 +38,10 @@ RANGES = {
 
 
 def checked(init: Callable[P, None]) -> Callable[P, None]:
-    """Return the constructor `init`, which first checks those of its arguments that this module knows, by their annotations and
-    names.
+    """Return a constructor that first checks its arguments and then calls `init`.
 
-    It raises TypeError or ValueError, which names the argument.
+    `check_argument` checks each argument by its name and by its annotation in `init`. An argument that is None is not checked
+    if None is its default. Raises TypeError or ValueError, which names the argument.
     """
     parameters = inspect.signature(init).parameters
 
@@ -58,6 +58,11 @@ def checked(init: Callable[P, None]) -> Callable[P, None]:
 
 
 def check_argument(name: str, value, annotation):
+    """Raise TypeError or ValueError unless `value` suits an argument of this name and annotation.
+
+    The name decides first, if it stands in one of this module's tables, such as DTYPES and RANGES. Otherwise the annotation
+    decides: bool, int, nnx.Rngs, str or Callable, alone or as a member of a union. Any other argument passes unchecked.
+    """
     kinds = (annotation, *typing.get_args(annotation))
     if name in DTYPES:
         check_float_dtype(name, value)
@@ -101,9 +106,9 @@ def check_float_dtype(name: str, value: DTypeLike):
 
 
 def check_range(name: str, value, least: float):
-    """Raise TypeError unless value is two numbers, and ValueError unless they are in order and the first is at least `least`.
+    """Raise TypeError unless `value` is two numbers, and ValueError unless least <= the first <= the second.
 
-    `dt_range` may be in either order. Only `dt_limit` may end in inf.
+    For the name `dt_range` the two numbers may be in either order. Only for the name `dt_limit` may the second be inf.
     """
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise TypeError(f"{name} must be two numbers, got {value!r}")

@@ -46,9 +46,9 @@ class Attention(Layer):
 
     layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
     The state is the cache, a dict: `key` and `value` [N, max_length, num_kv_heads, head_width] in `dtype`, float32 if None, and
-    `length` [N], the tokens read. A token behind the last row is an error where its position is known, and gives NaN where it
-    is traced. The state of a call without initial_state has rows for the tokens read and no more: to go on, pass
-    initial_state(batch, max_length). A call with a cache takes no segment_ids.
+    `length` [N], the tokens read. A token for which the cache has no row left raises ValueError where `length` is known, and has
+    NaN as its output where `length` is traced. The state of a call without initial_state has rows for the tokens read and no
+    more: to go on, pass initial_state(batch, max_length). A call with a cache raises ValueError for segment_ids.
 
     Vaswani et al. 2017, https://arxiv.org/abs/1706.03762.
 
@@ -131,7 +131,8 @@ class Attention(Layer):
 
         q: [*rows, num_heads * head_width], or twice as wide if gated. k, v: [*rows, num_kv_heads * head_width]. state, rows: as
         in `glax.nn.layer.Layer.mix`. head_gate: W_h x [*rows, num_heads], needed if head_gated, else None. choice: how each row
-        chooses the blocks of keys that it reads, a `glax.nn.choice.Choice`; all keys if None.
+        chooses the blocks of keys that it reads, a `glax.nn.choice.Choice`; all keys if None. Raises ValueError if head_gate is
+        missing or superfluous.
         """
         if (head_gate is None) != (self.head_gate is None):
             raise ValueError("head_gate must be given where the layer has head_gated=True, and nowhere else")

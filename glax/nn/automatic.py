@@ -21,18 +21,21 @@ Method = TypeVar("Method", bound=Callable)
 
 
 def first_array(module: nnx.Module) -> jax.Array | None:
-    """Return the first array of the module, whose arrays all lie on one mesh; None if it has none, or shapes alone."""
+    """Return the first array among the module's variables; None if no variable holds an array rather than a
+    `jax.ShapeDtypeStruct`. All arrays of a module lie on one mesh, so the first shows which."""
     variables = (x for _, x in nnx.iter_graph(module) if isinstance(x, nnx.Variable))
     return next((x[...] for x in variables if not isinstance(x.get_value(), jax.ShapeDtypeStruct)), None)
 
 
 def replicated(arguments: dict[str, Any]) -> PartitionSpec:
+    """Return the spec of a result that every device holds whole: a `Specs` that reads no argument."""
     return PartitionSpec()
 
 
 def rows_of(name: str) -> Specs:
-    """Return the specs of rows sharded as the rows of the argument `name`, which is tokens [*rows] or activations [*rows,
-    width]."""
+    """Return a `Specs` for a result whose row axes are sharded as those of the argument `name`, which is integer tokens [*rows]
+    or floating-point activations [*rows, width]. The other axes are not sharded. Without a JAX array the result counts as
+    replicated."""
 
     def specs(arguments: dict[str, Any]) -> PartitionSpec:
         x = arguments[name]
@@ -45,7 +48,8 @@ def rows_of(name: str) -> Specs:
 
 
 def like(name: str) -> Specs:
-    """Return specs equal to those of the arrays in the argument `name`; those of replicated arrays if it is None."""
+    """Return a `Specs` for a result that is sharded as the argument `name`, array by array. The result counts as replicated if
+    that argument is None."""
 
     def specs(arguments: dict[str, Any]) -> Any:
         return PartitionSpec() if arguments[name] is None else jax.tree.map(spec_of, arguments[name])
@@ -54,8 +58,9 @@ def like(name: str) -> Specs:
 
 
 def state_of(name: str, rows: str) -> Specs:
-    """Return the specs of states sharded as the argument `name`. If that is None, states of unpacked sequences are sharded as
-    the axis of sequences of the argument `rows`."""
+    """Return a `Specs` for a new state, sharded as the argument `name`, which is the state before. If that is None and
+    cu_seqlens is None too, the state's axis N is sharded as the axis B of the argument `rows` [B, T, width]; else the state
+    counts as replicated."""
 
     def specs(arguments: dict[str, Any]) -> Any:
         x = arguments[rows]
@@ -67,8 +72,9 @@ def state_of(name: str, rows: str) -> Specs:
 
 
 def automatic(result: Specs, *more: Specs) -> Callable[[Method], Method]:
-    """Return a decorator for a method of a module, which runs with automatic axes. result, more: the specs of its result, or of
-    each of its results."""
+    """Return a decorator that runs a method of a module with automatic axes, if the module, an argument or the context has a
+    mesh with explicit axes; else the method runs as it is. result: the `Specs` of the method's only or first result. more: the
+    `Specs` of its other results."""
 
     def decorate(method: Method) -> Method:
         signature = inspect.signature(method)

@@ -20,7 +20,8 @@ LOWEST = float(jnp.finfo(jnp.float32).min)  # the least score of a whole block, 
 
 
 class IndexQueries(NamedTuple):
-    """Hold the index queries [B, T, H, D] of rows, and their index weights [B, T, H], None for 1."""
+    """Hold the index queries of rows [B, T, H, D], with D channels in each of H index heads, and the weights of the heads'
+    scores [B, T, H], which are 1 if None."""
 
     query: Float[Array, "B T H D"]
     weight: Float[Array, "B T H"] | None
@@ -28,21 +29,21 @@ class IndexQueries(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Choice:
-    """Hold how rows choose the keys that they read. Row t of a sequence sees (t + 1) // block_size whole blocks. It reads those
-    num_blocks of them that have the greatest scores, and all tokens behind the last whole block.
+    """Hold how rows choose the keys that they read. Row t of a sequence sees (t + 1) // block_size whole blocks. It reads the
+    num_blocks whole blocks with the greatest scores, and all tokens behind the last whole block.
 
         score of block b for row t = sum over heads h of index_weight_th max(index_query_th^T pool(index_key of b), 0)
 
-    Blocks are counted from the first token of a sequence. Of equal scores the first count. One that is NaN counts as infinite:
-    the row reads that block, and is NaN if the keys of the block are. Scores have no gradient: which blocks are read is no
-    differentiable function of them.
+    Blocks are counted from the first token of a sequence. Of blocks with equal scores the first are read. A score of NaN counts
+    as infinite: the row reads that block, and its output is NaN if the keys of the block are. Scores have no gradient, because
+    the choice of blocks is no differentiable function of them.
 
     index_query: [*rows, H, D]. index_key: [*rows, E], which a cache holds as "index" [N, L, 1, E]. block_size: the tokens of a
     block. num_blocks: how many blocks a row reads at most. pool: (the index keys of blocks [..., n, block_size, E], the positions
     of their first tokens [..., n]) -> [..., n, D]. index_weight: [*rows, H]; 1 if None.
 
-    `attend` and `attend_to_caches` return the results of `attend_all`, attention over all keys that a row sees, where rows read
-    all of them. Methods raise ValueError for a number of tokens that is a symbol.
+    `attend`, `attend_to_caches` and `step` return the results of `attend_all`, which is attention over all keys that a row sees,
+    where every row reads all of these. They raise ValueError for a number of tokens that is a symbol of `jax.export`.
 
     DeepSeek-AI 2025, https://arxiv.org/abs/2512.02556, where each token is a block; larger blocks Qwen Team 2026,
     https://huggingface.co/Qwen/Qwen3.8-Flash-Next.
@@ -62,7 +63,8 @@ class Choice:
         return self.num_blocks * self.block_size + self.block_size - 1
 
     def reads_all(self, keys: int) -> bool:
-        """Return whether rows read all of so many keys."""
+        """Return whether every row of a sequence of `keys` keys reads all keys that it sees. Raises ValueError for a symbol of
+        `jax.export`."""
         if is_symbol(keys):
             raise ValueError(f"the number of tokens must be known where attention chooses blocks of them, got {keys}")
         return keys <= self.max_unrestricted_length
@@ -79,10 +81,12 @@ class Choice:
         scale: float | None,
         begin: Int[Array, "B S"],
     ) -> Float[Array, "B T Hq V"]:
-        """Return softmax attention over those keys that each row sees and chooses.
+        """Return softmax attention over those keys that each row sees and chooses, [B, T, Hq, V].
 
-        index: the index keys of k. seen: the keys that a row sees, which begin with its sequence. begin: the first key of each
-        key's sequence.
+        attend_all: a function that returns attention over all keys that each row sees; called where no row sees more keys than
+        `max_unrestricted_length`. index: the index keys of k. scale: the factor of the scores; K ** -0.5 if None.
+        seen: for each row [B, T] the first and the last key that it sees; the first is the first key of its sequence. begin:
+        for each key, the index on the axis S of the first key of its sequence.
         """
         if self.reads_all(k.shape[1]) or q.size == 0:
             return attend_all()
@@ -93,7 +97,7 @@ class Choice:
         return jax.lax.cond((seen.last - seen.first).max() < self.max_unrestricted_length, attend_all, attend_chosen)
 
     def read_blocks(self, index: Float[Array, "B S 1 E"], seen: Intervals, begin: Int[Array, "B S"]) -> ReadBlocks:
-        """Return which blocks of the keys that it sees each row reads. The arguments are those of `attend`."""
+        """Return which blocks each row reads of the keys that the row sees. The arguments are those of `attend`."""
         (B, T), S = seen.first.shape, index.shape[1]
         starts = block_starts(begin, self.block_size)
         position = starts - jnp.take_along_axis(begin, jnp.clip(starts, 0, S - 1), 1)
@@ -124,10 +128,11 @@ class Choice:
         scale: float | None,
         cuts: Int[Array, "N+1"],
     ) -> Float[Array, "1 T Hq V"]:
-        """Return what `attend` does, of packed rows over the caches of their sequences.
+        """Return softmax attention of packed rows over those keys of their sequences' caches that each row sees and chooses.
 
-        k, v, index: of the caches. place: the position of each row; -1 for one that reads nothing. own: its sequence. cuts: the
-        first row of each sequence, and the end.
+        attend_all, scale: as in `attend`. k, v, index: the caches of N sequences, with L rows each.
+        place: the position of each row in its sequence, and so its row of the cache; -1 for a row that reads nothing. own: the
+        number of its sequence, an index on the axis N. cuts: cu_seqlens of the rows.
         """
         N, L = k.shape[:2]
         if self.reads_all(L) or q.size == 0:
@@ -172,10 +177,12 @@ class Choice:
         scale: float | None,
         width: int,
     ) -> Float[Array, "B 1 Hq V"]:
-        """Return what `attend` does, of one row of each sequence over a pool of caches [P, L, ...].
+        """Return softmax attention of one row of each of B sequences over those keys that the row chooses in a pool of caches.
 
-        Of "key" and "value" the chosen tokens alone are read, and of "index" all. Without "value" the first `width` channels of a
-        key are the value. slots: of the sequences, P for none. place: the position of each row of q.
+        attend_all, scale: as in `attend`. cache: "key" [P, L, Hk, K], "value" [P, L, Hk, V] and "index" [P, L, 1, E]. Of
+        "index" all tokens are read, of the others the chosen ones. Without "value" the first `width` channels of a key are the
+        value.
+        slots: the row of the pool for each sequence; P for none. place: the position of each row of q in its sequence.
         """
         size, L, B = self.block_size, cache["index"].shape[1], len(slots)
         if self.reads_all(L) or q.size == 0:
@@ -198,13 +205,14 @@ class Choice:
         return attend_masked(q, k, v, (tokens < L)[:, None], scale)
 
     def index_queries(self, B: int, T: int) -> IndexQueries:
-        """Return by what rows score blocks, with the rows as [B, T]."""
+        """Return this choice's index queries and weights with the axes *rows reshaped to [B, T]."""
         query, weight = self.index_query, self.index_weight
         query = query.reshape(B, T, *query.shape[-2:])
         return IndexQueries(query, None if weight is None else weight.reshape(B, T, weight.shape[-1]))
 
     def pooled(self, index: Float[Array, "B S 1 E"], starts: Int[Array, "B n"], position: Int[Array, "B n"]) -> Array:
-        """Return `pool` of the blocks that begin at `starts`, [B, n, D]."""
+        """Return `pool` of the index keys of each block, [B, n, D], without a gradient. starts: the first key of each block, an
+        index on the axis S; S for no block, whose result has no meaning. position: the position of that key in its sequence."""
         inside = jnp.clip(starts[..., None] + jnp.arange(self.block_size), 0, index.shape[1] - 1)
         keys = jnp.take_along_axis(index[:, :, 0], inside.reshape(len(starts), -1, 1), 1)
         return jax.lax.stop_gradient(self.pool(keys.reshape(*inside.shape, -1), position))
@@ -212,8 +220,12 @@ class Choice:
     def words(
         self, queries: IndexQueries, pooled: Float[Array, "B n D"], starts: Int[Array, "B n"], seen: Intervals
     ) -> Int[Array, "B rows W"]:
-        """Return the words of `ReadBlocks` of rows. starts: of `block_starts`. A row counts blocks from its first key on,
-        and so behind the last whole one lies one block more."""
+        """Return `ReadBlocks.words` of rows, int32: bit b % 32 of word b // 32 says whether the row reads its block number b,
+        counted from the row's first key. A row reads the best whole blocks, and the block behind its last whole block.
+
+        pooled, starts: the pooled index keys and the first keys of blocks, as from `pooled` and `block_starts`. seen: [B,
+        rows].
+        """
         first, last = seen
         is_whole = (starts[:, None] >= first[..., None]) & (starts[:, None] + self.block_size - 1 <= last[..., None])
         at = self.best_blocks(scores(queries, pooled), is_whole)
@@ -228,7 +240,9 @@ class Choice:
         return jnp.zeros((*first.shape, count), jnp.int32).at[batch, row, word].add(1 << (number % 32), mode="drop")
 
     def best_blocks(self, score: Float[Array, "*rows n"], is_whole: Bool[Array, "*rows n"]) -> Int[Array, "*rows _"]:
-        """Return the numbers of the blocks that rows read, of those that are whole for them; n in the place of none."""
+        """Return the indices on the axis n of the whole blocks with the greatest scores, [*rows, min(num_blocks, n)]; the
+        remaining entries are n where fewer blocks are whole. is_whole: whether the row sees all keys of the block. NaN counts
+        as infinite."""
         score = jnp.where(jnp.isnan(score), jnp.inf, jnp.maximum(score, LOWEST))
         score = jax.lax.stop_gradient(jnp.where(is_whole, score, -jnp.inf))
         found, at = jax.lax.top_k(score, min(self.num_blocks, score.shape[-1]))
@@ -236,7 +250,8 @@ class Choice:
 
 
 def scores(queries: IndexQueries, pooled: Float[Array, "B n D"]) -> Float[Array, "B rows n"]:
-    """Return the scores of blocks, in float32 as the models' own code has them: which is greater must not depend on rounding."""
+    """Return the score of each block for each row, float32: sum over h of weight_h max(query_h^T pooled, 0). Products have the
+    highest precision, as in the models' own code: which score is greater must not depend on rounding."""
     product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
     found = jax.nn.relu(product("brhd,bnd->brhn", queries.query.astype(jnp.float32), pooled.astype(jnp.float32)))
     if queries.weight is None:
@@ -245,9 +260,10 @@ def scores(queries: IndexQueries, pooled: Float[Array, "B n D"]) -> Float[Array,
 
 
 def block_starts(begin: Int[Array, "B S"], size: int) -> Int[Array, "B n"]:
-    """Return the first keys of the whole blocks, in order, filled up with S. n = S // size, the most that there can be.
+    """Return the indices on the axis S of the first keys of all whole blocks of `size` keys, ascending, and then S in entries
+    without a block. n is S // size, the most blocks possible. Blocks are counted from the beginning of each sequence.
 
-    begin: the first key of each key's sequence.
+    begin: for each key, the index of the first key of its sequence.
     """
     S = begin.shape[1]
     keys = jnp.arange(S)[None]

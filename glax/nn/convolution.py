@@ -14,8 +14,10 @@ from glax.nn.passes import Rows, State
 
 
 def uniform_filter(key, shape: tuple[int, int], dtype) -> Float[Array, "size width"]:
-    """Return the first values of a filter, as torch.nn.Conv1d with one input channel per group draws them: uniform within 1 /
-    sqrt(size)."""
+    """Return the first values of a filter [size, width], uniform between -1 / sqrt(size) and 1 / sqrt(size).
+
+    torch.nn.Conv1d with one input channel per group draws its filter in the same way.
+    """
     bound = shape[0] ** -0.5
     return jax.random.uniform(key, shape, dtype, -bound, bound)
 
@@ -77,8 +79,8 @@ class ShortConvolution(Layer):
     def extend(self, x: Float[Array, "*rows width"], before: Array | None, rows: Rows) -> tuple[Array, Array]:
         """Return y [*rows, width] in the dtype of x, and the new state. Layers that contain a convolution call this method.
 
-        before: the state of the convolution, [N, (size - 1) dilation, width], or None for zeros. rows: as in
-        `glax.nn.layer.Layer.mix`.
+        before: the state before the first rows, [N, (size - 1) dilation, width]; zeros if None. The new state has its shape.
+        rows: as in `glax.nn.layer.Layer.mix`.
         """
         views, after = rows.window(x, (self.size - 1) * self.dilation + 1, before)
         views = views[:: self.dilation]
@@ -89,7 +91,10 @@ class ShortConvolution(Layer):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gradient_in(dtype, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Return x. Its gradient is rounded to `dtype` in memory, from where the gradients of a filter's rows each read it once."""
+    """Return x unchanged. The gradient is rounded to `dtype`, and then has the dtype of x again.
+
+    Memory holds the rounded gradient, which the gradient of each of the filter's rows reads once.
+    """
     return x
 
 

@@ -42,11 +42,15 @@ class DeltaOptions(MixerOptions, total=False):
 
 
 class DeltaAttention(LinearAttention):
-    """Project, convolve and activate q, k and v, and form the strength beta of the delta rule. Subclasses define the gates.
+    """Project, convolve and activate q, k and v, and form the strength beta of the delta rule. Subclasses define `gates` or
+    `mix`.
 
-    num_heads: the heads of v, beta, the gates and the state. num_qk_heads: the heads of q and k, a divisor of num_heads;
-    num_heads if None. use_beta: beta is sigmoid(W_b x), or 1 if False. qk_activation: the name of a function of q and k, a key
-    of QK_ACTIVATIONS.
+    num_heads: H, the heads of v, beta, the gates and the state.
+    num_qk_heads: the heads of q and k, a divisor of num_heads; num_heads if None.
+    use_beta: whether beta is sigmoid(W_b x); beta is 1 if False.
+    qk_activation: the name of the function of q and k, a key of QK_ACTIVATIONS.
+
+    The other arguments are those of `DeltaOptions` and of `glax.nn.linear_attention.LinearAttention`.
     """
 
     @checked
@@ -90,17 +94,22 @@ class DeltaAttention(LinearAttention):
 
     @property
     def state_passes(self) -> int:
-        """Return how often a token passes over its recurrent states: 1 + 2 n with n updates a token."""
+        """Return how often a token passes over all entries of its recurrent states: 1 + 2 n. Each of its n = num_updates
+        updates reads and writes the state once, and the query reads the state once."""
         return 1 + 2 * self.num_updates  # an update reads the state, and writes it
 
     @property
     def silu_or_none(self) -> str | None:
-        """Return the name of the function that q and k pass before they are divided into heads: "silu", or None."""
+        """Return the name of the function that is applied to q and k before they are divided into heads: "silu" if
+        qk_activation is "silu", else None. Other functions are the feature map, which is applied later."""
         return "silu" if self.qk_activation == "silu" else None
 
     def inputs(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[list[Array], dict]:
-        """Return ([q, k, v], the states of the convolutions by name). q, k and v have passed their convolutions, if there are
-        any, and SiLU."""
+        """Return ([q, k, v], {the name of a convolution: its new state}). The dict is empty without convolutions.
+
+        q, k and v are the projections of x, merged over heads, after their convolutions, if there are any. SiLU is applied to
+        v, and to q and k if qk_activation is "silu". state, rows: as in `glax.nn.layer.Layer.mix`.
+        """
         (q, k, v), states = super().inputs(x, state, rows)
         if not self.use_short_conv:
             act = activation("qk_activation", self.silu_or_none)
@@ -108,7 +117,8 @@ class DeltaAttention(LinearAttention):
         return [q, k, v], states
 
     def strength(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows H"]:
-        """Return beta [*rows, H] in float32."""
+        """Return beta [*rows, num_updates * H] in float32: sigmoid(W_b x), or [*rows, H] ones without W_b; doubled if
+        allow_neg_eigval."""
         if self.beta is None:
             return self.scaled_beta(jnp.ones((*x.shape[:-1], self.num_heads), jnp.float32))
         return self.scaled_beta(jax.nn.sigmoid(self.beta(x).astype(jnp.float32)))
@@ -296,8 +306,8 @@ class Comba(GatedDeltaNet):
         S_t = exp(g_t) S_{t-1} + beta_t n(k_t) (v_t - S_{t-1}^T n(p_t))^T
         o_t = S_t^T n(q'_t) / sqrt(K)                      y_t = W_o (RMSNorm(o_t) * sigmoid(W_s x_t))
 
-    with q, k, v, g and beta as in `GatedDeltaNet`, a b and a D for each head of k, and n(x) = x / sqrt(sum x^2 + 1e-6). In n(p_t)
-    sigmoid(b) cancels but for the 1e-6, so b acts almost only by q'.
+    with q, k, v, g and beta as in `GatedDeltaNet`, numbers b and D for each head of k, and n(x) = x / sqrt(sum x^2 + 1e-6). In
+    n(p_t) sigmoid(b) cancels but for the 1e-6, so b acts almost only by q'.
 
     use_output_correction, correction_factor: whether there is D, and its first value. use_inner_decay: whether there is b, which
     starts as 1; p_t is k_t if False. gate_fn: the name of the function of W_s x_t, in place of sigmoid:
@@ -460,5 +470,6 @@ def divided_by_sum(x: Float[Array, "*rows K"]) -> Float[Array, "*rows K"]:
 
 
 def check_one_of(name: str, value, known):
+    """Raise ValueError, which names the argument `name`, unless `value` is one of `known`."""
     if value not in known:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")

@@ -67,7 +67,8 @@ class GatedLinearAttention(LinearAttention):
         self.gate_bias = parameter(bias_init(rngs.params(), (gates,), self.param_dtype), HEADS)
 
     def log_gate(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows H K"]:
-        """Return the log decay g [*rows, H, K] of every key channel, in float32."""
+        """Return the log decay g [*rows, H, K] of every key channel, in float32, at least clamp_min if that is given. H is
+        num_heads."""
         logits = self.gate_up(self.gate_down(x)).astype(jnp.float32)
         g = jax.nn.log_sigmoid(logits + for_rows(x, self.gate_bias[...])) / self.temperature
         g = g if self.clamp_min is None else jnp.maximum(g, self.clamp_min)

@@ -20,7 +20,7 @@ from glax.nn.passes import Rows, State
 
 
 def log_gate(f: Float[Array, "*rows D"], lower_bound: Float[Array, "D"] | None) -> Float[Array, "*rows D"]:
-    """Return log(b + (1 - b) sigmoid(f)) in float32, where b is the lower bound, or 0 if it is None."""
+    """Return log(b + (1 - b) sigmoid(f)), the log decay of each channel, in float32. b is lower_bound, or 0 if that is None."""
     g = jax.nn.log_sigmoid(f.astype(jnp.float32))
     if lower_bound is None:
         return g
@@ -31,8 +31,13 @@ def log_gate(f: Float[Array, "*rows D"], lower_bound: Float[Array, "D"] | None) 
 def of_channels(
     recurrence: Callable, v: Float[Array, "*rows D"], g: Float[Array, "*rows D"], before: Array | None, rows: Rows
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "N D"]]:
-    """Return h of h_t = exp(g_t) * h_{t-1} + v_t, one recurrence a channel, and the new states. before: the states [N, D], or
-    None."""
+    """Return the outputs h of one scalar recurrence per channel, h_t = exp(g_t) * h_{t-1} + v_t, and the states behind the last
+    tokens, [N, D].
+
+    recurrence: the function that solves whole sequences, such as `glax.recurrent`.
+    before: the states before the first tokens, [N, D]; zeros if None.
+    rows: as in `glax.nn.layer.Layer.mix`.
+    """
     # One head with K = 1 and V = D: its per-value gates are the gates of the channels.
     one = jnp.ones((*v.shape[:-1], 1, 1), v.dtype)
     before = None if before is None else before[:, None, None]

@@ -151,13 +151,14 @@ class MultiHeadLatentAttention(Layer):
         return self.output(merged(o)), cache
 
     def should_absorb(self, tokens: int, cached: int) -> bool:
-        """Return whether queries should read the latents in a cache directly, for `tokens` tokens of a sequence and `cached`
-        rows of its cache.
+        """Return whether queries should read the latents in a cache directly, rather than keys and values expanded from all its
+        rows.
 
-        Otherwise a key and a value are formed of every row. With w = head_width + value_width, this takes latent_width w
-        products a row and head. To read a row directly takes 2 latent_width - w more products for each token and head. The
-        cheaper way is chosen. With more than EXPANDED cached rows a token, or a size that is a symbol, rows are always read
-        directly: the keys and values of all rows, also of those that hold no token yet, would take too much memory.
+        tokens: the tokens that each sequence reads in this call. cached: the rows of its cache. With w = head_width +
+        value_width, expanding takes latent_width w products for each row and head. Reading a row directly takes 2 latent_width
+        - w more products for each token and head. The result is True where reading directly is cheaper. It is also True with
+        more than EXPANDED cached rows for each token, where the keys and values of all rows would take too much memory, and if
+        a size is a symbol of `jax.export`.
         """
         if is_symbol(tokens) or is_symbol(cached):
             return True
@@ -178,13 +179,15 @@ class MultiHeadLatentAttention(Layer):
     def absorbed(
         self, q: Array, q_shared: Array, stored: Array, state: State, rows: Rows, choice: Choice | None = None
     ) -> tuple[Array, State]:
-        """Return o [*rows, H, value_width] and the new cache. Queries read the latents of the cache directly: no keys or values
-        are formed.
+        """Return (o [*rows, H, value_width] before the gate and W_o, the new cache). Queries read the latents of the cache
+        directly: W_k is applied to q, and W_v to the weighted sum of latents.
 
-        q: the part of the queries that reads W_k^h c_t, [*rows, H, head_width]. q_shared: the rotated part that reads the
-        shared key, [*rows, H, shared_width]. stored: the new rows of the cache, [*rows, 1, latent_width + shared_width]: the
-        latents behind their norm, and then the rotated shared keys. state: the cache. rows: as in `glax.nn.layer.Layer.mix`.
-        choice: how each row chooses the keys that it reads, or None.
+        q: the part of the queries that reads W_k^h c_t, [*rows, H, head_width].
+        q_shared: the rotated part that reads the shared key, [*rows, H, shared_width].
+        stored: the new rows of the cache, [*rows, 1, latent_width + shared_width]: latents after their norm, then rotated
+        shared keys.
+        state: the cache. rows: as in `glax.nn.layer.Layer.mix`. choice: how each row chooses the keys that it reads; all keys
+        if None.
         """
         kernel = kernel_of(self.expand).astype(q.dtype).reshape(self.latent_width, self.num_heads, -1)
         to_key, to_value = kernel[..., : self.head_width], kernel[..., self.head_width :]

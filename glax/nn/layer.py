@@ -27,13 +27,15 @@ M = TypeVar("M", bound=type)
 
 
 def check_rows(x, width: int, form: str, *ranks: int):
+    """Raise TypeError or ValueError unless x is floating point, has a rank in `ranks` and `width` channels. form: its shape,
+    for the message."""
     check_floats("x", x)
     if x.ndim not in ranks or x.shape[-1] != width:
         raise ValueError(f"x must be {form}, with width={width}, got shape {x.shape}")
 
 
 class OfClass:
-    """Define a class attribute, as a descriptor, that instances do not have: reading it from one raises AttributeError."""
+    """Define, as a descriptor, a class attribute with the given value. Reading it from an instance raises AttributeError."""
 
     def __init__(self, value):
         self.value = value
@@ -101,10 +103,10 @@ class Layer(nnx.Module):
 
     @property
     def state_passes(self) -> int:
-        """Return how often a token passes over all entries of the recurrent states: once to write them and once to read them.
-        The delta rule reads them once more.
+        """Return how often a token passes over all entries of the recurrent states: 2, once to write and once to read them.
+        Layers of the delta rule return more, because they also read the states before they write.
 
-        `glax.models.operations` counts operations by it.
+        `glax.models.operations` multiplies it to count the operations of a token.
         """
         return 2
 
@@ -178,20 +180,23 @@ ONLY = "recurrent"  # the name of the state of a layer with a single array
 
 
 def public(state: State):
+    """Return a state as users see it: the array of a dict whose only key is "recurrent", else the dict."""
     return state[ONLY] if state.keys() == {ONLY} else dict(state)
 
 
 def named(state) -> State:
+    """Return a state as `mix` takes it, the inverse of `public`: {} for None, and {"recurrent": state} for an array."""
     if state is None:
         return {}
     return state if isinstance(state, dict) else {ONLY: state}
 
 
 def parallel_rows(shape: tuple[int, ...], cu_seqlens, segment_ids=None, pad_id: int | None = None) -> Parallel:
-    """Return how the rows are packed, as `Parallel`, after a check.
+    """Return the `Parallel` of rows of this shape, [B, T] or [T], after a check of the packing arguments. Rows [T] without
+    cu_seqlens are one sequence.
 
-    Raises ValueError if both arguments pack them, if shapes do not fit, or for a pad_id without segment_ids. Raises TypeError
-    for arguments that hold other than integers.
+    Raises ValueError if both cu_seqlens and segment_ids are given, if their shapes do not fit the rows, or for a pad_id without
+    segment_ids. Raises TypeError for arguments that are not integers.
     """
     if cu_seqlens is not None and segment_ids is not None:
         raise ValueError("cu_seqlens and segment_ids exclude each other: pass one of them")
@@ -220,8 +225,12 @@ def parallel_rows(shape: tuple[int, ...], cu_seqlens, segment_ids=None, pad_id: 
 
 
 def check_slots(slots, letter: str, count: int, pool, name: str):
-    """Raise TypeError or ValueError unless slots are `count` integers and, where their values are known, -1 or different rows of
-    `pool`, a tree of arrays. letter: the axis of `count` sequences. name: the argument that holds the pool."""
+    """Raise TypeError or ValueError unless `slots` is `count` integers. Where their values are known, each must be -1 or a row
+    of the pool, and no row may occur twice.
+
+    letter: the name of the axis of `slots` in messages, "B" or "N". pool: a tree of arrays with one row for each slot. name:
+    the name of the argument `pool` in messages.
+    """
     check_integers("slots", slots)
     if slots.shape != (count,):
         raise ValueError(f"slots must be [{letter}]={[count]}, one for each sequence, got shape {slots.shape}")
@@ -230,7 +239,11 @@ def check_slots(slots, letter: str, count: int, pool, name: str):
 
 
 def token_rows(slots: Int[Array, "B"] | None, B: int, state, name: str) -> Step:
-    """Return the `Step` for one token of each of B sequences, after a check of the slots. state: a tree of arrays."""
+    """Return the `Step` that reads one token of each of B sequences.
+
+    state: a tree of arrays with B rows, or with slots a pool. name: the argument `state` in messages. Raises TypeError or
+    ValueError for wrong slots, and without slots for a state that has not B rows.
+    """
     check_memory_of_leaves(name, state)
     if slots is not None:
         check_slots(slots, "B", B, state, name)
@@ -242,10 +255,11 @@ def token_rows(slots: Int[Array, "B"] | None, B: int, state, name: str) -> Step:
 
 
 def from_pool(pool, slots: Int[Array, "N"], N: int, fresh: Bool[Array, "N"] | None):
-    """Return (the states of the slots, a tree of [N, ...] with zeros where fresh; the slots, with those of no sequence replaced
-    by one out of bounds).
+    """Return (the states of N sequences, a tree of [N, ...] read from the pool; their slots, int32).
 
-    Raises TypeError or ValueError for slots or fresh of another shape or dtype, and for known slots that repeat.
+    A sequence has zeros as its state if its `fresh` is True or its slot is -1. In the returned slots the number of the pool's
+    rows, which is out of bounds, stands for -1. Raises TypeError or ValueError for slots or `fresh` of another shape or dtype,
+    and for known slots that repeat.
     """
     check_memory_of_leaves("pool", pool)
     check_slots(slots, "N", N, pool, "pool")
@@ -265,4 +279,6 @@ def from_pool(pool, slots: Int[Array, "N"], N: int, fresh: Bool[Array, "N"] | No
 
 
 def into_pool(pool, slots: Int[Array, "N"], states):
+    """Return the pool, a tree of arrays, with states[n] written to row slots[n]. A slot out of bounds, as `from_pool` returns
+    for -1, drops its state."""
     return jax.tree.map(lambda pool, state: put(pool, slots, state), pool, states)

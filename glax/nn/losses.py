@@ -57,12 +57,13 @@ def next_token_loss(
 
 
 def sharded_axes(sharding: NamedSharding) -> tuple[str, ...]:
-    """Return the axes of a mesh over which B and T are spread."""
+    """Return the names of the mesh axes of more than one device over which the axes B and T of an array are spread, B's
+    first."""
     return tuple(name for axis in (0, 1) for name in axes_of(sharding, axis))
 
 
 def axes_of(sharding: NamedSharding, axis: int) -> tuple[str, ...]:
-    """Return the axes of a mesh of several devices over which an axis of an array is spread."""
+    """Return the names of the mesh axes of more than one device over which axis number `axis` of an array is spread."""
     entry = sharding.spec[axis] if axis < len(sharding.spec) else None
     entry = () if entry is None else entry
     names = (entry,) if isinstance(entry, str) else entry
@@ -70,8 +71,11 @@ def axes_of(sharding: NamedSharding, axis: int) -> tuple[str, ...]:
 
 
 def by_shard(x: Array, sharding: NamedSharding) -> Array:
-    """Return x [B, T, ...] as [shards, B / (shards of B), T / (shards of T), ...]. Each device holds the same elements as
-    before."""
+    """Return x [B, T, ...] as [shards, B / (shards of B), T / (shards of T), ...], where entry i of the first axis is the shard
+    of one device. No element moves to another device.
+
+    Raises ValueError if the numbers of shards do not divide B and T.
+    """
     rows, tokens = (math.prod(sharding.mesh.shape[name] for name in axes_of(sharding, axis)) for axis in (0, 1))
     if x.shape[0] % rows or x.shape[1] % tokens:
         raise ValueError(f"sharding must divide B and T, {x.shape[:2]}, got {rows} and {tokens} shards")
@@ -90,9 +94,9 @@ def sum_of_rows(
     targets: Int[Array, "B T"],
 ) -> tuple[Float[Array, ""], Int[Array, ""]]:
     """Return (the sum of -log softmax(logits)[target] + z_loss (log sum exp logits)^2 over the rows with a target, the number
-    of these rows).
+    of these rows). The logits are x kernel, capped as in `next_token_loss`; a row is one token.
 
-    whole: the sharding of the gathered kernel, None for no mesh.
+    whole: the sharding that the kernel is gathered to; None for no mesh.
     """
     T = targets.shape[-1]
     parts = min(-(-targets.size // ROWS), T) or 1
@@ -104,8 +108,11 @@ def sum_of_rows(
 
 
 def checked_targets(targets, shape: tuple[int, ...], vocabulary: int) -> Int[Array, "*rows"]:
-    """Return targets as int32. Raise TypeError or ValueError unless they are integers of that shape, and below `vocabulary`
-    where their values are known."""
+    """Return targets as int32.
+
+    Raises TypeError unless they are integers, and ValueError unless they have the given shape and, where their values are
+    known, are below `vocabulary`.
+    """
     check_integers("targets", targets)
     if targets.shape != shape:
         raise ValueError(f"targets must be {list(shape)} as the tokens are, got shape {targets.shape}")
@@ -127,6 +134,11 @@ def summed_loss(
     kernel: Float[Array, "width vocabulary"],
     targets: Int[Array, "B T"],
 ) -> Float[Array, ""]:
+    """Return the sum of the losses of all rows with a target, in float32, as `sum_of_rows` defines it. The rows are divided
+    into `parts` parts along T, whose logits are formed one after another.
+
+    Under differentiation the forward also forms the gradients of x and the kernel, which are its residuals.
+    """
     kernel = gathered(kernel, whole)
 
     def part(total, rows):
@@ -137,14 +149,14 @@ def summed_loss(
 
 
 def gathered(kernel: Float[Array, "width vocabulary"], whole: NamedSharding | None) -> Array:
-    """Return the kernel with the sharding `whole`, so that it is gathered once. Otherwise each of its two products would gather
-    it."""
+    """Return the kernel with the sharding `whole`; unchanged if that is None. It is gathered here once, and not again in each
+    of the two products that read it."""
     return kernel if whole is None else jax.lax.with_sharding_constraint(kernel, whole)
 
 
 def in_parts(x: Array, parts: int) -> Array:
-    """Return x [B, T, ...] as [parts, B, T / parts, ...]. Each part has every parts-th token, so each shard of T has tokens of
-    all parts."""
+    """Return x [B, T, ...] as [parts, B, T / parts, ...]. Part p has the tokens p, p + parts, p + 2 parts, ..., so that each
+    shard of T has tokens of all parts."""
     return jnp.moveaxis(x.reshape(x.shape[0], -1, parts, *x.shape[2:]), 2, 0)
 
 
@@ -157,7 +169,11 @@ def from_parts(x: Array) -> Array:
 def part_loss(
     x: Float[Array, "B part width"], targets: Int[Array, "B part"], kernel, cap: float | None, z_loss: float
 ) -> tuple[Array, Array]:
-    """Return the loss of a part, and its gradient with respect to x kernel, in x's dtype."""
+    """Return (the sum of the losses of one part's rows with a target, in float32; the gradient of that sum with respect to the
+    product x kernel before the cap, [B, part, vocabulary], in x's dtype).
+
+    cap, z_loss: as in `next_token_loss`.
+    """
     logits = soft_cap(jnp.matmul(x, kernel, preferred_element_type=jnp.float32), cap)
     used = targets >= 0
     # Not a sum over the vocabulary that a comparison selects: it would read all logits once more.

@@ -143,10 +143,11 @@ class Mamba2(Layer):
         return self.scan(self.input(x), state, rows)
 
     def scan(self, projected: Float[Array, "*rows inputs"], state: State, rows: Rows) -> tuple[Array, State]:
-        """Return the layer's output [*rows, width] and the new state, from W_in u instead of u.
+        """Return the layer's output [*rows, width] and the new state, from the product W_in u instead of u. Models that scale
+        the columns of W_in u call this method.
 
-        Models that scale the columns of W_in u before the convolution call it. projected: W_in u, [*rows, 2 H V + 2 groups K +
-        H], the columns of z, x, B, C and dt. state, rows: as in `glax.nn.layer.Layer.mix`.
+        projected: W_in u, [*rows, 2 H V + 2 groups K + H], the columns of z, x, B, C and dt in this order. state, rows: as in
+        `glax.nn.layer.Layer.mix`.
         """
         inside, states = self.num_heads * self.head_width, self.groups * self.state_width
         _, xBC, dt = jnp.split(projected, [inside, 2 * inside + 2 * states], axis=-1)
@@ -187,7 +188,8 @@ class Mamba2(Layer):
 
 
 def initial_dt_bias(rngs: nnx.Rngs, heads: int, span: tuple[float, float], floor: float) -> Float[Array, "H"]:
-    """Return the inverse softplus of steps that are uniform in their logarithm over `span` and at least `floor`, [H]."""
+    """Return the first values of dt_bias [heads], in float32: softplus^-1(dt), where log(dt) is uniform over the logarithms of
+    the two numbers in `span`, and dt is at least `floor`."""
     low, high = jnp.log(jnp.asarray(span, jnp.float32))
     dt = jnp.maximum(jnp.exp(jax.random.uniform(rngs.params(), (heads,), jnp.float32) * (high - low) + low), floor)
     return dt + jnp.log(-jnp.expm1(-dt))

@@ -155,8 +155,8 @@ class Mamba3(Layer):
         return self.interleaved(norm(x.reshape(*x.shape[:-1], *rank, self.groups, self.state_width)))
 
     def interleaved(self, x: Float[Array, "*shape K"]) -> Float[Array, "*shape K"]:
-        """Return x, and if mimo_rank is given, with columns i and K / 2 + i moved to 2 i and 2 i + 1, the pairs that
-        `glax.mamba3` rotates."""
+        """Return x unchanged without mimo_rank. With mimo_rank return x with columns i and K / 2 + i moved to 2 i and 2 i + 1:
+        `glax.mamba3` rotates neighbouring columns as pairs."""
         if self.mimo_rank is None:
             return x
         return jnp.swapaxes(by_head(x, 2), -1, -2).reshape(x.shape)
@@ -195,9 +195,10 @@ class Mamba3(Layer):
     def solve_sequences(self, Q: Array, K: Array, V: Array, **options) -> tuple[Array, Mamba3State]:
         """Return (output, final state) of `glax.mamba3` for whole sequences, computed by the layer's `recurrence`.
 
-        Q, K: as `keys_of` returns them. V: [*rows, H, V]. *rows is [B, T], or [T] for packed sequences without B. options: the
-        other arguments of `glax.mamba3` by name, but ADT, DT and Trap as [*rows, H]. Without B in V, arrays of tokens and the
-        output have none either.
+        Q, K: as `keys_of` returns them. V: [*rows, H, V]. *rows is [B, T], or [T] for packed sequences without B, whose output
+        has no B either.
+        options: the other arguments of `glax.mamba3` by name. Those in GATES are [*rows, H] here, and those in OF_ROWS are
+        [*rows, ...].
         """
         is_flat = V.ndim == 3
         by_row = dict(Q=Q, K=K, V=V) | {name: options.pop(name) for name in (*GATES, *OF_ROWS) if name in options}

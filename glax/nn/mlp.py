@@ -69,7 +69,7 @@ class SwiGLU(nnx.Module):
         self.down = linear(inside, width, (MLP, EMBED), **options)
 
     def act(self, x: Array) -> Array:
-        """Return the activation of x."""
+        """Return act(x), the activation that the layer's constructor names."""
         return powlu(x) if self.activation == "powlu" else activation("activation", self.activation)(x)
 
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
@@ -81,8 +81,11 @@ class SwiGLU(nnx.Module):
 
 
 def gated_product(gate: Array, up: Array, act: Callable, limit: float | None, situ: Situ | None) -> Array:
-    """Return act(gate) up in their dtype, bounded by `limit`. With situ = (b, c) return b tanh(gate / b) sigmoid(gate)
-    c tanh(up / c), formed in float32 and rounded to up's dtype."""
+    """Return act(gate) up in their dtype, after `bounded` with `limit`.
+
+    With situ = (b, c) return b tanh(gate / b) sigmoid(gate) c tanh(up / c) instead, formed in float32 and rounded to up's
+    dtype; the factor c tanh(up / c) is `up` if c is None.
+    """
     if situ is None:
         gate, up = bounded(gate, up, limit)
         return act(gate) * up
@@ -93,10 +96,11 @@ def gated_product(gate: Array, up: Array, act: Callable, limit: float | None, si
 
 
 def checked_situ(situ: Situ | None, limit: float | None, name: str, act: str) -> Situ | None:
-    """Return situ = (b, c) as floats; None for None. name: the argument that holds the activation `act`.
+    """Return situ = (b, c) as floats, where c may be None; return None if situ is None.
 
-    Raises ValueError, which names the argument, unless b is a finite number above 0, and c such a number or None. With a pair it
-    also raises one for a limit, and for an activation other than SiLU: the pair takes their place.
+    name, act: the name and the value of the argument that holds the activation. Raises ValueError, which names the argument,
+    unless b is a finite number above 0, and c such a number or None. With situ it also raises ValueError if `limit` is given,
+    or if the activation is not SiLU, because situ takes the place of both.
     """
     if situ is None:
         return None
@@ -133,9 +137,11 @@ def powlu(x: Array, power: float = 3.0) -> Array:
 
 
 def softmax_router(x: Float[Array, "M D"], kernel: Float[Array, "D E"], top_k: int, normalize: bool = True) -> Chosen:
-    """Return the top_k experts of each token, with the softmax of their logits x kernel as weights.
+    """Return (weights, experts), float32 and int32 [M, k = top_k] each: the softmax weights and the numbers of the k experts
+    with the greatest logits of each token. The logits are x kernel.
 
-    normalize: whether the weights of a token add up to 1; else the softmax is over all experts.
+    normalize: whether the softmax is over the k chosen experts, so that the weights of a token add up to 1; else it is over all
+    E.
     """
     every = (x @ kernel.astype(x.dtype)).astype(jnp.float32)
     logits, chosen = jax.lax.top_k(every, top_k)
@@ -156,12 +162,15 @@ def sigmoid_router(
     scaling: float = 1.0,
     sum_floor: float = 1e-20,
 ) -> Chosen:
-    """Return the top_k experts of each token within the best groups of experts, with sigmoid(x kernel) as weights.
+    """Return (weights, experts), float32 and int32 [M, top_k] each: the weights and the numbers of each token's experts.
 
-    A group is ranked by the sum of the two greatest values of weight + correction in it. Of the `best_groups` groups, the
-    experts with the greatest weight + correction are chosen; the correction gets no gradient, and is 0 if None. Scores are
-    float32. normalize: whether the weights of a token are divided by their sum + sum_floor. scaling: a factor of the weights
-    behind that.
+    The score of an expert is sigmoid(x kernel), and experts are ranked by score + correction. The E experts form `groups` equal
+    groups. A group is ranked by the sum of its two greatest score + correction. The experts are the top_k of the `best_groups`
+    best groups, and their weights are their scores.
+
+    correction: no gradient flows to it; 0 if None.
+    normalize: whether the weights of a token are divided by their sum + sum_floor.
+    scaling: a factor of the weights, which is applied last.
 
     Liu et al. 2024, https://arxiv.org/abs/2412.19437.
     """
@@ -184,7 +193,8 @@ def sigmoid_router(
 
 
 def check_groups(count: int, top_k: int, groups: int, best_groups: int):
-    """Raise ValueError, which names the argument, unless `best_groups` of `groups` equal groups of experts hold top_k of them."""
+    """Raise ValueError, which names the argument, unless `groups` equal groups divide the `count` experts, and `best_groups` of
+    these groups hold at least top_k experts. If there is more than one group, each must have at least 2 experts."""
     if count % groups or (groups > 1 and count // groups < 2):
         raise ValueError(
             f"groups must be a divisor of count={count} that leaves at least 2 experts in a group, got {groups}"
@@ -282,8 +292,12 @@ class Experts(nnx.Module):
         return self.on_rows(self.sum_over_experts, (x, weights, to_int32(experts)), kernels)
 
     def on_rows(self, f: Callable, arrays: tuple, *parameters: Any) -> Any:
-        """Return f(*arrays, *parameters). If `rows` is a sharding, each device calls f with its own rows of the arrays and with
-        whole parameters, and returns its rows of the result. Row i of f's result must depend on no row of arrays but row i."""
+        """Return f(*arrays, *parameters). If `rows` is a sharding, each device calls f with its own rows of the arrays and the
+        whole parameters, and holds its own rows of the result.
+
+        arrays: arrays with M rows. f: a function whose result has M rows too. Row i of the result must depend on no other row
+        of the arrays than row i.
+        """
         if self.rows is None:
             return f(*arrays, *parameters)
         spec = self.rows.spec

@@ -98,8 +98,8 @@ class MLSTM(Layer):
             layer.bias[...] = first.astype(layer.bias.dtype)
 
     def projected(self, x: Float[Array, "*rows width"]) -> list[Array]:
-        """Return the projections [q, k, v, s, i, f] of x: q and k [*rows, H K], v and s = W_s x [*rows, H V], and the input gate
-        i and the forget gate f [*rows, H] before their cap."""
+        """Return the projections [q, k, v, s, i, f] of x. q and k are [*rows, H K], and q is not divided by sqrt(K). v and s =
+        W_s x are [*rows, H V]. The input gate i and the forget gate f are [*rows, H], before their cap."""
         layers = (self.query, self.key, self.value, self.output_gate, self.input_gate, self.forget_gate)
         return [layer(x) for layer in layers]
 

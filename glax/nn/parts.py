@@ -21,12 +21,14 @@ normal = nnx.initializers.normal
 
 
 def annotated(*axes: str | None) -> dict:
-    """Return the metadata of a parameter that names a logical axis for each of its axes. `flax.nnx.get_partition_spec` reads
-    it."""
+    """Return the metadata of a parameter: the logical axis of each of its array's axes, or None. `flax.nnx.get_partition_spec`
+    reads it."""
     return dict(out_sharding=axes, eager_sharding=False)
 
 
 def parameter(value: Array, *axes: str | None) -> nnx.Param:
+    """Return a parameter with these values. axes: the logical axis of each axis of the array, or None for an axis that is not
+    sharded."""
     return nnx.Param(value, **annotated(*axes))
 
 
@@ -41,9 +43,11 @@ def linear(
     kernel_init: Initializer | None = None,
     rngs: nnx.Rngs,
 ) -> nnx.Linear:
-    """Return a module for y = x kernel (+ bias), with kernel [inputs, outputs].
+    """Return an `nnx.Linear` that computes y = x kernel (+ bias), with kernel [inputs, outputs].
 
-    axes: the logical axes of the kernel. kernel_init: its first values; normal with a deviation of 0.02 if None.
+    axes: the logical axes of the kernel. bias: whether there is a bias [outputs].
+    dtype: the dtype of the product; the dtype to which x and the parameters promote if None.
+    kernel_init: a function (key, shape, dtype) that returns the kernel's first values; normal with a deviation of 0.02 if None.
     """
     return nnx.Linear(
         inputs,
@@ -59,12 +63,13 @@ def linear(
 
 
 def products(x: Float[Array, "*rows inputs"], *layers: nnx.Linear) -> list[Float[Array, "*rows outputs"]]:
-    """Return the outputs of several layers of equal size that read x.
+    """Return the outputs of several layers that read x, in their order. The layers have equal sizes and dtypes.
 
-    One product computes them all if the kernels are cast for it anyway, as in training from float32. It does not if x has few
-    rows, or a layer has a bias or is no plain `nnx.Linear`. The kernels are stacked on an axis of their own, so that a mesh may
-    divide their outputs. With few rows, as in decoding, stacking them would cost more than it saves. Kernels that need no cast
-    would be copied for all layers of a model before the first begins, which takes their memory once more.
+    One product computes all outputs if x has more than `inputs` rows, no layer has a bias or is another class than
+    `nnx.Linear`, and a kernel is cast for the product, as in training from float32. Otherwise each layer computes its own. With
+    few rows, as in decoding, stacking kernels costs more than it saves. Kernels that need no cast would be copied for all
+    layers of a model before the first begins, which takes their memory once more. The kernels are stacked on an axis of their
+    own, so that a mesh may divide their outputs.
     """
     rows, inputs = math.prod(x.shape[:-1]), x.shape[-1]
     if rows <= inputs or any(type(layer) is not nnx.Linear or layer.bias is not None for layer in layers):
@@ -87,11 +92,12 @@ def kernel_of(layer: Any) -> Float[Array, "inputs outputs"]:
 
 
 def with_term(kernel: Array, adapter: nnx.LoRA) -> Array:
+    """Return kernel + the low-rank term of `adapter`, summed in float32 and in the kernel's dtype."""
     return (kernel.astype(jnp.float32) + low_rank(adapter)).astype(kernel.dtype)
 
 
 def low_rank(adapter: nnx.LoRA) -> Float[Array, "inputs outputs"]:
-    """Return A B of an adapter, times the scale of a `LowRank`, in float32."""
+    """Return the term that an adapter adds to a kernel, in float32: A B, times `scale` if the adapter is a `LowRank`."""
     a, b = (jnp.asarray(x[...], jnp.float32) for x in (adapter.lora_a, adapter.lora_b))
     product = jnp.matmul(a, b, precision="highest")
     return adapter.scale * product if isinstance(adapter, LowRank) else product
@@ -136,6 +142,7 @@ class LowRank(nnx.LoRA):
 
     @property
     def scale(self) -> float:
+        """Return alpha / rank, or alpha / sqrt(rank) if rank_stabilized."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
     def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
@@ -181,7 +188,10 @@ ACTIVATIONS: dict[str | None, Callable[[Array], Array]] = {
 
 
 def activation(name: str, value: str | None) -> Callable[[Array], Array]:
-    """Return the function called `value`. Raises ValueError, which names the argument `name`, if there is none."""
+    """Return the function that ACTIVATIONS has under the name `value`; the identity if None.
+
+    Raises ValueError, which names the argument `name`, for an unknown name.
+    """
     if value not in ACTIVATIONS:
         known = ", ".join(repr(x) for x in ACTIVATIONS)
         raise ValueError(f"{name} must be one of {known}, got {value!r}")
@@ -202,15 +212,18 @@ def for_rows(x: Array, param: Array, dtype=jnp.float32) -> Array:
 
 
 def by_head(x: Float[Array, "*rows D"], heads: int) -> Float[Array, "*rows heads width"]:
+    """Return x with its last axis divided into `heads` equal parts, [*rows, heads, D / heads]. `merged` is the inverse."""
     return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
 
 
 def merged(x: Float[Array, "*rows heads width"]) -> Float[Array, "*rows D"]:
+    """Return x with its last two axes merged into one, [*rows, heads * width]: the inverse of `by_head`."""
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
 def check_floats(name: str, x, width: int | None = None):
-    """Raise TypeError or ValueError unless x is an array of floating point, with rows of `width` channels if that is given."""
+    """Raise TypeError unless x is an array of floating point, and ValueError unless its last axis has `width` entries, if that
+    is given."""
     check_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name} must be floating point, got {x.dtype}")
@@ -219,7 +232,10 @@ def check_floats(name: str, x, width: int | None = None):
 
 
 def check_sizes(**sizes):
-    """Raise TypeError or ValueError unless every size is an integer of at least 1."""
+    """Raise TypeError or ValueError, which names the argument, unless every size is an integer of at least 1.
+
+    sizes: the values by the names of the arguments. An integer of NumPy must have at least 32 bits.
+    """
     for name, size in sizes.items():
         check_integer(name, size)
         if isinstance(size, np.integer) and size.dtype.itemsize < 4:
@@ -229,5 +245,6 @@ def check_sizes(**sizes):
 
 
 def check_divides(name: str, size: int, by: str, whole: int):
+    """Raise ValueError unless `size`, the argument `name`, divides `whole`, the argument `by`."""
     if whole % size:
         raise ValueError(f"{name} must divide {by}={whole}, got {size}")

@@ -35,19 +35,26 @@ class Rows(Protocol):
     def recurrent(
         self, recurrence: Callable, q, k, v, state: Entry, step: Callable = recurrent_step, **options
     ) -> tuple[Array, Any]:
-        """Return the outputs [*rows, H, V] of the recurrence, and its new state. step: the function of one token in place of
-        `recurrence`. options: gates, softmax_scale and bonus."""
+        """Return the outputs [*rows, H, V] of the recurrence, and its new state.
+
+        recurrence: the function that solves whole sequences, such as `glax.recurrent`; `Step` ignores it.
+        step: the function of one token of each sequence, `glax.recurrent_step` by default; `Parallel` ignores it.
+        q, k, v: by head, [*rows, heads, channels]. state: the state before the first rows.
+        options: arguments of both functions, such as gates, softmax_scale and bonus.
+        """
         ...
 
     def selective_scan(self, x, dt, A, B, C, D, state: Entry) -> tuple[Array, Array]:
-        """Return the outputs [*rows, D] of `glax.selective_scan`, and its new state."""
+        """Return the outputs [*rows, D] of `glax.selective_scan`, and its new state. The arguments are those of that function,
+        with *rows for [B, T]; state: its state before the first rows."""
         ...
 
     def window(self, x: Array, size: int, state: Entry) -> tuple[list[Array], Array]:
-        """Return (the rows of x from size - 1 before each row up to the row itself, a list of size arrays [*rows, D]; the last
-        size - 1 rows, the new state).
+        """Return (views, the new state). views is a list of `size` arrays [*rows, D]: entry i has, for each row, the row size -
+        1 - i before it in its sequence, so the last entry is x itself.
 
-        state: [N, size - 1, D], the rows before the first row. Rows of other sequences are never read.
+        x: [*rows, D]. state: [N, size - 1, D], the rows before the first row of each sequence. The new state is the last size -
+        1 rows of each sequence. Rows of other sequences are never read.
         """
         ...
 
@@ -56,12 +63,16 @@ class Rows(Protocol):
         ...
 
     def positions(self, state: Entry) -> tuple[Int[Array, "*rows"], Array]:
-        """Return the number of tokens before each row in its sequence, and the new state. state: [N], the number of tokens read
-        before."""
+        """Return (the position of each row in its sequence, the new state): the number of tokens before the row.
+
+        state: [N], the number of tokens of each sequence that were read before; the new state also counts the rows of this
+        call.
+        """
         ...
 
     def last_positions(self, place: Int[Array, "*rows"]) -> Int[Array, "*rows"]:
-        """Return the greatest position among the rows of each row's sequence, from the positions of all rows."""
+        """Return, for each row, the greatest position among the rows of its sequence. place: the positions of all rows, as
+        `positions` returns them."""
         ...
 
     @property
@@ -84,11 +95,16 @@ class Rows(Protocol):
         """Return causal softmax attention of q [*rows, Hq, D] over k and v [*rows, Hk, D] and the cached rows before them, and
         the new cache.
 
-        stored: what a new cache holds in place of k and v, [*rows, H, E]. In a cache without values, the values are the first
-        channels of the keys, as many as v has. expanded: a function from the rows of a cache to (k, v), for a cache that holds
-        neither; k and v are then both the rows to store. `Step` ignores it, and reads such a cache directly. choice: how each
-        row chooses the keys that it reads, for a cache that also has "index"; all if None. Raises ValueError for a choice
-        together with a window.
+        cache: "key" and "value" [N, L, Hk, D] and "length" [N], the tokens that it holds; {} for none. `Step` may have slots of
+        a pool as N.
+        window: how many keys a row reads at most, itself included; no limit if None. scale: the factor of the scores; D ** -0.5
+        if None.
+        stored: the rows [*rows, H, E] that a new cache holds as "key", without "value", in place of k and v; None for k and v.
+        expanded: a function from "key" of a cache without "value" to (k, v). With it, k and v are both the rows to store. If it
+        is None, the values are the first channels of the keys, as many as v has. `Step` ignores it and reads such a cache as if
+        it were None.
+        choice: how each row chooses the keys that it reads, for a cache that also has "index"; all keys if None. Raises
+        ValueError for a choice together with a window.
         """
         ...
 
@@ -111,8 +127,8 @@ class Parallel:
         return self.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     def check_states(self, state: Array | None):
-        """Raise ValueError unless the state has one row for each sequence, because JAX would read rows of other sequences in
-        place of missing ones."""
+        """Raise ValueError unless the state has one row for each sequence or is None. JAX would read rows of other sequences in
+        place of missing rows."""
         if state is not None and state.shape[0] != self.num_sequences:
             raise ValueError(
                 f"initial_state must have one row for each of the {self.num_sequences} sequences, got shape {state.shape}"
@@ -160,6 +176,7 @@ class Parallel:
         return [padded[:, i : i + T] for i in range(size)], padded[:, T:]
 
     def packed_window(self, x: Array, before: int, state: Array | None) -> tuple[list[Array], Array]:
+        """Return what `window` does, for rows packed by cu_seqlens. before: the number of rows before each row, size - 1."""
         flat = x.reshape(-1, x.shape[-1])
         if state is None:
             state = jnp.zeros((self.num_sequences, before, x.shape[-1]), x.dtype)
@@ -177,6 +194,7 @@ class Parallel:
         return [view.reshape(x.shape) for view in views], after
 
     def window_in_segments(self, x: Array, before: int, state: Array) -> tuple[list[Array], Array]:
+        """Return what `window` does, for rows [B, T] with segment_ids. before: the number of rows before each row, size - 1."""
         segments, T = self.segments, x.shape[1]
         place = jnp.arange(T)[None] - segments.begin  # [B, T]
         views = []
@@ -262,6 +280,11 @@ class Parallel:
     def attend_to_cache(
         self, q, content: State, cache: State, window, scale, expanded: Callable, choice: Choice | None
     ) -> tuple[Array, State]:
+        """Return what `attend` does, for rows [B, T] that are not packed and a cache that holds earlier tokens.
+
+        content: the new rows of the cache by name. expanded: a function from "key" of a cache without "value" to (k, v). Raises
+        ValueError for segment_ids, and if the cache is known to lack room.
+        """
         if self.segment_ids is not None:
             raise ValueError("segment_ids and the cache of softmax attention exclude each other: pack with cu_seqlens")
         L, T = cache["key"].shape[1], q.shape[1]
@@ -280,6 +303,8 @@ class Parallel:
     def packed_attend(
         self, q, k, v, cache: State, window, scale, content: State, expanded: Callable, choice: Choice | None
     ) -> tuple[Array, State]:
+        """Return what `attend` does, for rows packed by cu_seqlens. content and expanded are as in `attend_to_cache`; cache: {}
+        for none."""
         shape = q.shape
         q, k, v = (x.reshape(1, -1, *x.shape[-2:]) for x in (q, k, v))
         own, rows = self.sequence_of, jnp.arange(q.shape[1])
@@ -314,8 +339,12 @@ class Parallel:
         return nan_unless(((place < L) | ~is_token)[None], o).reshape(*shape[:-1], o.shape[-1]), cache
 
     def packed_cache(self, content: State) -> State:
-        """Return the packed content by sequence, [N, L, H, D], where L is the length of the longest sequence; T if lengths are
-        traced."""
+        """Return a new cache: the packed rows of `content` by sequence, [N, L, H, D], and "length" [N]. Rows behind a
+        sequence's end are 0.
+
+        content: the rows by name, [T, H, D] with any leading axes of length 1. L is the length of the longest sequence, or T if
+        the lengths are traced.
+        """
         lengths, T = jnp.diff(self.cuts), self.shape[-1]
         known = known_values(lengths)
         L = T if known is None else int(known.max(initial=0))
@@ -333,23 +362,24 @@ class Parallel:
 
     @property
     def cuts(self) -> Int[Array, "N+1"]:
-        """Return cu_seqlens, where rows are packed by it."""
+        """Return cu_seqlens of packed rows. Raises AssertionError if the rows are not packed by cu_seqlens."""
         assert self.cu_seqlens is not None
         return self.cu_seqlens
 
     @property
     def sequence_of(self) -> Int[Array, "T"]:
-        """Return the sequence number of every packed row. Padding rows count to the last sequence."""
+        """Return the number of the sequence of every packed row. Padding rows behind the last sequence have its number."""
         found = jnp.searchsorted(self.cuts, jnp.arange(self.shape[-1]), side="right") - 1
         return jnp.clip(found, 0, self.num_sequences - 1)
 
     @functools.cached_property
     def segments(self) -> "Segments":
+        """Return the `Segments` of rows with segment_ids, computed once. Raises AssertionError for rows without segment_ids."""
         assert self.segment_ids is not None  # rows without ids have no segments
         return Segments.of(self.segment_ids, self.pad_id)
 
     def settle(self):
-        """Compute the properties that all layers read, and cache them.
+        """Compute and cache the property `segments`, which all layers read, if there are segment_ids.
 
         A property that is first computed inside a scan or `jax.checkpoint` could not be read by other layers.
         """
@@ -373,6 +403,8 @@ class Segments:
 
     @classmethod
     def of(cls, ids: Int[Array, "B T"], pad_id: int | None) -> "Segments":
+        """Return the segments of these ids. pad_id: the id of padding; None if no id is padding. A batch row that is only
+        padding has `last` = T - 1."""
         T = ids.shape[1]
         rows, is_token = jnp.arange(T), differs_from_padding(ids, pad_id)
         is_token = jnp.ones(ids.shape, bool) if is_token is None else is_token
@@ -385,8 +417,11 @@ class Segments:
         return cls(is_token, begin, is_first, last)
 
     def cache(self, content: State) -> State:
-        """Return the content [B, T, H, D] of the last segment of each batch row that is no padding, from row 0 on, and its
-        length."""
+        """Return a cache of the last segment of each batch row that is not padding: its rows of `content` from row 0 on, zeros
+        behind them, and its length as "length" [B].
+
+        content: the rows [B, T, H, D] of all segments, by name.
+        """
         B, T = self.begin.shape
         if T == 0:
             return {**content, "length": jnp.zeros(B, jnp.int32)}
@@ -402,8 +437,11 @@ class Segments:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Read one token of each of B sequences. Rows are [B]. With slots [B], states are pools, and sequence b lives in row
-    slots[b]."""
+    """Read one token of each of B sequences; *rows is [B].
+
+    slots: with slots [B], states are pools, and the state of sequence b is row slots[b] of each pool; -1 for no sequence. If
+    None, row b of each state belongs to sequence b.
+    """
 
     slots: Int[Array, "B"] | None = None
 
@@ -459,17 +497,19 @@ class Step:
         return nan_unless(place < L, o[:, 0]), cache
 
     def read(self, state: Array) -> Array:
+        """Return the rows of a state that belong to the B sequences, zeros for a sequence without a slot."""
         return state if self.slots is None else take(state, self.unused_to_end(self.slots, state))
 
     def write(self, state: Array, rows: Array) -> Array:
+        """Return the state or pool with `rows` as the rows of the B sequences, in the state's dtype."""
         if self.slots is None:
             return rows.astype(state.dtype)
         return put(state, self.unused_to_end(self.slots, state), rows)
 
     @staticmethod
     def unused_to_end(slots, pool: Array) -> Int[Array, "B"]:
-        """Return slots, of which those outside of the pool, such as -1, are replaced by the pool's length. Reads there give
-        zeros, and writes are dropped."""
+        """Return the slots as int32, where the pool's number of rows stands for each slot outside of the pool, such as -1.
+        Reads at that index give zeros, and writes are dropped."""
         slots = to_int32(slots)
         return jnp.where((slots >= 0) & (slots < pool.shape[0]), slots, pool.shape[0])
 
@@ -480,14 +520,18 @@ def intervals(first: Int[Array, "*rows"], last: Int[Array, "*rows"], window: int
 
 
 def check_choice(choice: Choice | None, window: int | None):
-    """Raise ValueError if there are both a choice of keys and a window: blocks are counted from a sequence's beginning."""
+    """Raise ValueError if there are both a choice of keys and a window. A choice counts blocks from the beginning of a
+    sequence, and a window begins elsewhere."""
     if choice is not None and window is not None:
         raise ValueError(f"window must be None where rows choose the keys that they read, got {window}")
 
 
 def check_room(length: Int[Array, "N"], more: Int[Array, "N"] | int, rows: int):
-    """Raise ValueError if a cache of `rows` rows per sequence lacks room for `more` tokens behind `length` tokens, where these
-    are known."""
+    """Raise ValueError if a cache is known to lack rows for the new tokens.
+
+    length: the tokens in the cache. more: the number of new tokens, for each sequence or one for all. rows: the rows of the
+    cache for each sequence. Traced numbers count as 0 tokens in the cache, or as no new tokens.
+    """
     before, after = known_values(length), more if isinstance(more, int) else known_values(more)
     if before is not None and after is not None:
         needed = int((before.astype(np.int64) + after).max(initial=0))
@@ -501,25 +545,28 @@ def check_room(length: Int[Array, "N"], more: Int[Array, "N"] | int, rows: int):
 
 
 def nan_unless(fits: Bool[Array, "*rows"], o: Float[Array, "*rows H V"]) -> Float[Array, "*rows H V"]:
-    """Return o with NaN in rows that do not fit into the cache, where no error can be raised because their number is traced."""
+    """Return o with NaN in each row where `fits` is False: its token does not fit into the cache, and no error can be raised
+    because the number of tokens is traced."""
     return jnp.where(fits[..., None, None], o, jnp.nan)
 
 
 def written(cache: Array, at: tuple[Array, Array], rows: Array) -> Array:
+    """Return the cache with `rows` set at the indices `at`, in the cache's dtype. Rows with an index out of bounds are
+    dropped."""
     return cache.at[at].set(rows.astype(cache.dtype), mode="drop")
 
 
 def extended(cache: State, at: tuple[Array, Array], content: State, length: Array) -> State:
-    """Return the cache with the rows of `content` written at the positions `at`, and its new length.
+    """Return the cache with the rows of `content` written at the indices `at`, and with `length` as its new "length".
 
-    content: new rows by name. Rows of an array that the cache lacks, such as the values of a cache with keys alone, are left
-    out.
+    at: (the sequence or slot, the position) of each new row. content: new rows by name; rows of an array that the cache lacks,
+    such as "value" in a cache with keys alone, are left out.
     """
     return {name: written(cache[name], at, x) for name, x in content.items() if name in cache} | dict(length=length)
 
 
 def cached(cache: State, expanded: Callable[[Array], tuple[Array, Array]]) -> tuple[Array, Array]:
-    """Return the keys and the values of a cache. expanded: a function from the array `key` to both, if there is no `value`."""
+    """Return (the keys, the values) of a cache: its "key" and "value", or expanded(its "key") if it has no "value"."""
     return (cache["key"], cache["value"]) if "value" in cache else expanded(cache["key"])
 
 

@@ -179,7 +179,11 @@ class LightningAttention(Layer):
 
 
 def slope_tuple(slopes, num_heads: int, layer_idx: int, num_layers: int) -> tuple[float, ...]:
-    """Return the slopes of the heads as numbers. Raises ValueError unless there is one per head."""
+    """Return the slopes s of the heads, num_heads numbers.
+
+    slopes: the numbers, or "fla" or "minimax" for those of `glax.lightning_attention` in layer `layer_idx` of `num_layers`.
+    Raises ValueError unless there is one number per head.
+    """
     if isinstance(slopes, str):
         heads = jax.ShapeDtypeStruct((1, 1, num_heads, 1), jnp.float32)
         return tuple(float(-x) for x in lightning_decay(heads, heads, heads, layer_idx, num_layers, slopes))

@@ -23,7 +23,8 @@ STEEPEST = 1000.0  # the greatest derivative of `root`
 
 @jax.custom_jvp
 def root(x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-    """Return sqrt(x), with a derivative of at most STEEPEST: it would grow without bound towards 0, where a decay is 1."""
+    """Return sqrt(x), with a derivative of at most STEEPEST: the derivative of sqrt has no bound towards x = 0, where a decay
+    is 1."""
     return jnp.sqrt(x)
 
 

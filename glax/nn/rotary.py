@@ -15,10 +15,13 @@ from glax.nn.parts import check_sizes, for_rows
 
 @dataclasses.dataclass(frozen=True)
 class Rotation:
-    """Hold the angle per token, in radians, of each pair of channels: channel i and channel i + width / 2 of each head.
+    """Hold by which angle each pair of channels rotates: channel i and channel i + width / 2 of each head, for i < width / 2.
 
-    The channels behind the first `width` do not rotate. factor: multiplies those that do. long: the angles per token in
-    sequences of more than `original` tokens, or None. Su et al. 2021, https://arxiv.org/abs/2104.09864.
+    frequencies: the angle per token of each pair, in radians; `width` is twice their number, and channels behind do not rotate.
+    factor: multiplies the channels that rotate. long: the angles per token in sequences of more than `original` tokens, or
+    None.
+
+    Su et al. 2021, https://arxiv.org/abs/2104.09864.
     """
 
     frequencies: tuple[float, ...]
@@ -28,7 +31,8 @@ class Rotation:
 
     @classmethod
     def of_base(cls, theta: float, width: int) -> "Rotation":
-        """Return the rotation with the angles theta^(-2 i / width), computed in float64."""
+        """Return the rotation of the first `width` channels with the angles per token theta^(-2 i / width), computed in
+        float64."""
         return cls(tuple((np.float64(theta) ** -(np.arange(0, width, 2) / width)).tolist()))
 
     @property
@@ -38,8 +42,8 @@ class Rotation:
     def angles(
         self, positions: Int[Array, "*rows"], last: Callable[[Array], Array] | None = None
     ) -> Float[Array, "*rows pairs"]:
-        """Return the angles of rows at these positions. last: a function from positions to the last position of each row's
-        sequence; needed if `long` is given."""
+        """Return the angle of each pair at each position, in radians. last: a function from positions to the last position of
+        each row's sequence, which decides where the angles of `long` hold; they hold nowhere if it is None."""
         short = exact_angles(self.frequencies, positions)
         if self.long is None or last is None:
             return short
@@ -48,10 +52,11 @@ class Rotation:
 
 
 def exact_angles(frequencies: Sequence[float], positions: Int[Array, "*rows"]) -> Float[Array, "*rows pairs"]:
-    """Return positions * frequencies in float32, each reduced to -pi to pi. The error is below 3e-7 at every int32 position.
+    """Return positions * frequencies in radians, float32, each reduced to -pi to pi. The error is below 3e-7 at every int32
+    position.
 
-    A product in float32 loses what its size leaves no bits for, 4e-3 at a position of 100,000. Here an angle is a fraction
-    of a turn: the frequency has 64 bits behind the point, and what overflows an integer is whole turns.
+    A product in float32 would have an error of 4e-3 at a position of 100,000. Here an angle is a fixed-point number of turns: a
+    frequency has 64 bits behind the point, and what overflows an integer is whole turns.
     """
     turns = np.mod(np.asarray(frequencies, np.float64) / (2 * math.pi), 1.0) * 2.0**32
     upper = np.floor(turns)
@@ -74,10 +79,11 @@ def rotate(
     rotation: Rotation,
     last: Callable[[Array], Array] | None = None,
 ) -> Float[Array, "*rows H D"]:
-    """Rotate each pair of channels of each head by positions * frequency.
+    """Return x with each pair of channels of each head rotated by positions * frequency, and multiplied by the rotation's
+    factor.
 
-    x: [*rows, H, D], any float dtype; the result has the same. positions: [*rows], at least 0: the position of each row in its
-    sequence. last: a function from positions to the last position of each row's sequence; needed if rotation.long is given.
+    x: any float dtype; the result has the same. positions: at least 0, the position of each row in its sequence. last: a
+    function from the positions to the last position of each row's sequence; needed if rotation.long is given.
     """
     angles, width = rotation.angles(positions, last)[..., None, :], rotation.width
     cos, sin = jnp.cos(angles) * rotation.factor, jnp.sin(angles) * rotation.factor
@@ -89,10 +95,12 @@ def rotate(
 def checked_rotation(
     theta, width: int | None, head_width: int, frequencies: Sequence[float] | Rotation | None = None
 ) -> Rotation | None:
-    """Return the rotation of theta and width, or of frequencies. Return None if theta is None. width: head_width if None.
+    """Return the rotation with the base theta or the given frequencies; None, for no rotation, if theta is None. width: the
+    number of channels that rotate; head_width if None. frequencies: a `Rotation`, which is returned, or the angle per token of
+    each pair.
 
-    Raises TypeError or ValueError unless theta is known and above 0, width is an even number of a head's channels, and each of
-    the width / 2 frequencies is finite; without theta, unless the others are None.
+    Raises TypeError or ValueError unless theta is known and above 0, width is even and at most head_width, and each of the
+    width / 2 frequencies is finite; without theta, unless the others are None.
     """
     if theta is None:
         for name, given in (("rotary_width", width), ("frequencies", frequencies)):

@@ -39,7 +39,10 @@ MIXED = (
 
 
 def token_shift(x: Float[Array, "*rows D"], state: Array | None, rows: Rows) -> tuple[Array, Array]:
-    """Return x_{t-1} - x_t, with x_{t-1} = 0 before a sequence's first token, and the new state [N, 1, D]."""
+    """Return (x_{t-1} - x_t, the new state [N, 1, D]: the last row of each sequence).
+
+    state: x_{t-1} for the first row of each sequence, [N, 1, D]; zeros if None. rows: as in `glax.nn.layer.Layer.mix`.
+    """
     (before, own), after = rows.window(x, 2, state)
     return before - own, after
 
