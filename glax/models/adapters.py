@@ -214,8 +214,8 @@ def load_adapter(model: CausalLM, folder: str | Path, *, dtype: DTypeLike | None
 
 
 def base_tensors(model: CausalLM, weights: Weights, names: set[str]) -> set[str]:
-    """Return those of `names` that are tensors of the base model. peft saves the head and the embedding in the file of an
-    adapter.
+    """Return those of `names`, tensors of an adapter's file, that are tensors of the base model. peft saves the head and the
+    embedding in the file of an adapter.
 
     Raises ValueError if one differs from the model's own, because the adapter was then trained on another base model.
     """
@@ -257,7 +257,11 @@ def read_term(
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Return adapter_config.json. Raises UnsupportedOption, which names the key, unless glax computes what it describes."""
+    """Return the values of adapter_config.json, with peft's defaults for r, lora_alpha, use_rslora and the two patterns.
+
+    Raises FileNotFoundError if the folder has no such file, UnsupportedOption, which names the key, unless glax computes what
+    it describes, and ValueError for a rank, an alpha, a pattern or use_rslora of another kind.
+    """
     path = newest(folder, CONFIG)
     if not path.exists():
         raise FileNotFoundError(f"{folder} has no {CONFIG}: name the folder of an adapter that peft saved")
@@ -287,12 +291,14 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def unsupported(key: str, value: object, remedy: str) -> UnsupportedOption:
+    """Return the error for a value of adapter_config.json that is not supported. remedy: the end of its message."""
     return UnsupportedOption(f"{key}={value!r:.80} in {CONFIG} is not supported: {remedy}")
 
 
 def by_pattern(config: Mapping, key: str, name: str, usual: Any) -> Any:
-    """Return the number in config[key] of the first pattern that matches the end of a module's name, as in peft; `usual` if
-    none does."""
+    """Return the number that a module has by `config[key]`, {a regular expression: number}. The first expression that matches
+    the end of the module's name decides, as in peft; the number is `usual` if none matches. Raises ValueError for a key that is
+    no expression."""
     for pattern, value in config[key].items():
         try:
             if re.match(rf"(.*\.)?({pattern})$", name):
@@ -303,7 +309,11 @@ def by_pattern(config: Mapping, key: str, name: str, usual: Any) -> Any:
 
 
 def adapter_weights(folder: Path) -> Weights:
-    """Return the tensors of an adapter. A pickled adapter is refused by name, and never opened."""
+    """Return the tensors of the adapter in a folder.
+
+    Raises FileNotFoundError if the folder has no adapter_model.safetensors. A pickled adapter is never opened: it raises
+    ValueError, which names the file.
+    """
     path = newest(folder, WEIGHTS)
     if path.exists():
         return Weights(folder, WEIGHTS)
@@ -345,7 +355,11 @@ def usual_name(model: CausalLM, module: str) -> str:
 
 
 def chosen(model: CausalLM, targets: str | Sequence[str]) -> list[tuple[tuple, nnx.Linear]]:
-    """Return (path, layer) of the projections that `targets` name. Raises ValueError unless each can be given a term."""
+    """Return (path, layer) of each projection that `targets` names, as `lora` describes `targets`.
+
+    Raises TypeError unless `targets` is a text or a list of texts. Raises ValueError if it is no regular expression, if it or
+    one of its names names no projection, and for a projection that has a low-rank term.
+    """
     named = modules(model)
     if not isinstance(targets, Sequence) or not all(isinstance(x, str) for x in targets):
         raise TypeError(f'targets must be "{ALL}", a regular expression or a list of names, got {targets!r:.80}')

@@ -40,7 +40,8 @@ class AttentionResidual(nnx.Module):
 
 
 def opened_groups(layer: int, size: int) -> tuple[bool, bool]:
-    """Return whether the mixer and the MLP of a layer, from 0, open a group. size: the number of sublayers in a group."""
+    """Return (whether the mixer of layer number `layer`, from 0, is the first sublayer of a group; whether the MLP is). size:
+    the number of sublayers in a group; each layer has two."""
     return 2 * layer % size == 0, (2 * layer + 1) % size == 0
 
 

@@ -95,8 +95,11 @@ def bailing_hybrid(config: ModelConfig, precision: Precision) -> CausalLM:
 
 
 def has_lightning(values: Mapping) -> bool:
-    """Return whether the layers without softmax are Lightning Attention. The class that a config names decides; else whether it
-    has group_norm_size, and no option of Kimi Delta Attention."""
+    """Return whether the layers without softmax are Lightning Attention, and not Kimi Delta Attention.
+
+    values: the values of config.json. If it names classes under "architectures", these decide. Otherwise the layers are
+    Lightning Attention if it has group_norm_size and no option of OF_DELTA.
+    """
     classes = values.get("architectures") or []
     if isinstance(classes, list) and classes:
         return any("V2_5" in str(name) for name in classes)
@@ -152,8 +155,12 @@ def delta_model(config: ModelConfig, precision: Precision) -> CausalLM:
 
 
 def delta_arguments(options: KimiOptions, heads: int) -> dict[str, Any]:
-    """Return the arguments of KimiDeltaAttention. Configs of transformers have the width of its heads as linear_head_dim; their
-    head_dim is the width of the rotation."""
+    """Return the sizes and lower_bound of KimiDeltaAttention as its arguments. heads: num_heads for a config without
+    linear_num_heads.
+
+    The width of a head is linear_head_dim in configs of transformers, whose head_dim is the width of the rotation, and head_dim
+    in others. Raises UnsupportedOption for a bound that is not below 0.
+    """
     head_width = options.integer("linear_head_dim", options.integer("head_dim", 128))
     size = options.integer("linear_conv_kernel_dim", options.integer("short_conv_kernel_size", 4))
     heads = options.integer("linear_num_heads", heads)
@@ -171,8 +178,11 @@ def delta_arguments(options: KimiOptions, heads: int) -> dict[str, Any]:
 
 
 def rotary_arguments(rope: Rope, latent: dict[str, Any]) -> dict[str, Any]:
-    """Return theta, frequencies and scale of the latent attention. If positions are scaled, the option mscale_all_dim changes
-    scale."""
+    """Return theta, frequencies and scale as arguments of the latent attention. latent: its sizes, as `latent_arguments`
+    returns them.
+
+    If positions are scaled, the option mscale_all_dim of the rope options changes scale.
+    """
     found = rope.arguments(latent["shared_width"])
     found.pop("rotary_width", None)
     scale = (latent["head_width"] + latent["shared_width"]) ** -0.5
@@ -270,8 +280,8 @@ def slopes(heads: int, layer: int, layers: int) -> np.ndarray:
 
 
 def alibi(heads: int) -> np.ndarray:
-    """Return the slopes [heads] of ALiBi: 2^(-8 h / H) for h = 1, ..., H, with H the greatest power of 2 up to `heads`; then
-    every other slope of 2 H heads."""
+    """Return the slopes [heads] of ALiBi: 2^(-8 h / H) for h = 1, ..., H, where H is the greatest power of 2 that is at most
+    `heads`. If H is less than `heads`, the slopes number 1, 3, 5, ... of 2 H heads follow."""
     power = 2 ** int(math.log2(heads))
     found = np.exp2(-8.0 / power * np.arange(1, power + 1))
     return found if power == heads else np.concatenate([found, alibi(2 * power)[::2][: heads - power]])

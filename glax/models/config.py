@@ -124,7 +124,7 @@ def is_finite(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Return the first characters of a value, for a message."""
+    """Return the `repr` of a value for a message, at most 100 characters of it."""
     return f"{value!r:.100}"
 
 
@@ -255,17 +255,19 @@ class Options:
         return value
 
     def wrong(self, key: str, wanted: str, value: Any) -> ValueError:
+        """Return a ValueError for the value of `key`. wanted: what the value must be, for the message."""
         return ValueError(f"{self.inside}{key} in {self.file} must be {wanted}, got {shown(value)}")
 
     def ignore(self, *keys: str):
-        """Accept keys that have no effect on the function of this kind of model, in the model's own code too.
+        """Accept `keys`, which have no effect on the function of this kind of model, in the model's own code too.
 
-        Raises ValueError, which names the key, for a value of another kind than the option has.
+        Raises ValueError, which names the key, for a value of another type than `KINDS` has for the key.
         """
         self.left -= set(keys)
         check_kinds({key: self.values[key] for key in keys if key in self.values}, self.inside)
 
     def unsupported(self, key: str, why: str) -> UnsupportedOption:
+        """Return an UnsupportedOption for the value of `key`. why: the end of its message."""
         given = f"{self.inside}{key}={self.values.get(key)!r} in {self.file}"
         return UnsupportedOption(f"{given} is not supported for model_type {self.model_type!r}: {why}")
 
@@ -273,9 +275,9 @@ class Options:
         """Raise UnsupportedOption for options that were never taken, that the model's own code reads, and whose value has an
         effect.
 
-        Other options that were never taken are logged once at INFO, with those inside of others. Raises ValueError for an
-        option without effect whose value is of another kind than the option has. `READ_KEYS` lists which options of config.json
-        are read, by the versions named there.
+        Other options that were never taken are logged once at INFO, with those inside of other options. Raises ValueError for
+        an option whose value is of another type than `KINDS` has for it. `READ_KEYS` lists which options of config.json the
+        models' own code reads, by the versions named there.
         """
         if self.outer is None:
             check_kinds(self.values)
@@ -308,7 +310,8 @@ class Options:
 
 
 def rounded_width(key: str, width: int, ratio: float, of: str = "hidden_size") -> int:
-    """Return the integer part of width * ratio. Raises ValueError if it is above WIDEST."""
+    """Return the integer part of width * ratio. key, of: the options with `ratio` and `width`, for the message. Raises
+    ValueError if the product is above WIDEST."""
     if width * ratio > WIDEST:
         raise ValueError(
             f"{key}={ratio!r} in config.json must make {of}={width} at most {WIDEST}, got {width * ratio:g}"
@@ -317,9 +320,9 @@ def rounded_width(key: str, width: int, ratio: float, of: str = "hidden_size") -
 
 
 def exact_width(key: str, width: int, ratio: float, of: str = "hidden_size") -> int:
-    """Return width * ratio. Raises ValueError unless it is an integer of at least 1.
+    """Return width * ratio, an integer. key, of: the options with `ratio` and `width`, for the message.
 
-    key, of: the names of the ratio and of the width.
+    Raises ValueError unless the product is an integer from 1 to WIDEST.
     """
     exact = width * ratio
     if abs(exact) > WIDEST:
@@ -395,6 +398,7 @@ def is_limits(value: Any) -> bool:
 
 
 def of_class(*classes: type) -> Callable[[Any], bool]:
+    """Return a function that says whether a value is an instance of one of `classes`."""
     return lambda value: isinstance(value, classes)
 
 
@@ -410,8 +414,8 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_kinds(values: Mapping, inside: str = ""):
-    """Raise ValueError, which names the key, for an option whose value is of another kind than the option has. Null passes.
-    inside: the name before each key in messages."""
+    """Raise ValueError, which names the key, for a value of another type than `KINDS` has for its key. None passes, and so do
+    keys that `KINDS` lacks. inside: the text before each key in messages."""
     for key in values.keys() & KINDS.keys():
         fits, kind = KINDS[key]
         if values[key] is not None and not fits(values[key]):

@@ -72,7 +72,7 @@ class QuantizedWeight:
         return result
 
     def formed_rows(self, start: int, stop: int) -> np.ndarray:
-        """Return rows of the weight in float32."""
+        """Return the rows `start` to `stop` - 1 of the weight, [stop - start, columns] in float32."""
         values, at = numbers(self.codes[start:stop], self.columns), np.arange(start, stop) // self.block[0]
         scale, zero, size = self.scale[at], None if self.zero is None else self.zero[at], self.block[1]
         if self.columns % size:  # the last block of a row is not whole
@@ -103,7 +103,10 @@ def columns_of(code_shape: Sequence[int], dtype: np.dtype, shape: np.ndarray | N
 
 
 def numbers(codes: np.ndarray, columns: int) -> np.ndarray:
-    """Return codes [rows, ...] as float32 [rows, columns]."""
+    """Return the numbers that codes [rows, ...] stand for, before zero and scale, as float32 [rows, columns].
+
+    codes: of the dtypes that `QuantizedWeight` lists. columns: the columns of the weight.
+    """
     if codes.dtype == FLOAT4:
         return taken(E2M1, codes)
     if codes.dtype == np.int32:
@@ -179,8 +182,13 @@ def check_dtypes(code_dtype: np.dtype, scale: np.dtype, beside: Mapping[str, np.
 def scales_by_block(
     scale: np.ndarray, shape: tuple[int, int], blocks: Sequence[ScaleBlock]
 ) -> tuple[np.ndarray, ScaleBlock]:
-    """Return (the scales [block rows, block columns] in float32, the rows and columns of a block). shape: the shape of the
-    weight."""
+    """Return (the scales [ceil(rows / R), ceil(columns / C)] in float32, the block (R, C) of rows and columns that share a
+    scale).
+
+    scale: one number, a number for each row, or a number for each block; uint8 for powers of 2. shape: (rows, columns) of the
+    weight. blocks: the blocks that the config names. Raises ValueError if the scales fit none of them and no equal parts of
+    rows.
+    """
     rows, columns = shape
     given = scale.shape
     scale = np.exp2(scale.astype(np.float32) - 127) if scale.dtype == POWER else scale.astype(np.float32)

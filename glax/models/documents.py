@@ -88,7 +88,8 @@ class Documents:
         return text
 
     def line(self, path: str, offset: int, place: int) -> Any:
-        """Return the text of the `place`-th line from the byte `offset` of a file on; an empty text for an empty line."""
+        """Return the text of the line that is `place` lines, from 0, behind the byte `offset` of a file; "" for an empty line,
+        and None if the line has no field `field`. Raises ValueError if the line holds no JSON."""
         with open(path, "rb") as file:
             file.seek(offset)
             for _ in range(place):
@@ -163,10 +164,10 @@ def blocks_of(path: str, field: str) -> list[tuple[int, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """Describe the streams of a run.
+    """Describe the streams of a run: which documents they mix, and how documents become rows of tokens.
 
-    sources: (the files, the field, the weight) of each part. batch: the number of streams. length: the tokens of a row, less
-    one. end: the token after each document, or None.
+    sources: (the files, the field of the text, the weight) of each part. batch: the number of streams. length: the tokens of a
+    row, less one. seed: draws the order of documents. end: the token after each document, or None.
     """
 
     sources: tuple[tuple[tuple[str, ...], str, float], ...]
@@ -178,6 +179,8 @@ class Mixture:
 
     @classmethod
     def of(cls, documents: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, **options) -> "Mixture":
+        """Return the mixture of `documents`, a list of tables {"files": pattern, "field": ..., "weight": ...}, one for each
+        part. options: the other fields of the class. Raises the errors of `files_of`."""
         sources = tuple(
             (tuple(files_of(each["files"])), each.get("field", "text"), float(each.get("weight", 1.0)))
             for each in documents
@@ -225,7 +228,8 @@ class Mixture:
         return self.packed(self.texts(number))
 
     def packed(self, texts: grain.MapDataset) -> grain.IterDataset:
-        """Return rows of length + 1 tokens, with the number of each token's document within its row, from 1 on.
+        """Return dicts of `tokens` and `tokens_segment_ids`, both [length + 1]: a row of tokens, and the number of each token's
+        document within the row, from 1 on.
 
         Documents follow one another. A document that does not fit in a row continues in the next.
         """
@@ -242,9 +246,11 @@ def has_tokens(element: Mapping[str, np.ndarray]) -> bool:
 
 
 class Rows(grain.IterDataset):
-    """Iterate over rows: at each step the next row of each of some streams, and the streams' states after these rows, as JSON.
+    """Iterate over rows: each step gives the next row of each of `streams`, and the streams' states after these rows, as
+    `RowsIterator` returns them.
 
-    states: the states from which the streams continue; None for their beginning.
+    streams: numbers of streams of the mixture. states: a state of each, as JSON, from which it continues; None for its
+    beginning.
     """
 
     def __init__(self, mixture: Mixture, streams: Sequence[int], states: Sequence[str] | None = None):
@@ -256,7 +262,8 @@ class Rows(grain.IterDataset):
 
 
 class RowsIterator(grain.DatasetIterator):
-    """Iterate over `Rows`: dicts of tokens and tokens_segment_ids, [streams, length + 1], and states."""
+    """Iterate over `Rows`: a step returns a dict of tokens and tokens_segment_ids, [streams, length + 1] each, and states, a
+    text of JSON for each stream."""
 
     def __init__(self, rows: Rows):
         super().__init__()
@@ -303,7 +310,8 @@ class Reader:
         self.iterators = None
 
     def start(self) -> list[tuple[list[int], Any]]:
-        """Start the thread or the processes. Return the numbers of the streams and the iterator of each."""
+        """Start the thread or the processes. Return a list of (the numbers of its streams, the iterator of their rows), one for
+        each."""
         made = []
         for i in range(min(max(self.workers, 1), len(self.streams))):
             streams = self.streams[i :: max(self.workers, 1)]

@@ -67,8 +67,8 @@ OUTER = (
 
 
 def options_of(config: ModelConfig, modes: Sequence[str] = MODES) -> tuple[Options, int, Callable]:
-    """Return a config's options, its hidden_size, and the initialisation of projections. modes: the values of attn_mode, or none
-    for a type without this option."""
+    """Return (a config's options, its hidden_size, the function that initialises projections). modes: the supported values of
+    attn_mode; none for a type without this option."""
     options = Options(config.values)
     if modes:
         options.choice("attn_mode", "chunk", modes)
@@ -116,6 +116,10 @@ def softmax_names(layers: dict[int, dict]) -> Rules:
 
 
 def gated_mlp(options: Options, width: int, ratio: float, init: Callable) -> Callable[[Precision], SwiGLU]:
+    """Return a function from a precision to the MLP of a layer, with the width of intermediate_size, or else of hidden_ratio.
+
+    ratio: hidden_ratio for a config that lacks it. init: the function that initialises projections.
+    """
     ratio = options.number("hidden_ratio", ratio, optional=True, above=0)
     ratio = 4 if ratio is None else ratio
     usual = -(-rounded_width("hidden_ratio", width, ratio * 2 / 3) // 256) * 256
@@ -126,7 +130,12 @@ def gated_mlp(options: Options, width: int, ratio: float, init: Callable) -> Cal
 
 
 def widths_of_heads(options: Options, width: int, heads: int, expand: tuple[float, float]) -> dict:
-    """Return num_heads, key_width and value_width from expand_k and expand_v."""
+    """Return num_heads, key_width and value_width as arguments of a layer. expand_k and expand_v of the config are the widths
+    of all heads of keys and values together, as multiples of `width`.
+
+    heads, expand: num_heads and (expand_k, expand_v) for a config that lacks them. Raises ValueError for heads that do not
+    divide.
+    """
     heads = options.integer("num_heads", heads)
     keys = exact_width("expand_k", width, options.number("expand_k", expand[0]))
     values = exact_width("expand_v", width, options.number("expand_v", expand[1]))
@@ -138,8 +147,10 @@ def widths_of_heads(options: Options, width: int, heads: int, expand: tuple[floa
 def linear_options(
     options: Options, width: int, heads: int, expand: tuple[float, float], functions: dict[str, str]
 ) -> dict:
-    """Return the arguments of gla's and retnet's layers for heads, output gate and feature map. functions: {a feature map's
-    name in the config: its name in glax}."""
+    """Return the arguments of gla's and retnet's layers for heads, norm, output gate and feature map.
+
+    heads, expand: as in `widths_of_heads`. functions: {a feature map's name in the config: its name in glax}.
+    """
     known: dict[str | None, str | None] = {None: None, **functions}
     found = widths_of_heads(options, width, heads, expand)
     return found | dict(
@@ -157,15 +168,15 @@ def affine(options: Options) -> bool:
 
 
 def convolutions(options: Options, init: Callable, used: bool = False) -> dict:
-    """Return the arguments of a layer's convolutions. used: whether the layer has convolutions if the config lacks the
-    option."""
+    """Return the arguments of a layer for its convolutions. init: the function that initialises filters. used: whether the
+    layer has convolutions if the config lacks use_short_conv."""
     has_some = options.flag("use_short_conv", used)
     return dict(use_short_conv=has_some, conv_size=options.integer("conv_size", 4), filter_init=init)
 
 
 def norm_name(config: ModelConfig, is_gated: bool) -> dict[str, str]:
-    """Return {the output norm in glax: its name in the checkpoint}. fla names it otherwise in layers where it computes it
-    together with the gate."""
+    """Return {"norm": the name of the mixer's output norm in the checkpoint}. fla has another name for it in layers that
+    compute the norm and the gate together. is_gated: whether the layer has an output gate."""
     return {"norm": "g_norm_swish_gate" if config.values.get("fuse_norm", True) and is_gated else "g_norm"}
 
 
@@ -182,9 +193,14 @@ def assemble(
     float32: tuple[str, ...] = (r"\.g_norm\.weight$",),
     **more,
 ) -> CausalLM:
-    """Return a model of pre-norm blocks. A block has the layer `mixer`, or softmax attention in the layers of `attn`, and a gated
-    MLP. mixer: a layer of `glax.nn` with its width and its arguments but the precision. float32: as in `Names`. build, more: the
-    class of the model, and its own arguments."""
+    """Return a model of pre-norm blocks. A block has the layer `mixer`, or softmax attention in the layers that the option
+    `attn` names, and a gated MLP.
+
+    mixer: a layer of `glax.nn` with its width and its arguments but the precision. names: {a part of the mixer: its name in the
+    checkpoint}. float32: as in `Names`.
+    ratio, layers: hidden_ratio and num_hidden_layers for a config that lacks them.
+    build, more: the class of the model, and its own arguments.
+    """
     width, layers = mixer.args[0], options.integer("num_hidden_layers", layers)
     outer, init = outer_options(options, precision, 32000)
     eps = options.number("norm_eps", 1e-6, least=0)
@@ -420,7 +436,8 @@ KDA_GATES = {
 
 
 def delta_options(options: Options, init: Callable) -> dict[str, Any]:
-    """Return the arguments that all three layers of the delta rule share."""
+    """Return the arguments that DeltaNet, Gated DeltaNet, Gated DeltaProduct and Kimi Delta Attention share. init: the function
+    that initialises projections and filters."""
     return convolutions(options, init, used=True) | dict(
         allow_neg_eigval=options.flag("allow_neg_eigval", False),
         norm_eps=options.number("norm_eps", 1e-6, least=0),
@@ -429,7 +446,8 @@ def delta_options(options: Options, init: Callable) -> dict[str, Any]:
 
 
 def plain_norm(is_gated: bool) -> tuple[str, ...]:
-    """Return the patterns of `Names.float32` for the output's norm. fla has the norm in float32 if no gate is fused into it."""
+    """Return the patterns of `Names.float32` for the norm of the mixer's output. fla has this norm in float32 if the layer has
+    no output gate. is_gated: whether it has one."""
     return () if is_gated else (r"\.attn\.o_norm\.weight$",)
 
 

@@ -72,6 +72,8 @@ def has_weights(folder: Path) -> bool:
 
 
 def opened(path: Path):
+    """Return the open safetensors file at `path`. Raises OSError if it is no regular file, and ValueError if it holds no
+    safetensors."""
     require_regular(path, path.stat().st_mode)
     try:
         return safe_open(path, framework="numpy")
@@ -101,11 +103,18 @@ def files_of(folder: Path) -> tuple[dict[str, Path], dict[Path, safe_open]]:
 
 
 def of_file(path: Path) -> tuple[dict[str, Path], dict[Path, safe_open]]:
+    """Return what `files_of` does, for one safetensors file."""
     handle = opened(path)
     return dict.fromkeys(handle.keys(), path), {path: handle}
 
 
 def of_index(folder: Path, index: Path) -> tuple[dict[str, Path], dict[Path, safe_open]]:
+    """Return what `files_of` does, for the files that an index names. Tensors that these files hold beside those of the index
+    are included.
+
+    Raises FileNotFoundError for missing files, and ValueError for files outside of the folder and for tensors that the files
+    lack.
+    """
     table = {tensor: newest(folder, name) for tensor, name in weight_map(index).items()}
     missing = [path.name for path in unique(table.values()) if not path.exists()]
     if missing:
@@ -264,10 +273,10 @@ class Weights:
                     self.parts[re.sub(pattern, part, name)] = name, (slice(i, i + 1), np.newaxis)
 
     def divide_anew(self, sizes: Mapping[str, int]):
-        """Change where the rows of one tensor are cut into the tensors that `sizes` names, which hold them in this order.
-        sizes: {name: number of rows}.
+        """Cut the rows of several tensors, joined in the order of `sizes`, at other places. sizes: {the name of a tensor: its
+        new number of rows}.
 
-        Nothing changes if a tensor is missing, or if the numbers of rows do not add up.
+        Nothing changes if a tensor is missing, or if the new numbers of rows do not add up to those in the file.
         """
         if not sizes.keys() <= self.files.keys():
             return
@@ -276,9 +285,11 @@ class Weights:
             self.values |= zip(sizes, np.split(rows, np.cumsum(list(sizes.values()))[:-1]), strict=True)
 
     def name_scales(self, rules: tuple[tuple[str, str], ...]):
-        """Ignore `rules`, by which quantized weights find their scales: weights that are not quantized have none."""
+        """Do nothing. `DequantizedWeights` finds the scales of quantized weights by these `rules`; other weights have no
+        scales."""
 
     def names(self) -> set[str]:
+        """Return the usual names of all tensors, with the parts of divided tensors in place of these."""
         return set(self.files) - {name for name, _ in self.parts.values()} | set(self.parts)
 
     def tensor_of(self, name: str) -> str:
@@ -294,6 +305,7 @@ class Weights:
         return f"{self.stored.get(tensor, tensor)} in {self.files[tensor]}"
 
     def dtype(self, name: str) -> jnp.dtype:
+        """Return the dtype of a tensor in its file. Raises ValueError unless it is floating point."""
         kind = self.header(name).get_dtype()
         if kind not in FLOATS:
             raise ValueError(f"{self.named_at(name)} must be floating point, got {kind}")
@@ -309,10 +321,12 @@ class Weights:
         return self.mapped(name)
 
     def mapped(self, name: str) -> np.ndarray:
+        """Return the whole tensor of this usual name as a view of its mapped file."""
         return self.array(self.files[name], self.stored.get(name, name))
 
     def array(self, path: Path, name: str) -> np.ndarray:
-        """Return the tensor of this name in a file, which is mapped."""
+        """Return the tensor of this name in the file at `path` as a view of the file, which is mapped into memory at the first
+        call."""
         if path not in self.maps:
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")

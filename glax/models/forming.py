@@ -22,9 +22,9 @@ SMALL = 64
 def formed(make: Callable[[], Any], shardings: Any) -> Any:
     """Return make(), each array with its sharding. shardings: a tree of NamedSharding with the structure of make()'s result.
 
-    The values are those of make() outside of jit to a rounding. No array that make() computes, of more than 64 elements, is ever
-    whole on a device, unless its sharding says so; arrays from outside stay where they are. What several results need is computed
-    for each.
+    The values are those of make() outside of jit, up to rounding. An array of more than SMALL elements that make() computes is
+    never whole on one device, unless its sharding says so. Arrays that exist before the call stay where they are. What several
+    results need is computed once for each of them.
     """
     traced, shapes = jax.make_jaxpr(make, return_shape=True)()
     values, rest = small_values(traced)
@@ -43,7 +43,8 @@ def formed(make: Callable[[], Any], shardings: Any) -> Any:
 
 
 def small_values(traced: ClosedJaxpr) -> tuple[dict[Any, Any], list]:
-    """Return (the constants and small values of a program by variable, its other equations). Small values are computed here."""
+    """Return ({a variable: its value}, the other equations) of a traced program. The values are its constants, and the results,
+    of at most SMALL elements each, of equations that read only such values. They are computed here."""
     values, rest = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True)), []
     for equation in traced.jaxpr.eqns:
         inputs = variables(equation.invars)
@@ -57,8 +58,10 @@ def small_values(traced: ClosedJaxpr) -> tuple[dict[Any, Any], list]:
 
 
 def program_of(whole: Jaxpr, equations: list, outcome) -> tuple[Jaxpr, list]:
-    """Return (the program that forms one result, with only the equations that it needs; its inputs). outcome: the variable of
-    the result."""
+    """Return (the program that forms one result, with only those `equations` that it needs; the variables that are its inputs).
+
+    whole: the program that the equations are from. outcome: the variable of the result.
+    """
     needed, found = set(variables([outcome])), []
     for equation in reversed(equations):
         if needed.intersection(equation.outvars):
@@ -89,7 +92,7 @@ def constants(program: Jaxpr) -> Iterable:
 
 
 def content(x) -> bytes:
-    """Return a checksum of an array."""
+    """Return a checksum, SHA-256, of the bytes of an array or of keys of jax.random."""
     values = np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
     return hashlib.sha256(values.tobytes()).digest()
 

@@ -162,6 +162,8 @@ class Progress(NamedTuple):
 
     @classmethod
     def start(cls, sampling: Sampling, limit: int, R: int, V: int) -> "Progress":
+        """Return the progress before the first token. limit: the tokens that `written` has room for. R: the continuations. V:
+        the vocabulary."""
         has = sampling.log_probs
         return cls(
             jnp.zeros((), jnp.int32),
@@ -174,7 +176,11 @@ class Progress(NamedTuple):
         )
 
     def with_next(self, sampling: Sampling, logits: Float[Array, "R V"], arrays: dict) -> "Progress":
-        """Return the progress after the next token of each sequence. An ended one repeats its last token."""
+        """Return the progress after the next token of each sequence, chosen by the logits. An ended sequence repeats its last
+        token.
+
+        arrays: the traced arguments of the draw by name, as `checked_drawing` returns them.
+        """
         token, log_prob = chosen(sampling, logits, self.seen, arrays, self.number)
         token, done, log_probs = jnp.where(self.done, self.token, token), self.done, self.log_probs
         if log_prob is not None and log_probs is not None:
@@ -199,9 +205,10 @@ class Sizes:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def read_prompts(structure: Structure, sampling: Sampling, sizes: Sizes, parameters, prompts: dict, arrays: dict):
-    """Read the prompts, and return (progress, pools) with the first token of each continuation.
+    """Read the prompts. Return (the progress with the first token of each continuation, the pools of its R sequences).
 
-    prompts: tokens [B, T]; or packed, tokens [T] with cu_seqlens [B + 1].
+    prompts: tokens [B, T]; or packed, tokens [T] with cu_seqlens [B + 1]. arrays: as `checked_drawing` returns them. structure
+    and parameters: the model, as `Structure.of` divides it.
     """
     model, R = structure.model(parameters), num_prompts(prompts) * sizes.samples
     pools = model.initial_states(R, sizes.room)
@@ -213,7 +220,11 @@ def read_prompts(structure: Structure, sampling: Sampling, sizes: Sizes, paramet
 def first_tokens(
     structure: Structure, sampling: Sampling, parameters, prompts: dict, arrays: dict, progress: Progress, pools
 ):
-    """Read B prompts into empty pools, copy the state of each to the R / B rows of its continuations, and draw their tokens."""
+    """Read B prompts into empty pools, copy the state of each to the R / B rows of its continuations, and draw the first
+    tokens.
+
+    Return (progress, pools) after that. progress: from `Progress.start`. The other arguments are those of `read_prompts`.
+    """
     model, tokens, cuts = structure.model(parameters), prompts["tokens"], prompts.get("cu_seqlens")
     B = num_prompts(prompts)
     samples = progress.token.shape[0] // B
@@ -238,7 +249,8 @@ def first_tokens(
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=6)
 def write_tokens(structure: Structure, sampling: Sampling, parameters, arrays: dict, until, progress: Progress, pools):
-    """Write tokens until there are `until`, or all sequences have ended. Return (progress, pools)."""
+    """Write tokens until each sequence has `until`, or all sequences have ended. Return (progress, pools). The buffers of the
+    argument `pools` are donated: it must not be read again. The other arguments are those of `read_prompts`."""
     f = functools.partial(next_tokens, structure, sampling)
     return with_automatic_axes(f, specs_of(progress, pools), parameters, arrays, until, progress, pools)
 
@@ -537,6 +549,8 @@ def float32(x):
 
 
 def checked_lengths(lengths, B: int, T: int) -> Int[Array | np.ndarray, "B"]:
+    """Return the lengths of the prompts, integers [B]; T each if None. Raises TypeError or ValueError unless there is one for
+    each prompt, from 1 to T where it is known."""
     if lengths is None:
         return np.full(B, T, np.int32)
     if not is_array(lengths):
@@ -551,6 +565,8 @@ def checked_lengths(lengths, B: int, T: int) -> Int[Array | np.ndarray, "B"]:
 
 
 def eos_tokens(eos, vocabulary: int) -> tuple[int, ...]:
+    """Return the tokens of the argument `eos`, which is a token, several or None, as a tuple. Raises TypeError or ValueError
+    for others than integers from 0 to vocabulary - 1."""
     if eos is None:
         return ()
     is_one = not isinstance(eos, Iterable) or (is_array(eos) and eos.shape == ())
@@ -694,6 +710,8 @@ def file_of(model: CausalLM) -> tuple[Path | None, Mapping[str, Any]]:
 
 
 def end_tokens_of(model: CausalLM, path: Path | None, values: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the end tokens of `values`, the content of the generation_config.json at `path`, else of the model's config.json;
+    without those that the vocabulary does not have."""
     eos = tokens_of(path, values.get("eos_token_id"))
     if eos is None:
         config = model.config.values | model.config.text_values

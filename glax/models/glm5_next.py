@@ -375,7 +375,7 @@ def glm5_next(config: ModelConfig, precision: Precision) -> CausalLM:
 
 
 def text_options(outermost: KimiOptions) -> KimiOptions:
-    """Return the options of the language model: those of text_config, or all where a config lacks it."""
+    """Return the options of the language model: those of text_config, or all options of a config without text_config."""
     if outermost.values.get("text_config") is None:
         outermost.ignore("text_config")
         return KimiOptions(outermost.values, model_type="glm5_next", code="glm5_next_text")

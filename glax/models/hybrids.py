@@ -48,7 +48,8 @@ def attention_sizes(
 
 
 def softmax_attention(width: int, sizes: dict, rope: Rope | None, init, precision: Precision, **more) -> Attention:
-    """Return an `Attention`. sizes: as `attention_sizes` returns them. rope: None for no rotation. more: further arguments."""
+    """Return an `Attention`. sizes: as `attention_sizes` returns them. rope: None for no rotation. init: the function that
+    initialises projections. more: further arguments of `Attention`."""
     turned = dict(theta=None) if rope is None else rope.arguments(sizes["head_width"])
     return Attention(width, kernel_init=init, **sizes, **turned, **more, **precision.options)
 
@@ -80,10 +81,12 @@ def mamba_options(options: Options, width: int, *, eps: float, act: str, inside:
 
 
 def mamba(width: int, arguments: dict, init, precision: Precision) -> Mamba2:
+    """Return a Mamba2. arguments: as `mamba_options` returns them. init: the function that initialises projections."""
     return Mamba2(width, kernel_init=init, **arguments, **precision.options)
 
 
 def hidden_act(options: Options, key: str = "hidden_act", default: str = "silu") -> str:
+    """Return glax's name of the activation that the option `key` names. default: the name in a config that lacks it."""
     return TRANSFORMERS[options.choice(key, default, TRANSFORMERS)]
 
 
@@ -121,8 +124,11 @@ def check_kinds_of_layers(options: Options, kinds: Sequence[str], known: Mapping
 
 
 def experts_per_token(options: Options, default: int, key: str, count: int, least: int = 1) -> int:
-    """Return num_experts_per_tok. It is at most `count`, the number of experts, which the option `key` holds, unless that is 0.
-    default: the number for a config that lacks it."""
+    """Return num_experts_per_tok. Raises UnsupportedOption if it is above `count`, the number of experts, which the option
+    `key` holds; any number passes if `count` is 0.
+
+    default: the number for a config that lacks it. least: the least number that is allowed.
+    """
     top_k = options.integer("num_experts_per_tok", default, least=least)
     if count and top_k > count:
         raise options.unsupported("num_experts_per_tok", f"it must be at most {key}={count}")

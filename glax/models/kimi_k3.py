@@ -165,7 +165,8 @@ def gated_delta_arguments(options: Options, layers: int) -> tuple[dict[str, Any]
 
 
 def mlp_kinds_by_frequency(options: Options, layers: int) -> list[str]:
-    """Return "dense" or "sparse" for each layer's MLP: every `moe_layer_freq`-th is sparse, except for the first ones."""
+    """Return "dense" or "sparse" for the MLP of each layer: "sparse" where the layer's number, from 0, is a multiple of
+    moe_layer_freq and at least first_k_dense_replace; "dense" in all layers of a config without num_experts."""
     first, every = options.integer("first_k_dense_replace", 0, least=0), options.integer("moe_layer_freq", 1)
     has_experts = options.values.get("num_experts") is not None
     kinds = [SPARSE if has_experts and layer >= first and layer % every == 0 else DENSE for layer in range(layers)]
@@ -175,7 +176,8 @@ def mlp_kinds_by_frequency(options: Options, layers: int) -> list[str]:
 
 
 def sparse_arguments(options: KimiOptions, eps: float) -> tuple[dict[str, Any], int]:
-    """Return (the arguments of SparseMLP, the width of all shared experts together)."""
+    """Return (the arguments of SparseMLP, the width of all shared experts together). eps: the epsilon of the norm of latent
+    experts."""
     options.choice("moe_router_activation_func", "sigmoid", ("sigmoid",))
     experts, shared = expert_arguments(options, EXPERT_KEYS, inside=1024, count=256, groups=1, best=1, scaling=1.0)
     latent = options.integer("routed_expert_hidden_size", None, optional=True)

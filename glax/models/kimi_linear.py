@@ -56,6 +56,7 @@ def rates_to_torch(x: np.ndarray) -> np.ndarray:
 
 
 def rates_from_torch(x: np.ndarray) -> np.ndarray:
+    """Return A_log [H] from [1, 1, H, 1], the inverse of `rates_to_torch`."""
     return x[0, 0, :, 0]
 
 
@@ -131,8 +132,11 @@ def linear_options(options: Options) -> Options:
 
 
 def delta_arguments(options: Options, inner: Options, layers: int) -> tuple[dict[str, Any], list[str]]:
-    """Return (the arguments of KimiDeltaAttention, the kind of each layer). In Kimi's own config one object, `inner`, has both,
-    and its lists number the layers from 1."""
+    """Return (the sizes of KimiDeltaAttention as its arguments, the kind of each layer, LINEAR or SOFTMAX).
+
+    inner: `linear_attn_config`. Kimi's own config has both there: sizes, and lists of layers that are numbered from 1. Raises
+    UnsupportedOption unless these lists hold each layer once.
+    """
     sizes = delta_sizes(options, inner, 32)
     listed = [inner.take(key, None) for key in ("full_attn_layers", "kda_layers")]
     usual = [SOFTMAX if layer and layer % 4 == 0 else LINEAR for layer in range(layers)]
@@ -159,6 +163,7 @@ def delta_sizes(options: Options, inner: Options, heads: int) -> dict[str, Any]:
 
 
 def are_numbers(given: Any) -> bool:
+    """Return whether an option's value is a list of integers that are not negative."""
     return are_layers(given, 2**31)
 
 
@@ -172,7 +177,8 @@ def mlp_kinds(options: Options, layers: int, dense: int) -> list[str]:
 def mlp_of(
     kind: str, width: int, inside: int, shared: int, act: str, experts: dict[str, Any], common: dict[str, Any]
 ) -> SwiGLU | SparseMLP:
-    """Return the MLP of a layer. inside, shared: the widths of a dense MLP, and of the shared experts together."""
+    """Return the MLP of a layer. kind: "dense" or "sparse". inside, shared: the inner widths of a dense MLP, and of the shared
+    experts together. experts: further arguments of SparseMLP. common: arguments of both classes."""
     if kind == DENSE:
         return SwiGLU(width, inside, activation=act, **common)
     always = SwiGLU(width, shared, activation=act, **common)
@@ -182,9 +188,12 @@ def mlp_of(
 def latent_arguments(
     options: Options, heads: int = 32, query_rank: int | None = None, width: int = 128, shared: int = 64
 ) -> dict[str, Any]:
-    """Return the arguments of MultiHeadLatentAttention. heads, query_rank, shared: the values for a config that lacks the option.
-    width: the channels of a head's keys and values. There is no shared key where its width is 0, as it may be where
-    `shared` is."""
+    """Return the arguments of MultiHeadLatentAttention.
+
+    heads, query_rank, shared: num_attention_heads, q_lora_rank and qk_rope_head_dim for a config that lacks them. width: the
+    same for qk_nope_head_dim and v_head_dim, the channels of a head's keys and values. The layer has no shared key if
+    qk_rope_head_dim is 0, which is allowed only if `shared` is 0.
+    """
     heads, bias = options.integer("num_attention_heads", heads), options.flag("attention_bias", False)
     if options.integer("num_key_value_heads", heads, optional=True) not in (None, heads):
         raise options.unsupported("num_key_value_heads", f"it must be num_attention_heads={heads}")

@@ -24,8 +24,8 @@ BLOCK = re.compile(r"(.*?\['blocks'\]\[)(\d+)(\].*)", re.DOTALL)
 
 
 def patterns_of(forms: Sequence[Hashable]) -> tuple[Pattern, ...]:
-    """Return the patterns that cover layers of these forms, in order: the pattern that saves the most blocks, and recursively
-    those of the layers before and after it."""
+    """Return the patterns that cover layers of these forms, in order: the pattern that stacks the most blocks into others, and
+    recursively the patterns of the layers before and after that one. Layers of equal forms have equal entries in `forms`."""
     saved, first, period, repeats = 0, 0, len(forms), 1
     for start in range(len(forms)):
         for size in range(1, (len(forms) - start) // 2 + 1):
@@ -184,7 +184,7 @@ def of_stack(sharding: NamedSharding) -> NamedSharding:
 
 
 def stack(parts: Sequence[jax.Array]) -> jax.Array:
-    """Return the arrays of layers as one, and delete them."""
+    """Return the arrays of layers stacked along a new first axis, and delete them. The new axis is not sharded."""
     sharding = parts[0].sharding
     out = of_stack(sharding) if isinstance(sharding, NamedSharding) else None
     made = jax.jit(jnp.stack, out_shardings=out)(parts)
@@ -194,6 +194,6 @@ def stack(parts: Sequence[jax.Array]) -> jax.Array:
 
 
 def unstack(x: jax.Array) -> Sequence[jax.Array]:
-    """Return the arrays of the layers of a stack."""
+    """Return the arrays of the layers of a stack, its rows along the first axis, each sharded as the stack's other axes are."""
     out = of_row(x.sharding) if isinstance(x.sharding, NamedSharding) else None
     return jax.jit(jnp.unstack, out_shardings=out)(x)

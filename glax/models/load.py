@@ -109,6 +109,7 @@ MODEL_TYPES: dict[str, Callable[[ModelConfig, Precision], CausalLM]] = {
 
 
 def builder(config: ModelConfig) -> Callable[[ModelConfig, Precision], CausalLM]:
+    """Return the function that builds models of the config's model_type. Raises UnsupportedOption if there is none."""
     values = config.values
     kind = values.get("model_type")
     if kind is None and "ssm_cfg" in values:  # a config of the state-spaces repository
@@ -128,7 +129,8 @@ class OneKey(nnx.Rngs):
 
 
 def abstract_model(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> CausalLM:
-    """Return the model of a config with shapes and dtypes in place of arrays. Raises ValueError for one of no sensible size."""
+    """Return the model of a config with shapes and dtypes in place of arrays. dtype: the dtype of activations and parameters.
+    Raises ValueError for more than MOST_PARAMETERS numbers in all or MOST_ELEMENTS in one array."""
     dtype = jnp.dtype(dtype)
     model = nnx.eval_shape(lambda: built(config, Precision(dtype, dtype, OneKey(0))))
     elements = [param.size for _, param in parameters(model)]
@@ -143,6 +145,7 @@ def abstract_model(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Causa
 
 
 def built(config: ModelConfig, precision: Precision) -> CausalLM:
+    """Return the model of a config with first values of its parameters, those of `Names.float32` in float32."""
     model = builder(config)(config, precision)
     widen(model)
     return model
@@ -264,6 +267,8 @@ def opened_model(
 
 
 def pattern_of(only: str | re.Pattern | None) -> re.Pattern | None:
+    """Return the argument `only` of `from_pretrained` as a compiled expression, or None. Raises TypeError or ValueError for
+    others."""
     if only is None or isinstance(only, re.Pattern):
         return only
     if not isinstance(only, str):
@@ -364,12 +369,14 @@ def load_into(model: CausalLM, weights: Weights, chosen: list[Chosen], placement
 
 
 def size_of(param: nnx.Variable) -> int:
-    """Return the bytes of a parameter, which may be abstract."""
+    """Return the size of a parameter, which may be abstract, in bytes."""
     return param.size * param.dtype.itemsize
 
 
 def check_names(model: CausalLM, weights: Weights, only: re.Pattern | None):
-    """Raise ValueError if weights that are to be read are missing, or if some are left over. Name those of other models."""
+    """Raise ValueError, with their names, if tensors that are to be read are missing, or if some are left over that the model
+    does not read. Log a warning with the tensors of other models, and check the derived tensors. only: as in
+    `from_pretrained`."""
     named = {name for path, param in parameters(model) for name in stored_names(model.names(path), param)}
     derived = model.derived_tensors()
     found, unread = weights.names(), {tied_name(model), *derived}
@@ -404,7 +411,8 @@ def progress(folder: Path, size: int) -> Iterator[Callable[[int], None]]:
 
 
 def joined_sizes(model: CausalLM) -> list[dict[str, int]]:
-    """Return {name: number of rows} of the tensors in `Names.joined`, one dict for each tensor that was divided into them."""
+    """Return {the name of a tensor: the number of rows that the model needs in it} for the tensors of `Names.joined`, one dict
+    for each group of tensors that are cut from one matrix."""
     widths = {model.names(path): param.shape[-1] for path, param in parameters(model)} if model.names.joined else {}
     first, found = next(iter(model.names.joined), ""), []
     for name in widths:

@@ -83,6 +83,7 @@ def mamba2(config: ModelConfig, precision: Precision) -> CausalLM:
 
 
 def of_fla(config: ModelConfig, precision: Precision) -> CausalLM:
+    """Build a Mamba-2 model from a config of fla. Raises UnsupportedOption for an option that is not supported."""
     options = Options(config.values, code="mamba2_fla")
     sizes = sizes_of(options, heads=None, groups=1, hidden=2048, layers=48)
     mixer = mixer_options(options) | dict(act=FLA[options.choice("hidden_act", "silu", FLA)])
@@ -268,7 +269,8 @@ def original(config: ModelConfig, precision: Precision) -> CausalLM:
 
 
 def attention_of(options: Options, width: int, layers: int) -> dict[str, Any] | None:
-    """Return the layers of softmax attention and the arguments of `FusedAttention`, or None if there are none."""
+    """Return {"layers": the numbers of the layers of softmax attention, "arguments": the arguments of `FusedAttention`}, or
+    None if there are no such layers. Raises UnsupportedOption for an option that is not supported."""
     chosen, given = options.take("attn_layer_idx", None) or [], options.take("attn_cfg", None) or {}
     if not isinstance(chosen, list) or not all(isinstance(layer, int) and layer in range(layers) for layer in chosen):
         raise options.unsupported("attn_layer_idx", f"it must hold layers from 0 to {layers - 1}")

@@ -21,7 +21,8 @@ TOKENS = P(ROWS, "sequence")
 
 
 def check_one_open_axis(wanted: Mapping[str, int]) -> str | None:
-    """Return the axis of size -1, None if there is none. Raises ValueError if there are several."""
+    """Return the name of the axis of size -1 in `wanted`, {name: size}; None if there is none. Raises ValueError if there are
+    several."""
     open_axes = [name for name, size in wanted.items() if size == -1]
     if len(open_axes) > 1:
         raise ValueError(
@@ -31,9 +32,9 @@ def check_one_open_axis(wanted: Mapping[str, int]) -> str | None:
 
 
 def sizes_of(wanted: Mapping[str, int], devices: int) -> dict[str, int]:
-    """Return the size of each axis. The axis of size -1 gets the number of devices divided by the product of the others.
+    """Return {name: size} of the axes. The axis of size -1 gets `devices` divided by the product of the other sizes.
 
-    Raises ValueError if two axes are -1, if that is no integer, or if the devices do not suffice.
+    Raises ValueError if two axes are -1, if the quotient is no integer, or if the product of the sizes is above `devices`.
     """
     open_axis = check_one_open_axis(wanted)
     given = math.prod(size for size in wanted.values() if size != -1)
@@ -80,14 +81,15 @@ def on_mesh(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def rows_here(sharding: NamedSharding, shape: tuple[int, int]) -> list[int]:
-    """Return the rows of an array of `shape` of which a device of this process holds any part."""
+    """Return the indices of the rows, on the first axis of an array of `shape` with `sharding`, of which a device of this
+    process holds any part, in ascending order."""
     parts = sharding.addressable_devices_indices_map(shape).values()
     return sorted({row for part in parts if part is not None for row in range(*part[0].indices(shape[0]))})
 
 
 def placed_rows(x: np.ndarray, rows: Sequence[int], count: int, sharding: NamedSharding) -> jax.Array:
-    """Return an array of `count` rows with `sharding`, over the devices of all processes. x: the rows, numbered `rows`, that
-    this process's devices hold."""
+    """Return an array [count, *shape of a row] with `sharding`, over the devices of all processes. x: the rows that this
+    process's devices hold. rows: the index in the result of each row of x."""
     where = {row: i for i, row in enumerate(rows)}
 
     def part(index):
@@ -135,7 +137,7 @@ def is_first() -> bool:
 
 
 def gathered_texts(value: str) -> list[str]:
-    """Return the values of all processes, in the order of the processes."""
+    """Return the `value` of each process, in the order of the processes. All processes must call it."""
     if jax.process_count() == 1:
         return [value]
     raw = np.frombuffer(value.encode(), np.uint8)

@@ -43,7 +43,8 @@ ROUNDING = 2.0**-6  # of decays that were formed and stored in bfloat16
 
 
 class FusedLightning(LightningAttention):
-    """Compute Lightning Attention whose q, k and v come from one projection, ordered by head."""
+    """Compute Lightning Attention whose q, k and v come from one projection: q, k and v of head 0, then q, k and v of head 1,
+    and so on."""
 
     def __init__(self, width: int, *, bias: bool = False, kernel_init, dtype, param_dtype, rngs: nnx.Rngs, **arguments):
         options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)

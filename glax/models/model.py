@@ -33,7 +33,8 @@ REMAT: dict[str, Callable | None] = {
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Hold the dtype of activations, the dtype of parameters (`param_dtype`), and the `rngs` of their first values."""
+    """Hold the dtype of activations (`dtype`), the dtype of parameters (`param_dtype`), and the random keys of the parameters'
+    first values (`rngs`)."""
 
     dtype: jnp.dtype
     param_dtype: jnp.dtype
@@ -62,7 +63,7 @@ class Pattern:
 
 
 def layers_of_blocks(patterns: Sequence[Pattern]) -> list[range]:
-    """Return the numbers of the layers that each block of a model of patterns stands for."""
+    """Return, for each block of a model of patterns, the numbers of the layers whose parameters the block holds."""
     found, first = [], 0
     for pattern in patterns:
         end = first + pattern.period * pattern.repeats
@@ -366,6 +367,8 @@ class CausalLM(nnx.Module):
         return x
 
     def through_blocks(self, x: Any, blocks: Sequence[Mixing], arguments: Sequence[tuple], rows: Rows) -> Any:
+        """Return x after these blocks, each of which begins from a state of zeros. arguments: for each block, what `arguments`
+        returns."""
         for block, more in zip(blocks, arguments, strict=True):
             x, _ = self.rematerialised(block.mix, rows)(x, {}, *more)
         return x
@@ -410,6 +413,7 @@ class CausalLM(nnx.Module):
 
     @property
     def head_kernel(self) -> Float[Array, "width vocabulary"]:
+        """Return the kernel of the head, in the dtype of activations: the embedding's transpose if the head is tied."""
         kernel = self.embedding.embedding[...].T if self.head is None else kernel_of(self.head)
         return kernel.astype(self.dtype)
 

@@ -18,6 +18,7 @@ Layout = tuple[str, Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray], n
 
 
 def same(x: np.ndarray) -> np.ndarray:
+    """Return x unchanged, for layouts that are equal here and in a checkpoint."""
     return x
 
 
@@ -32,6 +33,7 @@ def filter_to_torch(x: np.ndarray) -> np.ndarray:
 
 
 def filter_from_torch(x: np.ndarray) -> np.ndarray:
+    """Return a filter [width, 1, size] as [size, width], the inverse of `filter_to_torch`."""
     return x[:, 0, :].T
 
 
@@ -99,6 +101,8 @@ class Names:
         return None if rows is None else rows - (param.shape[0] - 1) * param.shape[1]
 
     def layout(self, last: str) -> Layout:
+        """Return the `Layout` of a parameter whose path ends in `last`: from `layouts`, else from LEAVES, else the name `last`
+        and no change."""
         return dict(self.layouts).get(last) or LEAVES.get(last) or (last, same, same)
 
 
@@ -136,8 +140,11 @@ def one_of(layers: Iterable[int]) -> str:
 
 
 def mixer_names(kinds: Sequence[str], tables: Mapping[str, tuple[str, Mapping[str, str]]], part: str = "attn") -> Rules:
-    """Return rules for the mixer `part` of each block. tables: by the kind of a block, the mixer's name in the checkpoint and the
-    names of its parts."""
+    """Return rules for the names of each block's mixer and its parts.
+
+    kinds: the kind of each block. tables: {a kind: (the mixer's name in the checkpoint, {a part of the mixer: its name
+    there})}. part: the attribute of a block that holds its mixer.
+    """
     rules: list[tuple[str, str]] = []
     # Every path passes every rule: with rules for each layer, names would cost the square of the number of layers.
     for kind in dict.fromkeys(kinds):

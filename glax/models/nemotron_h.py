@@ -69,6 +69,7 @@ def kinds_of(options: Options) -> list[str]:
 
 
 def mamba_arguments(options: Options, eps: float) -> dict[str, Any]:
+    """Return the arguments of Mamba2. eps: the epsilon of its norm."""
     return dict(
         num_heads=(heads := options.integer("mamba_num_heads", 128)),
         head_width=options.integer("mamba_head_dim", 64),
@@ -85,6 +86,8 @@ def mamba_arguments(options: Options, eps: float) -> dict[str, Any]:
 
 
 def expert_arguments(options: Options) -> dict[str, Any]:
+    """Return the arguments of SparseMLP for its router and its latent width. Raises UnsupportedOption for groups that do not
+    fit."""
     found = dict(
         count=options.integer("n_routed_experts", 8),
         top_k=options.integer("num_experts_per_tok", 2),

@@ -66,7 +66,7 @@ class PostNormBlock(nnx.Module):
 
 
 def delta_options(options: Options, width: int, heads: int) -> dict[str, Any]:
-    """Return the arguments of GatedDeltaNet."""
+    """Return the arguments of GatedDeltaNet. heads: the heads of keys and of values for a config that lacks their numbers."""
     keys = options.integer("linear_num_key_heads", None, optional=True) or heads
     values = options.integer("linear_num_value_heads", None, optional=True) or heads
     if values % keys:

@@ -71,7 +71,7 @@ def mixtures(model: CausalLM) -> Iterator[tuple[Any, Experts]]:
 
 
 def entries(layer: Layer) -> int:
-    """Return the number of entries of a layer's recurrent states for one sequence."""
+    """Return the number of entries of a layer's recurrent states, `RECURRENT`, for one sequence."""
     states = jax.eval_shape(lambda: layer.empty_state(1, 1))
     return sum(x.size for name, x in states.items() if name in RECURRENT)
 
@@ -90,8 +90,11 @@ def read_channels(layer: Layer, length: int) -> float:
 
 
 def utilisation(model: CausalLM, length: int, tokens_per_second: float) -> float | None:
-    """Return the model FLOPs utilisation, the share of the peak in bfloat16 of the devices that hold the model. length: the
-    tokens of a row. Return None if the peak is unknown."""
+    """Return the model FLOPs utilisation: the operations per second of training as a share of the peak in bfloat16 of the
+    devices that hold the model. Return None if the peak is unknown.
+
+    length: the tokens of a row. tokens_per_second: of all devices together.
+    """
     peak = next((value for name, value in PEAKS.items() if name in jax.devices()[0].device_kind), None)
     devices = len(model.embedding.embedding[...].sharding.device_set)
     return None if peak is None else flops_per_token(model, length) * tokens_per_second / (peak * devices)

@@ -33,7 +33,7 @@ def placed(
     that JAX has.
 
     rows: the values: one array of this shape, or with is_stacked one array for each index of the first axis. They are read
-    once, in order. release() is called after each, when the pages of its file are not needed again.
+    once, in order. release: a function that is called after each array, when the pages of its file are not needed again.
     """
     if sharding is None:
         places = {None: tuple(slice(0, size) for size in shape)}
@@ -58,7 +58,11 @@ def whole_slices(index: Any, shape: tuple[int, ...]) -> tuple[slice, ...]:
 
 
 class HostShard:
-    """Fill the shard of one CPU device in the memory that its array will have."""
+    """Fill the shard of one CPU device in the memory that its array will have.
+
+    place: the slices of the whole array that the shard holds. is_stacked: whether the whole array comes as one array for each
+    index of its first axis. add(i, row) copies what belongs to the shard from array number i, and array() returns the shard.
+    """
 
     def __init__(self, device, place: tuple[slice, ...], dtype: np.dtype, is_stacked: bool):
         self.device, self.place, self.is_stacked = device, place, is_stacked
@@ -75,7 +79,8 @@ class HostShard:
 
 
 class DeviceShard:
-    """Send the values of a shard to its device as the file has them, and let the device transpose, stack and cast them."""
+    """Send the values of a shard to its device as the file has them, and let the device transpose, stack and cast them. The
+    arguments and methods are those of `HostShard`."""
 
     def __init__(self, device, place: tuple[slice, ...], dtype: np.dtype, is_stacked: bool):
         self.device, self.place, self.dtype, self.is_stacked = device, place, dtype, is_stacked

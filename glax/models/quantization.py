@@ -38,8 +38,11 @@ REFUSED = (".pre_quant_scale", "weight_g_idx")
 
 
 class Scheme(NamedTuple):
-    """Describe the quantization that a config names. blocks: the (rows, columns) of the blocks of a weight that share a scale,
-    `WHOLE` for the whole weight. has_zeros: whether every quantized weight has zero points."""
+    """Describe the quantization that a config names.
+
+    blocks: the (rows, columns) of the blocks of a weight that share a scale, as far as the config names them; `WHOLE` for a
+    scale of the whole weight. has_zeros: whether every quantized weight has zero points.
+    """
 
     blocks: tuple[ScaleBlock, ...]
     has_zeros: bool = False
@@ -84,7 +87,8 @@ def of_fp8(options: Options) -> Scheme:
 
 
 def of_compressed_tensors(options: Options) -> Scheme:
-    """Return the `Scheme` of the options `config_groups` of vLLM's compressed-tensors."""
+    """Return the `Scheme` of the options of vLLM's compressed-tensors. Raises UnsupportedOption for an option that is not
+    supported."""
     options.choice("format", None, FORMATS)
     for key, name in (
         ("sparsity_config", "format"),
@@ -141,7 +145,8 @@ def scale_block(options: Options, key: str, default: ScaleBlock | None) -> Scale
 
 
 def read_modelopt_file(folder: Path) -> dict[str, Any] | None:
-    """Return the quantization that a file of older versions of Model Optimizer names; None if there is no such file."""
+    """Return the quantization that the file of older versions of Model Optimizer in a folder names; None if there is no such
+    file. Raises ValueError if the file names none."""
     path = folder / MODELOPT_FILE
     found = read_optional_object(path)
     if not found:

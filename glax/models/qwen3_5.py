@@ -113,6 +113,8 @@ def qwen3_5(config: ModelConfig, precision: Precision) -> CausalLM:
 
 
 def dense_mlp(options: Options, width: int, act: str, common: dict) -> Callable[[], SwiGLU]:
+    """Return a function that makes a layer's gated MLP. act: the name of its activation. common: further arguments of
+    SwiGLU."""
     inside = options.integer("intermediate_size", 12288)
     return lambda: SwiGLU(width, inside, activation=act, **common)
 
@@ -120,8 +122,11 @@ def dense_mlp(options: Options, width: int, act: str, common: dict) -> Callable[
 def sparse_mlp(
     options: Options, width: int, act: str, common: dict, *, count: int = 256, top_k: int = 8, normalize: bool = True
 ) -> Callable[[], SparseMLP]:
-    """Return a function that makes a layer's MLP of experts. count, top_k: num_experts and num_experts_per_tok for a config
-    without them. normalize: whether the weights of a token's experts are divided by their sum."""
+    """Return a function that makes a layer's MLP of experts, with a shared expert.
+
+    count, top_k: num_experts and num_experts_per_tok for a config that lacks them. normalize: whether the weights of a token's
+    experts are divided by their sum. act: the name of the activation. common: further arguments of the modules.
+    """
     each, shared = (options.integer(f"{name}_intermediate_size", 512) for name in ("moe", "shared_expert"))
     count = options.integer("num_experts", count)
     top_k = experts_per_token(options, top_k, "num_experts", count)

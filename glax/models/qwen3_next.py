@@ -60,8 +60,11 @@ MLPS = (
 
 @dataclasses.dataclass(frozen=True)
 class DeltaSizes:
-    """Hold the sizes of a Gated DeltaNet. num_heads: the heads of v, the gates and the state. num_qk_heads: the heads of q and
-    k. key_width, value_width: K and V of a head."""
+    """Hold the sizes of a Gated DeltaNet.
+
+    num_heads: the heads of v, the gates and the state. num_qk_heads: the heads of q and k. key_width, value_width: K and V of a
+    head. conv_size: the rows that the convolution reads. `keys` and `values` are the widths of all heads together.
+    """
 
     num_heads: int
     num_qk_heads: int
@@ -112,6 +115,7 @@ class FusedGatedDeltaNet(Layer):
         self.output = linear(sizes.values, width, (HEADS, EMBED), kernel_init=kernel_init, **options)
 
     def make_projections(self, **options):
+        """Create all projections but the output's. options: further arguments of `glax.nn.parts.linear`."""
         sizes = self.sizes
         self.qkvz = linear(self.width, 2 * (sizes.keys + sizes.values), (EMBED, HEADS), **options)
         self.ba = linear(self.width, 2 * sizes.num_heads, (EMBED, HEADS), **options)
@@ -125,8 +129,8 @@ class FusedGatedDeltaNet(Layer):
         return dict(recurrent=jnp.zeros(shape, jnp.float32), conv=self.conv.initial_state(batch))
 
     def projected(self, x: Float[Array, "*rows width"]) -> list[Array]:
-        """Return q, k and v [*rows, 2 Hq K + H V], z [*rows, H V], and the inputs of beta and of the step size, [*rows, H]
-        each."""
+        """Return [q, k and v of all heads joined, in this order, [*rows, 2 Hq K + H V]; z [*rows, H V]; the input of beta
+        [*rows, H]; the input of the step size [*rows, H]]."""
         sizes, groups = self.sizes, self.sizes.num_qk_heads
         K, V = sizes.key_width, sizes.values // groups
         q, k, v, z = map(merged, jnp.split(by_head(self.qkvz(x), groups), [K, 2 * K, 2 * K + V], axis=-1))
@@ -180,7 +184,7 @@ def delta_sizes(options: Options, keys: int = 16, values: int = 32) -> DeltaSize
 
 
 def mlps(options: Options, width: int, act: str, init, precision: Precision) -> tuple[Callable, Callable]:
-    """Return two functions, which make the MLP of a layer without experts, and that with experts."""
+    """Return (a function that makes the MLP of a layer without experts, one that makes the MLP of a layer with experts)."""
     inside, shared = options.integer("intermediate_size", 5632), options.integer("shared_expert_intermediate_size", 512)
     each, count = options.integer("moe_intermediate_size", 512), options.integer("num_experts", 512, least=0)
     top_k = experts_per_token(options, 10, "num_experts", count)

@@ -75,8 +75,12 @@ class HyperConnection(nnx.Module):
         h_n = RMSNorm(x_n)    w = sigmoid(W_up silu(W_down h / N))  [N, D]    read = sum_n w_n h_n / N
         strength = 2 sigmoid(W_s h / N)  [N]                                     x_n' = x_n + strength_n block(read)
 
-    The projections read h of all streams. count: N. rank: the width of W_down h. writes: whether there is a W_s; False for the
-    one before the head, which no block follows.   Zhu et al. 2024, https://arxiv.org/abs/2409.19606.
+    The projections read h of all streams. A call returns read [*rows, D] alone.
+
+    count: N. rank: the width of W_down h. writes: whether there is a W_s; False for the one before the head, which no block
+    follows.
+
+    Zhu et al. 2024, https://arxiv.org/abs/2409.19606.
     """
 
     def __init__(self, width: int, count: int, rank: int, *, norm_eps: float, writes: bool = True, **options):
@@ -313,9 +317,12 @@ class IndexedAttention(Attention):
         return self.attend(self.query(x), self.key(x), self.value(x), state, rows, choice=choice)
 
     def rotated(self, x: Float[Array, "*rows H D"], place: Int[Array, "*rows"]) -> Float[Array, "*rows H D"]:
+        """Return x rotated by the positions `place`, or x itself in a layer without rotation."""
         return x if self.rotation is None else rotate(x, place, self.rotation)
 
     def pool(self, keys: Float[Array, "*rows size D"], place: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
+        """Return the pooled index key of blocks, as the class defines it. keys: the index keys of a block's `size` tokens.
+        place: the position of its first token."""
         mean = keys.astype(jnp.float32).mean(-2).astype(keys.dtype)
         return self.rotated(self.index_key_norm(mean)[..., None, :], place)[..., 0, :]
 
@@ -417,8 +424,11 @@ def qwen4_exp(config: ModelConfig, precision: Precision) -> CausalLM:
 
 
 def index_arguments(options: Options, kinds: Sequence[str]) -> dict[str, int]:
-    """Return the arguments of `IndexedAttention` for the choice of blocks. Layers of softmax attention must have such
-    options."""
+    """Return the arguments of `IndexedAttention` for the choice of blocks; {} for a model without softmax attention and these
+    options.
+
+    kinds: the kind of each layer. Raises UnsupportedOption if some options of INDEXER are missing or do not fit each other.
+    """
     given = {name: options.integer(name, None, optional=True) for name in INDEXER}
     missing = [name for name, value in given.items() if value is None]
     if SOFTMAX not in kinds and len(missing) == len(INDEXER):
@@ -434,8 +444,10 @@ def index_arguments(options: Options, kinds: Sequence[str]) -> dict[str, int]:
 
 
 def check_rotation(options: Options, turned: Mapping[str, Any], index: Mapping[str, int]):
-    """Raise UnsupportedOption for options of rotary positions that index queries and keys cannot have. turned: the arguments of
-    the rotation."""
+    """Raise UnsupportedOption for rotary positions that index queries and keys cannot have.
+
+    turned: the arguments of the rotation of attention. index: the result of `index_arguments`.
+    """
     found = turned.get("frequencies")
     if getattr(found, "long", None) is not None:
         raise options.unsupported(
@@ -449,7 +461,11 @@ def check_rotation(options: Options, turned: Mapping[str, Any], index: Mapping[s
 def ngram_makers(
     options: Options, kinds: Sequence[str], vocabulary: int, width: int
 ) -> dict[int, Callable[..., NGrams]]:
-    """Return, by the number of each layer that has n-grams, from 0, a function that makes its `NGrams`."""
+    """Return {the number of a layer that has n-grams, from 0: a function that makes its `NGrams`}.
+
+    kinds: the kind of each layer. vocabulary: the number of tokens. width: the width of the model, and of e for a config that
+    lacks ple_embed_dim. Raises UnsupportedOption for options that do not fit each other.
+    """
     given, layers = options.take("ple_layer_ids", None), len(kinds)
     numbers = [] if given is None else given
     if not isinstance(numbers, list) or not all(type(x) is int and 1 <= x <= layers for x in numbers):

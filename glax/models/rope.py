@@ -36,9 +36,9 @@ KINDS_INSIDE = frozenset({
 class Rope:
     """Hold theta, the share of a head's channels that rotate, and the scaling of the inverse frequencies.
 
-    theta may be None where nothing rotates. theta_key, partial_key: the names of theta and partial in config.json. kind: the
-    rope_type. inner: the options of the scaling, or None. original: the length of the sequences before scaling. ratio: how many
-    times longer max_position_embeddings is.
+    theta: the base; None where nothing rotates. partial: the share. theta_key, partial_key: the names of theta and partial in
+    config.json, for messages. kind: the rope_type. inner: the options of the scaling; None for no scaling. original: the length
+    in tokens of the sequences before scaling. ratio: max_position_embeddings / original.
     """
 
     theta: float | None
@@ -51,8 +51,10 @@ class Rope:
     ratio: float = 1.0
 
     def arguments(self, head_width: int) -> dict[str, Any]:
-        """Return the arguments of `Attention`. Raises UnsupportedOption if an odd number of channels would rotate, and ValueError
-        if theta is None."""
+        """Return the arguments of `Attention` for its rotation: theta, and rotary_width or frequencies.
+
+        Raises UnsupportedOption if an odd number of channels or none would rotate, and ValueError if theta is None.
+        """
         if self.theta is None:
             raise ValueError(f"{self.theta_key} in config.json must be a finite number, got None")
         if self.kind == "proportional" and self.inner is not None:
@@ -135,11 +137,14 @@ class Rope:
 
     @staticmethod
     def attention_factor(inner: Options, usual: float) -> float:
+        """Return the factor of the channels that rotate: the option attention_factor of `inner`, or `usual` if that is missing
+        or null."""
         given = inner.number("attention_factor", None, optional=True, least=0)
         return usual if given is None else given
 
 
 def attention_scale(factor: float, scale: float) -> float:
+    """Return 0.1 scale log(factor) + 1, YaRN's factor of rotated channels; 1 if factor is at most 1."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 

@@ -139,10 +139,13 @@ def refuse_another(where: object, earlier: Mapping[str, Any], record: Mapping[st
 
 
 def compared(entry: object) -> object:
+    """Return what decides whether two entries of records are equal: the digest of an entry of `content`, else the entry
+    itself."""
     return entry.get("sha256") if isinstance(entry, dict) else entry
 
 
 def shown(entry: object) -> str:
+    """Return an entry of a record as a text for messages."""
     return f"{entry.get('source')} ({str(entry.get('sha256'))[:8]})" if isinstance(entry, dict) else repr(entry)
 
 
@@ -189,11 +192,13 @@ class Journal:
             self.lose(error)
 
     def note(self, line: dict):
+        """Enter the losses of a line in `history`."""
         for name, by_step in (("loss", self.history.losses), ("held_out", self.history.held_out)):
             if line.get(name) is not None:
                 by_step[line["step"]] = line[name]
 
     def lose(self, error: OSError):
+        """Give up the file because of an error, with a warning. The history goes on in memory."""
         self.file = None
         warnings.warn(
             f"{self.path} cannot be written: {error.strerror or error}: the run goes on without it", stacklevel=4
@@ -236,7 +241,8 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def checked_line(line: object) -> dict:
-    """Return a line of a history. Raises ContentError for anything else."""
+    """Return `line` if it is a line of a history: a dict of numbers or None by name, with an integer `step`. Raises
+    ContentError for anything else."""
     if not isinstance(line, dict):
         raise ContentError(f"it must hold a JSON object, got {type(line).__name__}")
     for name, x in line.items():

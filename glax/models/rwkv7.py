@@ -68,7 +68,7 @@ class RWKV7(CausalLM):
 
 def rank(options: Options, key: str, default: int, width: int, factor: float) -> int:
     """Return the rank of a low-rank product: the option `key`, or if it is null, `factor` sqrt(width) rounded to a multiple of
-    32. default: the value for a config that lacks it."""
+    32, at least 32. default: the value for a config that lacks the option."""
     given = options.integer(key, default, optional=True)
     return max(32, round(factor * width**0.5 / 32) * 32) if given is None else given
 

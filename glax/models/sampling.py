@@ -14,7 +14,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Hold the static properties of how tokens are drawn. eos: the tokens that end a sequence."""
+    """Hold the static properties of how tokens are drawn.
+
+    greedy: whether the temperature is known to be 0. top_k: as in `generate`. has_top_p, has_penalty: whether there is a top_p,
+    or a repetition penalty. eos: the tokens that end a sequence. log_probs: whether log probabilities are returned.
+    """
 
     greedy: bool
     top_k: int | None
@@ -222,8 +226,11 @@ class Stops:
 
 
 def before_stop(text: str, stops: Sequence[str], *, is_whole: bool) -> str:
-    """Return the text before the first of `stops`. is_whole: False if more text follows; an end that may begin one of `stops` is
-    then left out."""
+    """Return the text before the first place where one of `stops` begins; the whole text if none occurs.
+
+    is_whole: whether no more text follows. If False, an end of the text that may be the beginning of one of `stops` is left out
+    too.
+    """
     ends = [at for stop in stops if (at := text.find(stop)) >= 0]
     if ends:
         return text[: min(ends)]

@@ -55,6 +55,7 @@ class Stored:
 
     @classmethod
     def of(cls, value: np.ndarray) -> "Stored":
+        """Return the description of a tensor that is in memory, `value`."""
         return cls(value.nbytes, lambda: value)
 
 
@@ -153,7 +154,8 @@ def divided(tensors: Mapping[str, Stored], most: int) -> dict[str, list[str]]:
 
 
 def older_weights(folder: Path) -> set[str]:
-    """Return the names of the files of an older model's weights: one file, or an index and shards."""
+    """Return the names of the files in a folder that hold weights: model.safetensors, or an index and the shards that it names,
+    and other shards."""
     index, named = folder / INDEX, []
     if index.is_file():
         try:
@@ -165,6 +167,7 @@ def older_weights(folder: Path) -> set[str]:
 
 
 def warn_of_pickles(folder: Path):
+    """Warn of pickled weights in the folder, which other readers could take for the model."""
     pickles = [x.name for x in folder.iterdir() if x.name.endswith(PICKLES) and not TRAINING.fullmatch(x.name)]
     if pickles:
         warnings.warn(
@@ -209,7 +212,7 @@ def to_host(value: jax.Array, row: Any, to: Callable[[np.ndarray], np.ndarray]) 
 
 
 def common_dtype(model: CausalLM) -> str:
-    """Return the dtype of the most elements of the parameters."""
+    """Return the name of the dtype that most elements of the parameters have."""
     elements = collections.Counter()
     for _, param in parameters(model):
         elements[str(param.dtype)] += param.size

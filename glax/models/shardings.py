@@ -74,6 +74,7 @@ def partition_spec(
 
 
 def check_mesh(mesh):
+    """Raise TypeError unless `mesh` is a jax.sharding.Mesh."""
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh returns it, got {type(mesh).__name__}")
 
@@ -95,7 +96,11 @@ def states_on_mesh(states, array: jax.Array | None):
 
 
 def head_counts(module: Any, part: str) -> set[int]:
-    """Return the numbers of heads that a sharded `part` of a layer must keep whole. One head that all others read is no limit."""
+    """Return the numbers of heads that must each be a multiple of the size of a mesh's axis that shards a `part` of the layer
+    `module`. Outside of softmax attention, a number of 1 is left out: all heads read that one.
+
+    part: the name of a submodule or parameter, such as "query"; of a layer without softmax attention it has no effect.
+    """
     if isinstance(module, Attention):
         counts = {"query": {module.num_heads}, "output": {module.num_heads}}
         counts |= {"key": {module.num_kv_heads}, "value": {module.num_kv_heads}}
@@ -105,7 +110,8 @@ def head_counts(module: Any, part: str) -> set[int]:
 
 
 def layer_of(model: nnx.Module, path: tuple) -> tuple[Any, str]:
-    """Return (the innermost module with heads on the path to a parameter, the next name on the path behind it)."""
+    """Return (the innermost module on the path to a parameter that has `num_heads`, itself or in its `sizes`; the next name on
+    the path behind the module). Return (None, "") if there is none."""
     module: Any = model
     found: tuple[Any, str] = None, ""
     for name, part in itertools.pairwise(path):
@@ -142,11 +148,14 @@ class Placement:
         return NamedSharding(self.mesh, spec)
 
     def divides(self, heads: set[int], size: int) -> bool:
+        """Return whether some axis of the mesh that can shard heads divides `size` and each number in `heads`."""
         return any(
             all(n % self.mesh.shape[x] == 0 for n in heads | {size}) for x in RULES[HEADS] if x in self.mesh.shape
         )
 
     def note(self, path: tuple, param: nnx.Variable, spec: PartitionSpec):
+        """Record which axes of the mesh `spec` uses, and whether the parameter is replicated along an axis that could shard
+        it."""
         self.used |= {name for name in spec if name is not None}
         for axis, chosen in zip(param.get_metadata().get("out_sharding") or (), spec, strict=True):
             rules = [x for x in RULES.get(axis, ()) if self.mesh.shape.get(x, 1) > 1]

@@ -859,6 +859,12 @@ class Run:
         self.journal = Journal(self.out, self.done, config.loggers, dataclasses.asdict(config))
 
     def compile(self, optimizer: optax.GradientTransformation):
+        """Set `update` and `evaluate`, the jitted functions of a step and of the held-out loss.
+
+        update(state, frozen, read, following, segments, asked) returns (the new state, {"loss", "gradient_norm", "asked"}), and
+        donates the buffers of state. evaluate(params, frozen, read, following, segments) returns (the mean loss, the number of
+        targets).
+        """
         graph, shardings = self.graph, self.shardings
         overlap = OVERLAP if self.mesh.size > 1 and jax.default_backend() == "gpu" else None
         out = shardings, NamedSharding(self.mesh, P())
@@ -1055,7 +1061,8 @@ class Run:
 
 
 def with_average(optimizer: optax.GradientTransformation, decay: float | None) -> optax.GradientTransformation:
-    """Return the optimizer with an average of the parameters as the last part of its state: a' = decay a + (1 - decay) p'."""
+    """Return the optimizer with an average of the parameters as the last part of its state: a' = decay a + (1 - decay) p',
+    where p' are the parameters after the update. Return the optimizer unchanged if decay is None."""
     if decay is None:
         return optimizer
 
@@ -1074,7 +1081,8 @@ def with_average(optimizer: optax.GradientTransformation, decay: float | None) -
 def in_batches(
     tokens: np.ndarray, segments: np.ndarray | None, rows: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-    """Yield batches of `rows` rows. The last is filled with rows of -1, which have no targets."""
+    """Yield (tokens, segments) of `rows` rows each, from all rows in order. The last batch is filled with rows of -1, which
+    have no targets. segments is None in each batch if it is None."""
     for first in range(0, len(tokens), rows):
         missing = ((0, rows - len(tokens[first : first + rows])), (0, 0))
 

@@ -77,6 +77,8 @@ def heads(options: Options, key: str, default: float, width: int, count: int) ->
 
 
 def mlp_width(options: Options, width: int) -> int:
+    """Return the inner width of an MLP: the integer part of hidden_size * ffn_proj_factor, rounded up to a multiple of
+    ffn_round_up_to_multiple_of."""
     multiple = options.integer("ffn_round_up_to_multiple_of", 64)
     factor = options.number("ffn_proj_factor", 2.667, above=0)
     rounded_width("ffn_proj_factor", width, factor)

@@ -150,7 +150,7 @@ def zamba(config: ModelConfig, precision: Precision) -> CausalLM:
 
 
 def usual_kinds(options: Options, layers: int) -> list[str]:
-    """Return the kinds of layers of a config that does not list them."""
+    """Return the kind of each layer, PLAIN or HYBRID, for a config that does not list the kinds."""
     period, offset = options.integer("attn_layer_period", 6), options.integer("attn_layer_offset", 4, least=0)
     return [PLAIN, PLAIN, HYBRID] + [HYBRID if i % period == offset else PLAIN for i in range(layers - 3)]
 

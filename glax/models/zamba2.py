@@ -63,6 +63,8 @@ class SharedAttention(Attention):
         self.output = linear(self.num_heads * self.head_width, width // 2, (HEADS, EMBED), **given)
 
     def adapted(self, x: Array, state: State, rows: Rows, adapters: dict[str, Adapter]) -> tuple[Array, State]:
+        """Return what `mix` does, with W x + adapters[name](x) in place of the projections that `adapters` names, "query",
+        "key" or "value"."""
         projected = dict(query=self.query(x), key=self.key(x), value=self.value(x))
         q, k, v = (y + adapters[name](x) if name in adapters else y for name, y in projected.items())
         return self.attend(q, k, v, state, rows)
@@ -72,12 +74,16 @@ class SharedMLP(DenseMLP):
     """Compute a gated MLP. Each layer adds its own adapter to the first projection."""
 
     def adapted(self, x: Float[Array, "*rows width"], adapter: Adapter) -> Float[Array, "*rows width"]:
+        """Return the MLP's output, with adapter(x) added to the first projection of x."""
         return self.behind_input(self.input(x) + adapter(x))
 
 
 class SharedBlock(nnx.Module):
-    """Compute mlp(norm(attention(norm([x, e])))) from the layer's input x and the embedding e. There are no residuals. mlp: a
-    SharedMLP, or of layers without adapters any MLP."""
+    """Compute mlp(norm(attention(norm([x, e])))) from the layer's input x and the embedding e. There are no residuals.
+
+    mlp: a SharedMLP, or any MLP if no layer has adapters. In `mix`, first is e, and adapters are those of the layer, by the
+    names of ADAPTERS; {} for none.
+    """
 
     def __init__(self, attn_norm: RMSNorm, attn: SharedAttention, mlp_norm: RMSNorm, mlp: Any):
         self.attn_norm, self.attn, self.mlp_norm, self.mlp = attn_norm, attn, mlp_norm, mlp
@@ -198,6 +204,7 @@ def attention_arguments(options: Options, width: int) -> dict[str, Any]:
 
 
 def mamba_arguments(options: Options, width: int) -> dict[str, Any]:
+    """Return the arguments of Mamba2 but bias. width: the width of the model."""
     inside = exact_width("mamba_expand", width, options.number("mamba_expand", 2, above=0))
     heads = options.integer("n_mamba_heads", 8)
     if inside % heads:
@@ -272,8 +279,8 @@ def zamba2(config: ModelConfig, precision: Precision) -> CausalLM:
 
 
 def uses_of(kinds: list[str], count: int) -> list[int | None]:
-    """Return for each layer the number of its shared block, or None for a plain layer. The hybrid layers use the blocks in
-    turn."""
+    """Return for each layer the number of its shared block, or None for a plain layer. The hybrid layers use the `count` shared
+    blocks in turn."""
     turns = itertools.count()
     return [next(turns) % count if kind == HYBRID else None for kind in kinds]
 

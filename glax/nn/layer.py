@@ -106,7 +106,7 @@ class Layer(nnx.Module):
         """Return how often a token passes over all entries of the recurrent states: 2, once to write and once to read them.
         Layers of the delta rule return more, because they also read the states before they write.
 
-        `glax.models.operations` multiplies it to count the operations of a token.
+        `glax.models.operations` multiplies the number of entries by it to count operations.
         """
         return 2
 
