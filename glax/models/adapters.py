@@ -238,10 +238,11 @@ def base_tensors(model: CausalLM, weights: Weights, names: set[str]) -> set[str]
 def read_term(
     config: Mapping, weights: Weights, name: str, pair: tuple[str, str], layer: nnx.Linear, dtype: jnp.dtype | None
 ) -> LowRank:
-    """Return the low-rank term of one projection. Raises ValueError if its tensors have other shapes than the config and the
-    model say.
+    """Return the low-rank term of the projection `layer`. Raises ValueError if its tensors have other shapes than the config
+    and the model say.
 
-    name: the module's name in the checkpoint. pair: the names of its tensors, A and B. dtype: as in the file if None.
+    config: the values of adapter_config.json. name: the module's name in the checkpoint. pair: the names of its tensors, A and
+    B. dtype: as in the file if None.
     """
     rank = by_pattern(config, "rank_pattern", name, config["r"])
     alpha = by_pattern(config, "alpha_pattern", name, config["lora_alpha"])
@@ -336,8 +337,8 @@ def projections(model: CausalLM) -> Iterator[tuple[tuple, nnx.Linear]]:
 
 
 def modules(model: CausalLM) -> dict[str, tuple[tuple, nnx.Linear]]:
-    """Return {a module's name in checkpoints: (path, layer)} for each projection that is the weight of a linear module
-    there."""
+    """Return {the name of a module in checkpoints: (path, layer)} for each projection whose kernel a checkpoint stores,
+    transposed, as the weight of one linear module. path: the names and indices from the model to the layer."""
     found = {}
     for path, layer in projections(model):
         name = model.names(".".join((*map(str, path), "kernel")))
@@ -347,7 +348,8 @@ def modules(model: CausalLM) -> dict[str, tuple[tuple, nnx.Linear]]:
 
 
 def usual_name(model: CausalLM, module: str) -> str:
-    """Return the usual name of a module in checkpoints. module: its name, or another name that some files have for it."""
+    """Return the name that the model's `Names` give a module in checkpoints. module: that name, or another name by
+    `Names.aliases`."""
     name = f"{module}.weight"
     for pattern, replacement in model.names.aliases:
         name = re.sub(pattern, replacement, name)

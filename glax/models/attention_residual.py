@@ -24,6 +24,9 @@ Sums = tuple[Float[Array, "*rows D"], ...]  # the embedding, and the sum of each
 class AttentionResidual(nnx.Module):
     """Compute sum over i of p_i x_i [*rows, D] of each row's sources x_i,   p = softmax over i of w^T RMSNorm(x_i), in float32.
 
+    w [D] and the scale of RMSNorm are parameters. A call takes the list of sources, [*rows, D] each, and returns their dtype.
+    width: D.
+
     Kimi Team 2026, https://arxiv.org/abs/2603.15031.
     """
 
@@ -112,9 +115,10 @@ class AttentionResidualLM(CausalLM):
 
 
 def residual_names(output: str, attn: str, mlp: str) -> Rules:
-    """Return rules that name the residuals in a checkpoint: before the last norm, and before the mixer and the MLP of a layer.
+    """Return rules that name each `AttentionResidual` of a model in a checkpoint.
 
-    output, attn, mlp: their names there, which end in `_norm` and `_proj`. output also names the module that holds it.
+    output, attn, mlp: the names there of the residuals before the last norm, the mixer and the MLP, to which `_norm` or `_proj`
+    is added. output includes the name of the module that holds it.
     """
     inside = tuple((rf"\.{part}_residual\.", f".{name}_") for part, name in (("attn", attn), ("mlp", mlp)))
     return ((r"^output_residual\.", f"{output}_"), *inside)

@@ -272,7 +272,8 @@ def lightning_arguments(options: Options, rope: Rope, heads: int, head_width: in
 
 
 def slopes(heads: int, layer: int, layers: int) -> np.ndarray:
-    """Return s [heads] of a layer:   s_h (1 - (layer - 1) / (layers - 1) + 1e-5), with s_h as in ALiBi.
+    """Return the slopes s [heads] of layer number `layer`, from 0, of `layers`:   a_h (1 - (layer - 1) / (layers - 1) + 1e-5),
+    with the slopes a_h of ALiBi.
 
     Press et al. 2022, https://arxiv.org/abs/2108.12409.
     """

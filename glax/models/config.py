@@ -131,9 +131,10 @@ def shown(value: Any) -> str:
 class Options:
     """Hold the options of a config, which are taken one by one. `finish` decides on options that were never taken.
 
-    inside: for the options within another option, the name of that option with a point behind it; "" for config.json itself.
-    code: the row of `READ_KEYS`; model_type if None. read: the names that the model's own code reads; every name if None.
-    outer: the options that contain that option. file: the name of the file that holds the options; the file of `outer` if None.
+    values: {option: value}. no_effect: options that count as taken. inside: for the options within another option, the name of
+    that option with a point behind it; "" for config.json itself. code: the row of `READ_KEYS`; model_type if None. read: the
+    names that the model's own code reads; every name if None. outer: the options that contain that option. file: the name of
+    the file that holds the options; the file of `outer` if None.
     """
 
     def __init__(
@@ -337,7 +338,7 @@ def exact_width(key: str, width: int, ratio: float, of: str = "hidden_size") -> 
 def padding(options: Options, default: int | None = None) -> int | None:
     """Return the padding token, from 0 to vocab_size - 1, or None. default: its value in a config without pad_token_id.
 
-    A negative token counts from the end, as in PyTorch.
+    A negative token counts from the end, as in PyTorch. Raises ValueError for a value that is no token of the vocabulary.
     """
     value = options.take("pad_token_id", default)
     if value is None:
@@ -389,7 +390,7 @@ def is_count_or_auto(value: Any) -> bool:
 
 
 def is_limit(value: Any) -> bool:
-    """Return whether a value is a number, or an infinite one as transformers writes it."""
+    """Return whether a value is a number, or an object {"__float__": word}, as transformers writes an infinite number."""
     return is_number(value) or (isinstance(value, Mapping) and set(value) == {"__float__"})
 
 

@@ -87,8 +87,11 @@ class QuantizedWeight:
 
 
 def columns_of(code_shape: Sequence[int], dtype: np.dtype, shape: np.ndarray | None) -> int:
-    """Return the columns of a weight from the shape and dtype of its codes. shape: the tensor with the weight's shape, which
-    packed integers have, or None. Raises ValueError for a shape of no such weight."""
+    """Return the number of columns of a weight. code_shape, dtype: those of its codes. shape: the tensor beside it that holds
+    the weight's shape, which codes in int32 need; else None.
+
+    Raises ValueError if the codes have fewer than 2 axes or an axis of length 0, or if `shape` is missing or does not fit them.
+    """
     if len(code_shape) < 2 or 0 in code_shape:
         raise ValueError(f"it must have at least 2 axes, and none of length 0, got {list(code_shape)}")
     if dtype == FLOAT4:
@@ -141,9 +144,12 @@ def unpacked(words: np.ndarray, columns: int, bits: int) -> np.ndarray:
 
 
 def weight_of(codes: np.ndarray, beside: Mapping[str, np.ndarray], blocks: Sequence[ScaleBlock]) -> QuantizedWeight:
-    """Return the weight of these codes. beside: its other arrays, by the ends of their names: scales of float8, float32 or
-    narrower, or uint8 for 2^(scale - 127), which `FACTOR` multiplies and `DIVISOR` divides. blocks: the blocks that the
-    config names. Raises ValueError for scales that fit no block."""
+    """Return the weight of these codes, as `QuantizedWeight` describes them.
+
+    beside: its other arrays, by the ends of their names. Scales are float8, float32 or narrower, or uint8 for 2^(scale - 127);
+    the number `FACTOR` multiplies them, and `DIVISOR` divides them. blocks: the blocks that the config names. Raises ValueError
+    for scales that fit no block.
+    """
     rows, columns = codes.shape[-2], columns_of(codes.shape, codes.dtype, beside.get(SHAPE))
     scale = beside[next(name for name in SCALES if name in beside)]
     check_dtypes(codes.dtype, scale.dtype, beside)
@@ -161,9 +167,10 @@ def weight_of(codes: np.ndarray, beside: Mapping[str, np.ndarray], blocks: Seque
 
 
 def check_dtypes(code_dtype: np.dtype, scale: np.dtype, beside: Mapping[str, np.ndarray]):
-    """Raise ValueError if codes and scales have dtypes that no format combines, or an array is missing or superfluous.
+    """Raise ValueError if no format combines the dtypes of codes and scales, or if `beside` lacks an array or has one too many.
 
-    Floats of 4 bits have scales of float8 and a factor (NVFP4), or powers of 2 (MXFP4).
+    Floats of 4 bits have scales of float8 and a factor (NVFP4), or powers of 2 (MXFP4). scale: the dtype of the scales. beside:
+    the arrays beside the codes, by the ends of their names.
     """
     factors = [end for end in (FACTOR, DIVISOR) if end in beside]
     allowed = {FLOAT4: (FLOAT8, POWER), FLOAT8: (*FLOAT_SCALES, POWER)}.get(code_dtype, FLOAT_SCALES)

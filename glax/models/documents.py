@@ -138,8 +138,8 @@ class Shuffled:
 
 
 def blocks_of(path: str, field: str) -> list[tuple[int, int]]:
-    """Return (the offset or the row group, the number of documents) of each block of a file. Raises ValueError for a parquet file
-    without the column `field`."""
+    """Return (the byte offset of its first line, or the number of its row group; the number of documents) of each block of a
+    file; (0, 1) for a file that is one document. Raises ValueError for a parquet file without the column `field`."""
     if path.lower().endswith(PARQUET):
         try:
             from pyarrow import parquet

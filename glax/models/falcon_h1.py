@@ -28,7 +28,8 @@ from glax.nn.passes import Rows, State
 
 
 class ScaledMamba2(Mamba2):
-    """Compute Mamba-2 with a scaled input, and with multipliers of the parts z, x, B, C and dt of W_in's output."""
+    """Compute Mamba-2 with the input multiplied by `input_multiplier`, and the parts z, x, B, C and dt of W_in's output by
+    `multipliers`, in this order. output_bias: whether W_out has a bias. The other arguments are those of `Mamba2`."""
 
     def __init__(
         self, width: int, *, multipliers: tuple[float, ...], input_multiplier: float, output_bias: bool, **options

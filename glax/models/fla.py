@@ -80,7 +80,8 @@ def options_of(config: ModelConfig, modes: Sequence[str] = MODES) -> tuple[Optio
 
 
 def attention_layers(options: Options, width: int, layers: int) -> dict[int, dict]:
-    """Return the arguments of `Attention` for each layer that has softmax attention, by layer number."""
+    """Return {the number of a layer with softmax attention, from 0: the arguments of its `Attention`}, from the option `attn`;
+    {} without it. Raises UnsupportedOption for heads or layers that do not fit."""
     attn = options.take("attn", None)
     if attn is None:
         return {}

@@ -162,7 +162,7 @@ def unique(values: Iterable) -> list:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return a text of the first names, and of how many more there are."""
+    """Return the first LISTED names in alphabetical order as a text, and how many more there are."""
     names = sorted(names)
     more = len(names) - LISTED
     return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "")
@@ -243,10 +243,11 @@ class Weights:
                     self.files[usual], self.stored[usual] = self.files.pop(other), self.stored.pop(other, other)
 
     def divide(self, stacked: tuple[tuple[str, tuple[str, ...]], ...]):
-        """Give each expert's part of some tensors [experts, rows, columns] a name of its own. The parts divide the rows
-        equally.
+        """Give each expert's part of some tensors [experts, rows, columns] a name of its own, without a copy. Each part has an
+        equal share of the rows.
 
-        stacked: pairs (pattern of the name of such a tensor, the names of its parts, with `*` for the expert).
+        stacked: pairs (pattern of the name of such a tensor, the names of its parts, with `*` for the expert). Raises
+        ValueError for a tensor of another rank.
         """
         for pattern, parts in stacked:
             for name in [name for name in self.names() if re.search(pattern, name)]:

@@ -1,7 +1,7 @@
 """Form a tree of arrays over a mesh, each by a program of its own.
 
-One program of all parameters would hold a kernel for each, and XLA compiles kernels of GPUs one after another: those of GLA-1.3B
-for minutes. Here equal programs, as those of equal layers are, are compiled once, and one array is formed at a time.
+One program of all parameters would hold a kernel for each, and XLA compiles kernels of GPUs one after another. Here equal
+programs, as equal layers have, are compiled once, and one array is formed at a time.
 """
 
 import hashlib

@@ -162,8 +162,8 @@ class Progress(NamedTuple):
 
     @classmethod
     def start(cls, sampling: Sampling, limit: int, R: int, V: int) -> "Progress":
-        """Return the progress before the first token. limit: the tokens that `written` has room for. R: the continuations. V:
-        the vocabulary."""
+        """Return the progress before the first token. limit: the tokens that `written` has room for. R: the number of
+        continuations. V: the number of tokens in the vocabulary."""
         has = sampling.log_probs
         return cls(
             jnp.zeros((), jnp.int32),
@@ -303,9 +303,11 @@ compiled: set[Hashable] = set()  # what the programs were compiled for in thread
 class Call:
     """Hold the checked arguments of one call, and how far it has come.
 
-    count: the tokens to write, max_new_tokens. longest: the tokens of the longest prompt. most: the largest `sizes.room` that the
-    call may need. progress: shapes before the first token. pools: None before it. compiling: the compilations of `read_prompts`
-    and `write_tokens` that `begin_compiling` has begun, and that their first calls wait for.
+    count: the tokens to write, max_new_tokens. samples, stops: the arguments `samples`, and `stop` with `tokenizer`. prompts,
+    arrays: as `read_prompts` takes them. longest: the tokens of the longest prompt.
+    most: the largest `sizes.room` that the call may need. progress: shapes before the first token. pools: None before it.
+    compiling: the compilations of `read_prompts` and `write_tokens` that `begin_compiling` has begun, and that their first
+    calls wait for.
     """
 
     model: CausalLM
@@ -720,7 +722,8 @@ def end_tokens_of(model: CausalLM, path: Path | None, values: Mapping[str, Any])
 
 
 def tokens_of(path: Path | str | None, value: Any) -> list[int] | None:
-    """Return the tokens of an eos_token_id, which is a token, a list of tokens or None."""
+    """Return the tokens of `value`, an eos_token_id, which is a token, a list of tokens or None; None for None. path: its file,
+    for the message. Raises ValueError for another value."""
     if value is None:
         return None
     found = value if isinstance(value, list) else [value]

@@ -415,7 +415,11 @@ def index_options(options: Options, rank: int) -> tuple[dict[str, Any], int]:
 
 
 def sharing_layers(options: Options, kinds: Sequence[str]) -> tuple[int, ...]:
-    """Return the numbers of the layers of softmax attention that have no indexer: they take the choice of the layer before."""
+    """Return the numbers, from 0, of the layers of softmax attention that have no indexer: they take the choice of the layer
+    before.
+
+    kinds: the kind of each layer. Raises UnsupportedOption if such a layer does not follow a layer with an indexer.
+    """
     layers, every = len(kinds), max(options.integer("index_topk_freq", 1, least=0), 1)
     offset = options.integer("index_skip_topk_offset", 2, least=0)
     # Without a list of kinds, each `every`-th layer has an indexer, and so have those before the offset.

@@ -100,8 +100,9 @@ def layer_kinds(
     """Return the kind of each layer, known[word], from a list of words in the config. Of the options `keys`, those that are not
     null must agree.
 
-    default: the words if every option is missing or null. layers: the required number of words, or None for any. Raises
-    UnsupportedOption, which names the option read, for another number of words and for an unknown word.
+    known: {a word: the kind that it names}. default: the words if every option is missing or null. layers: the required number
+    of words, or None for any. Raises UnsupportedOption, which names the option read, for another number of words and for an
+    unknown word.
     """
     found = [(key, value) for key in keys if (value := options.take(key, None)) is not None]
     key, kinds = found[0] if found else (keys[0], list(default))
@@ -136,7 +137,7 @@ def experts_per_token(options: Options, default: int, key: str, count: int, leas
 
 
 def are_layers(given: Any, layers: int) -> bool:
-    """Return whether an option's value lists numbers of layers."""
+    """Return whether an option's value is a list of numbers of layers, from 0 to layers - 1."""
     return isinstance(given, list) and all(type(layer) is int and 0 <= layer < layers for layer in given)
 
 

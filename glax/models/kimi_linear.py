@@ -71,7 +71,11 @@ class KimiOptions(Options):
     """Hold options that Kimi's own config names otherwise than transformers. Both names are read."""
 
     def either(self, key: str, other: str) -> str:
-        """Return `other` if the config has this key, else `key`. Raises UnsupportedOption if both have values, which differ."""
+        """Return which of two names of one option the config has: `other` if it has that one, else `key`. Both then count as
+        taken.
+
+        Raises UnsupportedOption if the config has both with different values.
+        """
         if key in self.values and other in self.values and self.values[key] != self.values[other]:
             raise self.unsupported(other, f"it must be {key}={self.values[key]!r}, which names the same")
         self.ignore(key, other)

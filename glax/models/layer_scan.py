@@ -167,7 +167,7 @@ class Layers:
 
 
 def with_rows(x: nnx.Variable, count: int) -> nnx.Variable:
-    """Return a variable [count, *shape of x]. Its axis of rows is not sharded."""
+    """Return the variable with a shape [count, *shape of x] in place of its array. The new axis, of layers, is not sharded."""
     axes = x.get_metadata().get("out_sharding")
     shape = jax.ShapeDtypeStruct((count, *x.shape), x.dtype)
     return x.replace(shape) if axes is None else x.replace(shape, out_sharding=(None, *axes))

@@ -100,7 +100,11 @@ class GatedShortConvolution(Layer):
 
 
 def mlp_width(options: Options) -> int:
-    """Return the inner width of an MLP: intermediate_size, as other options round it."""
+    """Return the inner width of an MLP: block_ff_dim, or else intermediate_size, if block_auto_adjust_ff_dim is false.
+
+    Otherwise it is 2/3 of this, times block_ffn_dim_multiplier and rounded up to a multiple of block_multiple_of, unless that
+    multiplier is null.
+    """
     inside = options.integer("block_ff_dim", options.integer("intermediate_size", 12288))
     factor = options.number("block_ffn_dim_multiplier", 1.0, optional=True, above=0)
     multiple = options.integer("block_multiple_of", 256)

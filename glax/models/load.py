@@ -152,8 +152,8 @@ def built(config: ModelConfig, precision: Precision) -> CausalLM:
 
 
 def floating(name: str, dtype: DTypeLike | None) -> jnp.dtype | None:
-    """Return the dtype, or None for None. Raises ValueError, which names the argument `name`, unless models compute in this
-    dtype."""
+    """Return `dtype` as a jnp.dtype; None for None. Raises ValueError, which names the argument `name`, unless it is one of
+    DTYPES."""
     if dtype is None:
         return None
     try:
@@ -280,7 +280,8 @@ def pattern_of(only: str | re.Pattern | None) -> re.Pattern | None:
 
 
 def read_folder(folder: Path) -> tuple[ModelConfig, Weights]:
-    """Return the config of a folder, without its quantization, and its weights, with the usual names."""
+    """Return (the config of a folder without its quantization, the folder's tensors). Raises UnsupportedOption for a model_type
+    or a quantization that is not supported."""
     config, scheme = without_quantization(ModelConfig.read(folder), folder)
     builder(config)  # raises for a type that is not supported, before the weights are looked for
     return config, Weights(folder) if scheme is None else DequantizedWeights(folder, config.text_values, scheme)

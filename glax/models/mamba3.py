@@ -18,7 +18,7 @@ NAMES = Names(
 
 
 def mixer_options(options: Options, width: int) -> dict[str, Any]:
-    """Return the arguments of Mamba3."""
+    """Return the arguments of Mamba3 but its width. Raises UnsupportedOption for sizes that do not fit each other."""
     head_width, expand = options.integer("head_dim", 64), options.number("expand", 2, above=0)
     inside, states = rounded_width("expand", width, expand), options.integer("state_size", 128)
     if inside % head_width or not inside:

@@ -74,15 +74,18 @@ class MiniMaxBlock(Block):
 
 
 def slopes(heads: int, layer: int, layers: int) -> np.ndarray:
-    """Return the slopes [heads] as the model's own code computes them: as in `glax.lightning_attention`, with 1 - l / (L - 1 +
-    1e-5) + 1e-5 as the last factor."""
+    """Return the slopes [heads] of layer number `layer`, from 0, of `layers`, as the model's own code computes them: 2^(-8 h /
+    heads) (1 - layer / (layers - 1 + 1e-5) + 1e-5) for h = 1, ..., heads."""
     each = np.exp2(-8.0 / heads * (np.arange(heads) + 1.0))
     return (each * (1 - layer / (layers - 1 + 1e-5) + 1e-5)).astype(np.float32)
 
 
 def decay_factors(slope: np.ndarray, block: int) -> dict[str, np.ndarray]:
-    """Return {name: array} of the decays within blocks of `block` tokens, buffers of the model's own code that a checkpoint
-    holds."""
+    """Return {name: array} of the decays within blocks of `block` tokens, which a checkpoint holds as buffers of the model's
+    own code.
+
+    slope: the slopes [heads] of a layer.
+    """
     rate, rows = slope[:, None, None], np.arange(1, block + 1, dtype=np.float32)
     back = rows[:, None] - rows
     inside = np.where(back >= 0, np.exp(-rate * np.maximum(back, 0)), 0)

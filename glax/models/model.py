@@ -294,8 +294,8 @@ class CausalLM(nnx.Module):
         return self.norm(x), into_pool(pools, slots, states)
 
     def begin(self, tokens: Int[Array, "*rows"], rows: Rows) -> Any:
-        """Return what `through` reads: the embedding's rows [*rows, width], with zeros in those of padding. A model whose blocks
-        read more of the tokens overrides this, and returns a tree of arrays."""
+        """Return what `through` reads: the embedding's rows of the tokens [*rows, width], with zeros for tokens of padding. A
+        model whose blocks read more of the tokens overrides this, and returns a tree of arrays."""
         x = rows.without_padding(self.embed(tokens))
         return self.by_width(x) if x.ndim == 3 else x  # rows [T] and [B] have no axes that a mesh of training shards
 
@@ -529,10 +529,10 @@ def outer_options(
     has_padding: bool = True,
     deviation: float = 0.02,
 ) -> tuple[dict, Callable]:
-    """Return (the arguments of CausalLM that every type has, the initialisation of projections).
+    """Return (the arguments of CausalLM that every type has, the function that initialises projections).
 
-    vocabulary, tied, pad, deviation: the values for a config that lacks the option. has_padding: whether the models' own code
-    gives the embedding of pad_token_id no gradient.
+    vocabulary, tied, pad, deviation: vocab_size, tie_word_embeddings, pad_token_id and initializer_range for a config that
+    lacks them. has_padding: whether the models' own code gives the embedding of pad_token_id no gradient.
     """
     deviation = options.number("initializer_range", deviation, least=0)
     outer = dict(
@@ -574,6 +574,5 @@ def check_tokens(name: str, tokens, form: str, vocabulary: int):
 
 
 def embedded(table: Float[Array, "vocabulary width"], tokens: Int[Array, "*rows"]) -> Float[Array, "*rows width"]:
-    """Return the rows of `table` for the tokens. A token outside of the vocabulary has a row of NaN; -1 does not count from the
-    end."""
+    """Return the rows of `table` for the tokens. The row of a token below 0 or not in the vocabulary is NaN."""
     return jnp.take(table, jnp.where(tokens < 0, table.shape[0], tokens), axis=0, mode="fill")

@@ -113,7 +113,8 @@ def compiled(pattern: str) -> re.Pattern:
 
 
 def renamed(inside: str, table: Mapping[str, str]) -> Rules:
-    """Return rules that rename the parts of the module `inside` of a block, such as {"query": "q_proj"}."""
+    """Return rules that rename the parts of a module of each block. inside: a pattern of the module's name. table: {a part: its
+    name in the checkpoint}, such as {"query": "q_proj"}."""
     return tuple((rf"(\.{inside})\.{re.escape(old)}(?=\.|$)", rf"\1.{new}") for old, new in table.items())
 
 
@@ -174,7 +175,8 @@ def outer_names(
 
 
 def transposed_layouts(*names: str) -> tuple[tuple[str, Layout], ...]:
-    """Return the layouts of weights [..., inputs, outputs] that a checkpoint stores as [..., outputs, inputs]."""
+    """Return the entries of `Names.layouts` for weights [..., inputs, outputs] that a checkpoint stores as [..., outputs,
+    inputs], under the name "weight". names: the last parts of their paths."""
     return tuple((name, ("weight", transposed, transposed)) for name in names)
 
 

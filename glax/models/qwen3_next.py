@@ -151,7 +151,8 @@ class FusedGatedDeltaNet(Layer):
 
 
 class SharedExpert(nnx.Module):
-    """Compute y = sigmoid(w^T x) mlp(x)."""
+    """Compute y = sigmoid(w^T x) mlp(x), with w [D] for x [*rows, D]. options: further arguments of `glax.nn.parts.linear` for
+    w."""
 
     def __init__(self, width: int, mlp: SwiGLU, **options):
         self.mlp, self.strength = mlp, linear(width, 1, (EMBED, None), **options)

@@ -508,7 +508,9 @@ def ngram_makers(
 
 
 def names_of(kinds: Sequence[str], prefix: str, is_whole: bool, tables: Mapping[str, int]) -> Names:
-    """Return the `Names` of the parameters. tables: {the module of a table of n-grams: the number of its rows}."""
+    """Return the `Names` of the parameters. kinds: the kind of each layer. prefix: the name before all others in files.
+    is_whole: whether files have the vision tower's names. tables: {the module of a table of n-grams: the number of its
+    rows}."""
     stream_rules = tuple(
         rule
         for here in ("attn", "mlp")

@@ -72,8 +72,8 @@ class Rope:
         return dict(theta=self.theta, frequencies=scaled(self.inner, plain))
 
     def proportional(self, inner: Options, head_width: int) -> Rotation:
-        """Return a rotation in which the share `partial` of the pairs has the angles of a full rotation divided by inner's
-        `factor`; the other pairs have an angle of 0."""
+        """Return the rotation in which the share `partial` of the pairs, the first ones, has the angles of a full rotation
+        divided by the `factor` of `inner`, and the other pairs have an angle of 0."""
         if head_width % 2:
             raise inner.unsupported("rope_type", f"a head must have an even number of channels, got {head_width}")
         plain = np.asarray(Rotation.of_base(self.theta or 0.0, head_width).frequencies)
@@ -81,12 +81,13 @@ class Rope:
         return Rotation(floats(np.where(rotates, plain, 0.0) / inner.number("factor", 1.0, above=0)))
 
     def linear(self, inner: Options, plain: np.ndarray) -> Rotation:
-        """Return the rotation with the inverse frequencies plain / factor. inner: the options, with `factor`."""
+        """Return the rotation with the inverse frequencies plain / factor. inner: the options, with `factor`. plain: the
+        inverse frequencies without scaling, one for each pair."""
         return Rotation(floats(plain / inner.number("factor", above=0)))
 
     def llama3(self, inner: Options, plain: np.ndarray) -> Rotation:
         """Return the rotation whose inverse frequencies are plain / factor for long waves, plain for short waves, and
-        interpolated between the limits low_freq_factor and high_freq_factor. Dubey et al. 2024,
+        interpolated between the limits low_freq_factor and high_freq_factor. inner, plain: as in `linear`. Dubey et al. 2024,
         https://arxiv.org/abs/2407.21783."""
         low, high = (inner.number(f"{name}_freq_factor", above=0) for name in ("low", "high"))
         if low >= high:
@@ -97,7 +98,7 @@ class Rope:
 
     def longrope(self, inner: Options, plain: np.ndarray) -> Rotation:
         """Return the rotation with the inverse frequencies plain / short_factor, or plain / long_factor for sequences of more
-        than `original` tokens. Each factor is a list, one number for each pair. Ding et al. 2024,
+        than `original` tokens. Each factor is a list, one number for each pair. inner, plain: as in `linear`. Ding et al. 2024,
         https://arxiv.org/abs/2402.13753."""
         both = []
         for key in ("short_factor", "long_factor"):
@@ -111,7 +112,8 @@ class Rope:
 
     def yarn(self, inner: Options, plain: np.ndarray) -> Rotation:
         """Return the rotation whose inverse frequencies are plain / factor for long waves, plain for short waves, and between
-        them a linear ramp over the pairs of channels. Peng et al. 2023, https://arxiv.org/abs/2309.00071."""
+        them a linear ramp over the pairs of channels. inner, plain: as in `linear`. Peng et al. 2023,
+        https://arxiv.org/abs/2309.00071."""
         factor, width = inner.number("factor", None, optional=True, above=0) or self.ratio, 2 * len(plain)
         turns = (inner.number(f"beta_{name}", None, optional=True, above=0) for name in ("fast", "slow"))
         fast, slow = (given or usual for given, usual in zip(turns, (32, 1), strict=True))
@@ -168,12 +170,15 @@ def rotation(
 ) -> Rope:
     """Return the rotary positions that a config asks for. Raises UnsupportedOption for a rope_type that is not supported.
 
-    theta, positions: rope_theta and max_position_embeddings of a config without them. length_key: the option with the longest
-    sequence, of which the original length is a part; that is max_position_embeddings unless given. partial: the share of the
-    channels for a config without partial_rotary_factor. It is None for models whose own code does not read that factor, where
-    all channels rotate. is_fixed: whether partial_rotary_factor counts inside rope_parameters alone. ignored: further options
-    of rope_parameters, which have no effect. Older versions of transformers write rope_theta and rope_scaling, newer versions
-    rope_parameters. A rope_scaling that is not empty replaces rope_parameters.
+    theta, positions: rope_theta and max_position_embeddings of a config without them.
+    partial: the share of the channels that rotate for a config without partial_rotary_factor; None for models whose own code
+    does not read that factor, where all channels rotate. is_fixed: whether partial_rotary_factor counts inside rope_parameters
+    alone.
+    ignored: further options of rope_parameters, which have no effect.
+    length_key: the option with the length in tokens of the longest sequence; `Rope.ratio` is this length divided by `original`.
+
+    Older versions of transformers write rope_theta and rope_scaling, newer versions rope_parameters. A rope_scaling that is not
+    empty replaces rope_parameters.
     """
     base = options.number("rope_theta", theta, optional=True, above=0)
     share = options.number("partial_rotary_factor", 1.0 if partial is None else partial, optional=True)
@@ -237,8 +242,8 @@ def of_parameters(
     partial: float | None,
     ignored: tuple[str, ...],
 ) -> Rope:
-    """Return the rotary positions that the options `inner` describe, without their lengths. inner: the value of `key` in
-    `holder`.
+    """Return the rotary positions that the options `inner` describe, with `original` and `ratio` left at 1. inner: the value of
+    `key` in `holder`.
 
     base, share: theta and the rotated share of channels in `options`, used if `inner` has none. partial, ignored: as in
     `rotation`.

@@ -404,8 +404,8 @@ class Checkpoints:
         )
 
     def read(self, step: int, like) -> tuple[Any, Any]:
-        """Return the state and the data's position of one checkpoint. Raises DamagedCheckpoint, or ValueError if it is of
-        another run or model."""
+        """Return (the state, the data's position) of the checkpoint of `step`. like: as in `restore`. Raises DamagedCheckpoint,
+        or ValueError if the checkpoint is of another run or model."""
         arrays = by_name(like)
         written = dict(attempted(self.manager.metadata, step).custom_metadata or {})
         if written.pop("seal", None) != seal(written):

@@ -74,7 +74,8 @@ def rank(options: Options, key: str, default: int, width: int, factor: float) ->
 
 
 def head_count(options: Options, width: int) -> int:
-    """Return the number of heads. If a config has both head_dim and num_heads, head_dim decides, as in fla."""
+    """Return the number of heads. If a config has both head_dim and num_heads, head_dim decides, as in fla. Raises ValueError
+    if it has neither, and UnsupportedOption if heads do not divide the width."""
     head_width, heads = (
         options.integer("head_dim", 64, optional=True),
         options.integer("num_heads", None, optional=True),

@@ -31,11 +31,12 @@ class Sampling:
 def chosen(
     sampling: Sampling, logits: Float[Array, "R V"], seen: Bool[Array, "R V"] | None, arrays: dict, number
 ) -> tuple[Int[Array, "R"], Float[Array, "R"] | None]:
-    """Return the next token of each sequence, and its log softmax(logits), or None. Of tokens with equal logits, the lowest is
-    the likeliest.
+    """Return (the next token of each sequence, its log softmax(logits) or None). Of tokens with equal logits, the token with
+    the lowest number is the likeliest.
 
-    seen: which tokens are penalised. arrays: the arguments of `generate` that may be traced, by name, such as temperature and
-    key. number: the token's number in the sequence. Its draw has the key fold_in(key, number).
+    seen: which tokens are penalised; None without a penalty. arrays: the arguments of `generate` that may be traced, by name,
+    such as temperature and key. number: how many tokens the continuation has already; the draw has the key fold_in(key,
+    number).
     """
     logits = logits.astype(jnp.float32)
     token = drawn(sampling, processed(sampling, logits, seen, arrays), arrays, number)

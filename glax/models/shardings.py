@@ -80,7 +80,8 @@ def check_mesh(mesh):
 
 
 def states_on_mesh(states, array: jax.Array | None):
-    """Return a tree of empty states, moved to the mesh of `array` if that has explicit axes; else unchanged."""
+    """Return the empty states, a tree, moved to the mesh of `array` if that mesh has explicit axes; else unchanged. array: a
+    parameter of the model; None if it has none."""
     found = explicit_mesh(array)
     if found is None:
         return states
@@ -124,7 +125,11 @@ def layer_of(model: nnx.Module, path: tuple) -> tuple[Any, str]:
 @dataclasses.dataclass
 class Placement:
     """Choose the placement of a model's parameters on a mesh, and record which are replicated although an axis could shard
-    them."""
+    them.
+
+    used: the axes of the mesh that shard some parameter. whole: {an axis of the mesh: the parameters that are replicated
+    because it does not divide them}.
+    """
 
     model: nnx.Module
     mesh: Mesh

@@ -68,8 +68,9 @@ class BiasedRMSNorm(RMSNorm):
 
 
 def heads(options: Options, key: str, default: float, width: int, count: int) -> int:
-    """Return the width of a head, (the option `key`) * width / count. The option is the width of all heads as a share of
-    hidden_size. default: its value for a config that lacks it."""
+    """Return the width of a head, (the option `key`) * width / count. The option is the width of all `count` heads as a share
+    of hidden_size. default: its value for a config that lacks it. Raises UnsupportedOption if count does not divide the
+    width."""
     whole = rounded_width(key, width, options.number(key, default, above=0))
     if whole < count or whole % count:
         raise options.unsupported(key, f"num_heads={count} must divide the width {whole} that it gives")

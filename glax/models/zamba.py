@@ -185,7 +185,8 @@ def mamba_arguments(options: Options, width: int) -> dict[str, Any]:
 
 
 def names_of(uses: list[int | None]) -> Names:
-    """Return the naming rules. A shared block is stored in the first layer that uses it."""
+    """Return the `Names` of the parameters. uses: for each layer the number of its shared block, or None. A shared block is
+    stored in the first layer that uses it."""
     hybrids = [layer for layer, use in enumerate(uses) if use is not None]
     first = {use: uses.index(use) for use in uses if use is not None}
     copies = one_of(layer for layer in hybrids if layer not in first.values())

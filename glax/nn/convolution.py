@@ -65,7 +65,7 @@ class ShortConvolution(Layer):
         self.bias = parameter(jnp.zeros(width, param_dtype), HEADS) if bias else None
 
     def act(self, x: Array) -> Array:
-        """Return the activation of x."""
+        """Return act(x), the activation that the constructor names."""
         return activation("activation", self.activation)(x)
 
     def empty_state(self, batch: int, max_length: int | None = None) -> dict:

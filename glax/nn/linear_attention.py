@@ -77,22 +77,19 @@ class Options(MixerOptions, total=False):
 
 
 class ConvolutionOptions(Options, total=False):
-    """List the options of a layer that has no arguments norm_eps and recurrence, because it sets both itself: `Options` and
-    use_short_conv."""
+    """List the further options of a layer whose signature has norm_eps and recurrence itself: `Options` and use_short_conv."""
 
     use_short_conv: bool
 
 
 class NormOptions(Options, total=False):
-    """List the options of a layer that has no arguments use_short_conv and recurrence, because it sets both itself: `Options`
-    and norm_eps."""
+    """List the further options of a layer whose signature has use_short_conv and recurrence itself: `Options` and norm_eps."""
 
     norm_eps: float
 
 
 class OwnRecurrenceOptions(ConvolutionOptions, NormOptions, total=False):
-    """List the options of a layer with its own recurrence, which callers cannot replace: `Options`, use_short_conv and
-    norm_eps."""
+    """List the further options of a layer whose signature has recurrence itself: `Options`, use_short_conv and norm_eps."""
 
 
 class LinearAttention(Layer):
@@ -188,7 +185,8 @@ class LinearAttention(Layer):
         *,
         bias: bool = False,
     ) -> nnx.Linear:
-        """Return a projection in the layer's dtypes. axes: the logical axes of its kernel [inputs, outputs].
+        """Return a projection in the layer's dtypes. axes: the logical axes of its kernel [inputs, outputs]. kernel_init: a
+        function (key, shape, dtype) that returns the kernel's first values; None for the default of `glax.nn.parts.linear`.
 
         kernel_init is not stored in the layer. A closure there would make equal layers unequal, so that each is compiled for
         itself, and none can be pickled.
@@ -197,7 +195,7 @@ class LinearAttention(Layer):
         return linear(inputs, outputs, axes, bias=bias, kernel_init=kernel_init, **options)
 
     def output_norm(self, **options) -> RMSNormGated:
-        """Return the norm of each head's output."""
+        """Return the norm of the outputs o: in each head here. options: further arguments of RMSNormGated."""
         return RMSNormGated(self.value_width, **options)
 
     def empty_state(self, batch: int, max_length: int | None = None) -> dict:
