@@ -104,8 +104,8 @@ class ModelConfig:
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Do not log, inside the context, options that the model's own code does not read. Building the same config a second time
-    would repeat them."""
+    """Suppress, inside the context, the log of options that the model's own code does not read. It serves where the same config
+    is built a second time."""
     before = SILENT.set(True)
     try:
         yield

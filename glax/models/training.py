@@ -102,7 +102,8 @@ class NotFiniteLoss(ArithmeticError):
 
 
 def names_in(path: tuple) -> list[str]:
-    """Return the names in the path of a parameter, as `jax.tree_util` gives it. The last is the parameter's own."""
+    """Return the names in the path of a parameter, without indices; the last is the parameter's own. path: keys of
+    `jax.tree_util`."""
     return [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
 
 
@@ -113,7 +114,8 @@ def is_multiplied(path: tuple) -> bool:
 
 
 def have_weight_decay(params):
-    """Return a tree of bools, True for parameters with weight decay: matrices, tables and filters of convolutions."""
+    """Return a tree of bools in the structure of params, True for parameters with weight decay: matrices, tables and filters of
+    convolutions."""
     return jax.tree_util.tree_map_with_path(
         lambda path, x: is_multiplied(path) or names_in(path)[-1] in ("embedding", "filter"), params
     )
@@ -306,7 +308,8 @@ class TrainingConfig:
             ) from None
 
     def check_shards(self, sizes: Mapping[str, int]):
-        """Raise ValueError unless the axes of a mesh divide the batch and the length."""
+        """Raise ValueError unless the axes of a mesh divide the batch, its parts by `accumulate`, and the length. sizes: {an
+        axis: its size}."""
         for name, axes in (("batch", ROWS), ("length", ("sequence",))):
             shards, over = math.prod(sizes[axis] for axis in axes), " * ".join(x for x in axes if sizes[x] > 1)
             if (value := getattr(self, name)) % shards:
@@ -990,8 +993,9 @@ class Run:
         self.is_profiled = False
 
     def read(self, step: int, values, each_step) -> tuple[bool, bool]:
-        """Wait for the end of a step and record its values. Return (whether `each_step` now asks for the end of the run,
-        whether some process had asked for it when the step began)."""
+        """Wait for the end of a step and record its values. Return (whether `each_step` asks for the end of the run after this
+        step, whether some process had asked for it when the step began). values: the second result of `update`. Raises
+        NotFiniteLoss."""
         values = jax.device_get(values)
         loss, now = float(values["loss"]), time.perf_counter()
         if not math.isfinite(loss):

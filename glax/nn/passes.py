@@ -63,7 +63,8 @@ class Rows(Protocol):
         ...
 
     def positions(self, state: Entry) -> tuple[Int[Array, "*rows"], Array]:
-        """Return (the position of each row in its sequence, the new state): the number of tokens before the row.
+        """Return (the position of each row, the new state). The position is the number of tokens before the row in its
+        sequence.
 
         state: [N], the number of tokens of each sequence that were read before; the new state also counts the rows of this
         call.
