@@ -37,7 +37,8 @@ def chunks_of(r: Recurrence, size: int) -> Chunks:
 
 
 def chunks_of_rows(T: int, boundaries: Int[Array, "cuts"] | None, size: int) -> Chunks:
-    """Cut every sequence of T rows into chunks of `size` rows. The first chunk of a sequence begins at its first row.
+    """Return the chunks of T rows, which are one sequence, or the packed sequences between `boundaries` (`cu_seqlens`). Every
+    sequence is cut into chunks of at most `size` rows, from its first row on.
 
     N packed sequences have at most M = T // size + N chunks, whatever their lengths. All packings with the same T and N
     therefore have the same shapes, and share one compiled program.
@@ -59,19 +60,21 @@ def chunks_of_rows(T: int, boundaries: Int[Array, "cuts"] | None, size: int) -> 
 
 
 def pad_to_chunk(r: Recurrence, size: int) -> Recurrence:
-    """Pad the rows of r to a multiple of `size` if T is symbolic, since T may be less than `size`. No chunk holds the padding."""
+    """Return r with zeros behind its T rows, up to a multiple of `size` rows, if T is symbolic; else r unchanged. A symbolic T
+    may be less than `size`. No chunk holds the padding."""
     rows = functools.partial(pad_rows, size=size)
     decay = r.decay.map_tokens(rows)
     return r.replace(q=rows(r.q), k=rows(r.k), v=rows(r.v), decay=decay, erasure=jax.tree.map(rows, r.erasure))
 
 
 def pad_rows(x: Array, size: int) -> Array:
-    """Pad axis 1 of x to a multiple of `size` if its length is symbolic."""
+    """Return x with zeros behind axis 1, up to a multiple of `size`, if the axis has a symbolic length; else x unchanged."""
     if not is_symbol(T := x.shape[1]):
         return x
     return jnp.pad(x, ((0, 0), (0, -(-T // size) * size - T), *[(0, 0)] * (x.ndim - 2)))
 
 
 def trim_rows(x: Array, T: int) -> Array:
-    """Remove the rows that `pad_rows` added."""
+    """Return the first T rows of axis 1 of x, without those that `pad_rows` added. T: the length before padding; x is returned
+    unchanged if T is not symbolic."""
     return x[:, :T] if is_symbol(T) else x

@@ -15,11 +15,13 @@ NONE = jax.ShapeDtypeStruct((0,), jnp.float32)  # stands for an absent operand o
 def call(
     target: str, operands: Sequence[Array | None], results: Sequence[jax.ShapeDtypeStruct], **options
 ) -> Sequence[Array]:
-    """Return the results of the handler `target`. operands: arrays; None is passed as an empty array. results: their shapes and
-    dtypes.
+    """Return the results of the handler that is registered with XLA as `target`.
 
-    Inside shard_map, all operands and results vary over the mesh axes of the first operand. options: the handler's attributes
-    by name, and input_output_aliases {index of an operand: index of the result that shares its memory}.
+    operands: arrays; None is passed as an empty array, except for the first. results: the shape and dtype of each result.
+    options: the handler's attributes by name, and input_output_aliases {index of an operand: index of the result that shares
+    its memory}.
+
+    Inside shard_map, all operands and results vary over the mesh axes of the first operand.
     """
     like = operands[0]
     assert like is not None

@@ -23,19 +23,22 @@ def found_capability() -> str | None:
 
 
 def capability() -> tuple[int, ...]:
-    """Return the compute capability of the GPU that kernels are chosen for; an H100's where there is none."""
+    """Return the compute capability of the GPU that kernels are chosen for, such as (9, 0). Without a GPU, return an H100's,
+    (9, 0)."""
     return numbers(found_capability() or "9.0")
 
 
 @functools.cache
 def threads() -> ThreadPoolExecutor:
+    """Return the pool of threads, one for each CPU, in which kernels are compiled. The process has one pool."""
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="glax_compiles")
 
 
 def locate_mosaic_runtime():
-    """Set the path at which XLA finds the library that programs with Pallas Mosaic GPU kernels load.
+    """Set MOSAIC_GPU_RUNTIME_LIB_PATH, where XLA finds the library that programs with Pallas Mosaic GPU kernels load.
 
-    JAX sets it when it imports Pallas Mosaic GPU. A process that loads such a program from a cache does not import that module.
+    The variable is not changed if it is set, or if no CUDA plugin of JAX has the library. JAX sets it when it imports Pallas
+    Mosaic GPU. A process that loads such a program from a cache does not import that module.
     """
     for plugin in ("jax_cuda12_plugin", "jax_cuda13_plugin"):
         found = importlib.util.find_spec(plugin)

@@ -9,8 +9,9 @@ from jaxtyping import Array, Float, Int
 class GroupedOperands(NamedTuple):
     """Hold the operands of a product of grouped rows.
 
-    x: [M, K], rows sorted by group. other: the matrices w [E, K, N] that rows are multiplied by, or y [M, N] if each group sums
-    x_m^T y_m. sizes: [E], integers, the rows of each group; the rows behind their sum are of no group.
+    x: [M, K], rows sorted by group. other: the matrices w [E, K, N], one for each group, by which rows are multiplied; or y [M,
+    N], for the sum of x_m^T y_m over the rows m of each group. sizes: [E], integers, the number of rows of each group. Rows
+    from sum(sizes) on are of no group.
     """
 
     x: Float[Array, "M K"]

@@ -8,10 +8,10 @@ T = TypeVar("T")
 
 
 def unfused(x: T) -> T:
-    """Return x behind a barrier. x: an array that a call writes over, or the result of that call in its memory.
+    """Return x behind an optimization barrier. x: an array that a call writes over, or the result of that call in its memory.
 
-    XLA for GPUs makes one fusion of a call and the slices that it reads, or the update of a larger array with its result. In
-    such a fusion it forgets that the result shares memory with the operand. The call would write over new memory, which holds
-    any numbers. The barrier costs no copy.
+    XLA for GPUs makes one fusion of a call and the slices that it reads, or of a call and the update of a larger array with its
+    result. In such a fusion XLA forgets that the result shares memory with the operand. The call would then write over new
+    memory, which holds undefined numbers. The barrier costs no copy.
     """
     return lax.optimization_barrier(x)

@@ -8,10 +8,11 @@ REMEDY = "install a C++17 compiler (Debian, Ubuntu: apt install g++) and install
 
 
 def load_built(folder: Path, stem: str, register: Callable[[ctypes.CDLL], None]) -> ctypes.CDLL | str:
-    """Load folder/stem, pass the library to `register`, and return it. Return the reason and the remedy if it is missing or
-    fails.
+    """Load the library folder/stem.so, pass it to `register`, and return it. If the library is missing, or if loading it or
+    `register` raises, return instead the reason and the remedy as text.
 
-    setup.py writes folder/build_failure.txt where the build failed.
+    register: registers the library's handlers with XLA. setup.py writes folder/build_failure.txt, the reason, where the build
+    failed.
     """
     built, failure = folder / f"{stem}.so", folder / "build_failure.txt"
     if not built.exists():

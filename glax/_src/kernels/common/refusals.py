@@ -10,7 +10,8 @@ XLA = 'leave out platform, or pass platform="xla"'
 
 
 def other_dtype(r: Recurrence, taken: Iterable[str]) -> str | None:
-    """Return a refusal of query, key and value in a dtype that is not in `taken`, or None."""
+    """Return the refusal of a call whose query, key or value has a dtype that is not in `taken`, or None if all have one of
+    these. taken: names of dtypes."""
     for name, x in (("query", r.q), ("key", r.k), ("value", r.v)):
         if str(x.dtype) not in taken:
             return f"takes {name} in {' or '.join(taken)}, got {x.dtype}: cast it, or {XLA}"
@@ -18,7 +19,8 @@ def other_dtype(r: Recurrence, taken: Iterable[str]) -> str | None:
 
 
 def empty(r: Recurrence) -> str | None:
-    """Return a refusal of a call without a token, a sequence or a column, or None."""
+    """Return the refusal of a call in which a query or a value has no element, or which has no sequence; None for other
+    calls."""
     q, v, N = list(r.q.shape), list(r.v.shape), r.scale.shape[0]
     if 0 not in (*q, *v, N):
         return None
@@ -26,7 +28,8 @@ def empty(r: Recurrence) -> str | None:
 
 
 def too_wide(r: Recurrence, widest_key: int, widest_value: int, what: str = "heads") -> str | None:
-    """Return a refusal of keys or values that are wider than these, or None."""
+    """Return the refusal of a call with K > widest_key or V > widest_value, or None. what: the heads that have this limit, in
+    the message."""
     K, V = r.q.shape[3], r.v.shape[3]
     if max(K - widest_key, V - widest_value) <= 0:
         return None
@@ -35,7 +38,7 @@ def too_wide(r: Recurrence, widest_key: int, widest_value: int, what: str = "hea
 
 
 def older_gpu() -> str | None:
-    """Return a refusal of a GPU of a compute capability below 8.0, or None."""
+    """Return the refusal of a GPU whose compute capability is below 8.0; None for a newer GPU and without a GPU."""
     found = found_capability()
     if found is None or numbers(found) >= (8, 0):
         return None

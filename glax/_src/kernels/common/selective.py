@@ -9,14 +9,21 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class Packing(NamedTuple):
-    """Hold how rows are packed: the boundaries of sequences as `cu_seqlens`, or the tokens that start from zeros, or neither."""
+    """Hold how a call packs sequences. cuts: the boundaries of sequences, as in `cu_seqlens`. resets: True at tokens that start
+    from a state of zeros. At most one of the two is not None; without packing, both are None."""
 
     cuts: Int[Array, "cuts"] | None
     resets: Bool[Array, "G T"] | None
 
 
 class SelectiveOperands(NamedTuple):
-    """Hold the operands of a scan. x, dt, B and C have any float dtype; A and the states have one, in which sums are formed."""
+    """Hold the operands of a selective scan, whose state h has N numbers for each channel:
+
+        h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t,    y_t = h_t C_t
+
+    states: the initial state of each sequence. There are G sequences, or those between packing.cuts. x, dt, B and C have any
+    float dtype. A and the states have one common dtype, in which sums are formed.
+    """
 
     x: Float[Array, "G T D"]
     dt: Float[Array, "G T D"]
@@ -28,8 +35,8 @@ class SelectiveOperands(NamedTuple):
 
 
 class StepOperands(NamedTuple):
-    """Hold the operands of a step. slots: the row of the pool of each sequence, P for a sequence without a state; None if
-    sequence n has row n."""
+    """Hold the operands of one token of each of G sequences. pool: the states of P slots. slots: the row of the pool for each
+    sequence, P for a sequence without a state; None if sequence g has row g."""
 
     x: Float[Array, "G D"]
     dt: Float[Array, "G D"]

@@ -10,17 +10,22 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class Intervals(NamedTuple):
-    """Row t of a sequence of rows reads the keys first[t] to last[t], and none if last[t] < first[t]."""
+    """Hold the keys that each row of queries reads: first[t] to last[t], both included, and none if last[t] < first[t].
+
+    *rows: the axes of rows, such as [B, T]. The numbers are indices in the axis S of keys.
+    """
 
     first: Int[Array, "*rows"]
     last: Int[Array, "*rows"]
 
     def hold(self, keys: Int[Array, "S"]) -> Bool[Array, "*rows S"]:
+        """Return whether each row reads each of these keys. keys: indices."""
         keys = jnp.expand_dims(keys, range(self.first.ndim))
         return (keys >= self.first[..., None]) & (keys <= self.last[..., None])
 
     def bounds(self) -> tuple[Int[Array, ""], Int[Array, ""]]:
-        """Return the lowest key that any row reads, and how many keys there are from it to the highest."""
+        """Return (the lowest key that any row reads, the number of keys from there through the highest key that any row
+        reads)."""
         reads = self.last >= self.first
         low = jnp.min(jnp.where(reads, self.first, jnp.iinfo(jnp.int32).max))
         return low, jnp.maximum(jnp.max(jnp.where(reads, self.last, -1)) + 1 - low, 0)
@@ -30,57 +35,63 @@ class Intervals(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class ReadBlocks:
     """Hold which blocks of `size` keys each row reads of its interval. Block n of row t has the keys from first[t] + n size on,
-    and is read where bit n % 32 of words[t, n // 32] is set.
+    where `first` is of an `Intervals` and at least 0. The row reads the block where bit n % 32 of words[t, n // 32] is set.
 
-    words: [*rows, W], int32. A block behind the last bit is not read. first: of an `Intervals`, at least 0.
+    words: [*rows, W], int32. A block behind the last bit is not read.
     """
 
     words: Any  # an array, or in a tree what stands for one
     size: int
 
     def hold(self, first: Int[Array, "*rows"], keys: Int[Array, "*rows S"]) -> Bool[Array, "*rows S"]:
-        """Return whether the block of each key is read. Keys before `first` count as those of its block."""
+        """Return whether each row reads the block of each of its keys. first: the first key of each row's interval. keys:
+        indices; a key before `first` counts as a key of block 0."""
         number = block_numbers(keys, first[..., None], self.size)
         return (self.of_rows(number // 32) >> (number % 32)) & 1 == 1
 
     def of_rows(self, word: Array) -> Array:
-        """Return the words of these numbers [*rows, _] as uint32, 0 from W on."""
+        """Return, for each row, the words of the given numbers, as uint32 [*rows, count]. word: [*rows, count], indices in the
+        last axis of `words`; from W on, 0 is returned."""
         count = self.words.shape[-1]
         found = jnp.take_along_axis(self.words, jnp.minimum(word, count - 1).astype(jnp.int32), -1)
         return jnp.where(word < count, found.astype(jnp.uint32), 0)
 
 
 def block_numbers(keys: Array, first: Array, size: int) -> Array:
-    """Return which block of `size` keys of a row has each key, 0 for a key before its first. The shapes are broadcast.
+    """Return the number (key - first) // size of the block that holds each key, as uint32; 0 for a key before `first`. first:
+    the first key of the row's interval. The shapes of keys and first are broadcast.
 
-    They are uint32. Of numbers with signs a quotient that rounds down is several operations, which XLA repeats for every head.
+    Division of unsigned integers rounds down in one operation. With signs it takes several, which XLA repeats for every head.
     """
     return jnp.maximum(keys - first, 0).astype(jnp.uint32) // size
 
 
 class ChosenKeys(NamedTuple):
-    """Hold `Intervals` of keys and the `ReadBlocks` of them. It takes the place of `Intervals` in XLA's forms."""
+    """Hold which keys each row reads: of the keys first[t] to last[t], as in `Intervals`, those in the blocks that `blocks`
+    marks. XLA's forms take a ChosenKeys in place of an `Intervals`."""
 
     first: Int[Array, "*rows"]
     last: Int[Array, "*rows"]
     blocks: ReadBlocks
 
     def hold(self, keys: Int[Array, "S"]) -> Bool[Array, "*rows S"]:
-        """Return which of these keys each row reads."""
+        """Return whether each row reads each of these keys. keys: indices."""
         every = jnp.broadcast_to(keys, (*self.first.shape, len(keys)))
         return Intervals(self.first, self.last).hold(keys) & self.blocks.hold(self.first, every)
 
     def bounds(self) -> tuple[Int[Array, ""], Int[Array, ""]]:
-        """Return those of the intervals."""
+        """Return `Intervals.bounds` of first and last: (the lowest key, the number of keys). `blocks` has no effect."""
         return Intervals(self.first, self.last).bounds()
 
 
 class SoftmaxOperands(NamedTuple):
-    """Hold q [B, T, Hq, D], k [B, S, Hk, D] and v [B, S, Hk, V] of one dtype. Row t reads the keys first[t] to last[t].
+    """Hold q [B, T, Hq, D], k [B, S, Hk, D] and v [B, S, Hk, V] of one dtype. Row t of queries reads the keys first[t] to
+    last[t], both included.
 
-    first, last: [B, T], int32. cuts: None, or for B = 1 the rows cuts[n] to cuts[n + 1] of each sequence. The keys of a
-    sequence may then lie far from those of the next. blocks: None, or which blocks of these keys a row reads; with cuts, all rows
-    of a sequence then have one `first`, from which the list of a program's tiles begins.
+    first, last: [B, T], int32. cuts: None; or with B = 1 the boundaries of packed sequences, where sequence n has the rows of
+    queries cuts[n] <= t < cuts[n + 1]. The keys of a sequence may then lie far from those of the next. blocks: None if a row
+    reads all keys of its interval, else the blocks of these keys that it reads. With cuts and blocks, all rows of a sequence
+    have one `first`, from which the list of a program's tiles begins.
     """
 
     q: Float[Array, "B T Hq D"]
@@ -93,18 +104,18 @@ class SoftmaxOperands(NamedTuple):
 
     @property
     def keys_read(self) -> Intervals | ChosenKeys:
-        """Return which keys rows read."""
+        """Return which keys each row reads: `Intervals` without blocks, else `ChosenKeys`."""
         if self.blocks is None:
             return Intervals(self.first, self.last)
         return ChosenKeys(self.first, self.last, self.blocks)
 
 
 class StepOperands(NamedTuple):
-    """Hold q [B, 1, Hq, D], and pools k [P, S, Hk, D] and v [P, S, Hk, V] of caches, of any dtype. Row b reads the keys first[b]
-    to last[b] of row slots[b] of the pools, and none of a row from P on.
+    """Hold the operands of one query for each of B rows: q [B, 1, Hq, D], and the caches k [P, S, Hk, D] and v [P, S, Hk, V],
+    pools of P slots of S keys, in any dtype. Row b reads the keys first[b] to last[b], both included, of slot slots[b].
 
-    v: None for values that are the first channels of the keys. first, last: [B, 1]. slots: from 0, of which none but P repeats;
-    None for row b.
+    v: None if the values are the first channels of the keys. first, last: [B, 1]. slots: integers from 0; a row with slot P
+    reads nothing, and no other slot is repeated. None if row b has slot b.
     """
 
     q: Float[Array, "B 1 Hq D"]
@@ -116,10 +127,10 @@ class StepOperands(NamedTuple):
 
 
 class RowBlocks(NamedTuple):
-    """Hold blocks of at most `size` neighbouring rows, in order: each row of a batch element lies in one block.
+    """Hold blocks of neighbouring rows of queries, in order. Each row of a batch element lies in one block.
 
-    begin: [B, count + 1], the first row of each block, and T. low, high: [B, count], the rows of a block read no key but low <=
-    s < high. full_low, full_high: [B, count], all its rows read each key full_low <= s < full_high.
+    begin: [B, count + 1], the first row of each block, and T. low, high: [B, count]; the rows of a block read only keys s with
+    low <= s < high. full_low, full_high: [B, count]; every row of the block reads each key s with full_low <= s < full_high.
     """
 
     begin: Int[Array, "B edges"]
@@ -130,7 +141,7 @@ class RowBlocks(NamedTuple):
 
 
 def row_blocks(operands: SoftmaxOperands, size: int) -> RowBlocks:
-    """Divide the rows into blocks of `size`. With cuts, no block has rows of two sequences."""
+    """Return the rows divided into blocks of at most `size` rows. With cuts, no block has rows of two sequences."""
     (B, T), S = operands.first.shape, operands.k.shape[1]
     if operands.cuts is None:
         count = -(-T // size)
@@ -151,7 +162,12 @@ def row_blocks(operands: SoftmaxOperands, size: int) -> RowBlocks:
 
 
 def sequence_begins(cuts: Int[Array, "ends"], T: int, size: int) -> Int[Array, "edges"]:
-    """Return the first row of each block, and T. The rows behind the last cut are one more sequence."""
+    """Return the first row of each block of at most `size` rows, and T, when each sequence is divided from its first row on:
+    [count + 1].
+
+    cuts: the boundaries of sequences. Rows before the first count to the first sequence; rows behind the last are one more
+    sequence. Unused blocks at the end begin at T and have no rows.
+    """
     cuts = jnp.clip(jnp.concatenate([cuts.astype(jnp.int32), jnp.full(1, T, jnp.int32)]), 0, T).at[0].set(0)
     N = cuts.shape[0] - 1
     ends = jnp.cumsum(-(-jnp.diff(cuts) // size), dtype=jnp.int32)  # of the blocks of each sequence
@@ -162,8 +178,12 @@ def sequence_begins(cuts: Int[Array, "ends"], T: int, size: int) -> Int[Array, "
 
 
 def forward_table(blocks: RowBlocks, T: int, size: int) -> Int[Array, "B count 6"]:
-    """Return what a program of rows reads: its first row in the [B T] rows, its rows, `low`, `high`, and how many blocks of
-    `size` keys from `low` on come before those that all rows read, and how many these are."""
+    """Return what each program of the forward reads, one block of rows: [B, count, 6] in int32.
+
+    The columns: the block's first row in the [B T] rows; its number of rows; `low`; `high`; the number of tiles of `size` keys,
+    from `low` on, before those that all rows of the block read; the number of tiles that all rows read. size: the keys of a
+    tile.
+    """
     count = -(-(blocks.high - blocks.low) // size)
     before = jnp.clip(-(-(blocks.full_low - blocks.low) // size), 0, count)
     full = jnp.clip((blocks.full_high - blocks.low) // size, before, count) - before
@@ -173,10 +193,10 @@ def forward_table(blocks: RowBlocks, T: int, size: int) -> Int[Array, "B count 6
 
 
 class Tiles(NamedTuple):
-    """Hold for each program the tiles of rows and keys that it could take, those first that have a row which reads a key.
+    """Hold for each program the tiles of rows and keys that it could take. Those in which a row reads a key come first.
 
-    places: [B, programs, most], where each tile is: the index of its first key, or the number of its block of rows. count: [B,
-    programs], how many tiles are read.
+    places: [B, programs, most], where each tile lies: the index of its first key, or the number of its block of rows. count:
+    [B, programs], how many of them have a row that reads a key.
     """
 
     places: Int[Array, "B programs most"]
@@ -186,8 +206,9 @@ class Tiles(NamedTuple):
 def tiles_of_rows(operands: SoftmaxOperands, blocks: RowBlocks, rows: int, keys: int) -> Tiles:
     """Return, for each block of rows, the tiles of `keys` consecutive keys of which one of its rows reads a key.
 
-    The places, [B, blocks of rows, most], are the indices of the tiles' first keys in rising order, in front of those of tiles
-    that are not read. blocks: as `row_blocks` returns them for `rows`, the most rows of a block.
+    The places, [B, blocks of rows, most], are the indices of the tiles' first keys: in rising order those of tiles that are
+    read, then the others. blocks: the result of `row_blocks` for blocks of at most `rows` rows. operands.blocks must not be
+    None.
     """
     assert operands.blocks is not None
     S = operands.k.shape[1]
@@ -198,10 +219,11 @@ def tiles_of_rows(operands: SoftmaxOperands, blocks: RowBlocks, rows: int, keys:
 
 
 def tiles_of_keys(operands: SoftmaxOperands, blocks: RowBlocks, rows: int, keys: int) -> Tiles:
-    """Return, for each tile of `keys` consecutive keys, the blocks of rows of which one row reads a key of it.
+    """Return, for each tile of `keys` consecutive keys, the blocks of rows of which one row reads a key of the tile.
 
-    The places, [B, tiles of keys, blocks of rows], are the numbers of these blocks in rising order, in front of the others.
-    blocks: as `row_blocks` returns them for `rows`, the most rows of a block.
+    The places, [B, tiles of keys, blocks of rows], are the numbers of the blocks of rows: in rising order those that read a
+    key, then the others. blocks: the result of `row_blocks` for blocks of at most `rows` rows. operands.blocks must not be
+    None.
     """
     (B, count), N = blocks.low.shape, -(-operands.k.shape[1] // keys)
     starts = jnp.broadcast_to(jnp.arange(N, dtype=jnp.int32) * keys, (B, count, N))
@@ -210,8 +232,8 @@ def tiles_of_keys(operands: SoftmaxOperands, blocks: RowBlocks, rows: int, keys:
 
 
 def tiles_read(operands: SoftmaxOperands, blocks: RowBlocks, rows: int, starts, keys: int) -> Bool[Array, "B count N"]:
-    """Return whether a row of each block of rows reads one of the keys from starts [B, count, N] on. A tile touches at most 32
-    blocks of keys."""
+    """Return whether a row of each block of rows reads one of the `keys` keys of each tile. starts: [B, count, N], the first
+    key of each of the N tiles of a block of rows. A tile must touch at most 32 blocks of keys of `operands.blocks`."""
     assert operands.blocks is not None
     (B, T), size = operands.first.shape, operands.blocks.size
     own = blocks.begin[:, :-1, None] + jnp.arange(rows, dtype=jnp.int32)
@@ -230,14 +252,17 @@ def tiles_read(operands: SoftmaxOperands, blocks: RowBlocks, rows: int, starts, 
 
 
 def listed(places: Int[Array, "B N most"], is_read: Bool[Array, "B N most"]) -> Tiles:
-    """Return the tiles at these places, those that are read in front and in order."""
+    """Return `Tiles` with the places sorted: first those where is_read is True, then the others, both in the given order."""
     order = jnp.argsort(~is_read, axis=-1, stable=True)
     return Tiles(jnp.take_along_axis(places, order, -1), is_read.sum(-1, dtype=jnp.int32))
 
 
 def gradient_table(blocks: RowBlocks, T: int, S: int, rows: int, keys: int) -> Int[Array, "B N 4"]:
-    """Return what a program of `keys` keys reads: rows of the [B T] rows, r <= t < r' that read a key, of which f <= t < f' all
-    read each key, as (r, f, f', r'). f' - f is a multiple of `rows`, the size of the blocks."""
+    """Return which rows the program of each tile of `keys` keys reads: (r, f, f', r'), [B, N, 4] in int32.
+
+    The numbers are indices of the [B T] rows. Rows outside of r <= t < r' read no key of the tile. Rows f <= t < f' all read
+    each of its keys; f' - f is a multiple of `rows`. blocks: the result of `row_blocks` for blocks of at most `rows` rows.
+    """
     starts = jnp.arange(-(-S // keys), dtype=jnp.int32) * keys
     ends = jnp.minimum(starts + keys, S)
     number = jnp.arange(blocks.low.shape[1], dtype=jnp.int32)

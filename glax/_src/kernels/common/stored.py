@@ -13,8 +13,8 @@ MOST_BYTES = 2**28  # of the files of a folder
 
 
 class Code(NamedTuple):
-    """Describe a kind of stored code by its name in warnings, and the mark with which its files begin. Behind the mark, a file
-    has the digest of the code, and the code."""
+    """Describe a kind of stored code. name: what warnings call it. mark: the bytes with which its files begin. Behind the mark,
+    a file has the SHA-256 digest of the code, and the code."""
 
     name: str
     mark: bytes
@@ -33,10 +33,11 @@ class Code(NamedTuple):
         return code
 
     def read(self, path: pathlib.Path, folder: pathlib.Path) -> bytes | None:
-        """Return the code in a file below the cache folder; None if the file is missing or damaged.
+        """Return the code in the file `path`, which lies below the cache folder `folder`; None if the file is missing or
+        damaged.
 
-        The digest lies in the same file, so it reveals damage, but no forgery. A file that another user may have written is not
-        read, with a warning.
+        The digest lies in the same file, so it reveals damage, but no forgery. A file that another user may have written, or
+        that cannot be read, gives None and a warning.
         """
         try:
             content = read_trusted(path, folder)
@@ -50,9 +51,10 @@ class Code(NamedTuple):
         return code if mark == self.mark and digest == hashlib.sha256(code).digest() else None
 
     def write(self, path: pathlib.Path, folder: pathlib.Path, code: bytes):
-        """Write the code to a file below the cache folder that only this user can read. A failure is a warning.
+        """Write the code to the file `path` below the cache folder `folder`. Only this user can read the file. A failure is a
+        warning.
 
-        The oldest files beside it are removed while all together have more than MOST_BYTES.
+        The oldest files beside it are then removed while all together have more than MOST_BYTES.
         """
         try:
             make_folders(path.parent, folder)

@@ -54,8 +54,9 @@ STATE_BLOCK = 64  # rows and columns of the state in a program of the kernels th
 def segment_states(a, b, g, scale, start, table, out, edge, total, D: tl.constexpr):
     """Compute each segment's final state from zero, out [segments, H, K, V], and its log decay, total [segments, H, K or 1].
 
-    a, b: k and v, or with ADJOINT scale * q and do. g, scale, start, table: as in `carry_state`. LAST: whether both results are
-    also computed for the segment that ends the scan of a sequence; otherwise they are 0 there.
+    a, b: k and v, or with D.ADJOINT q and do. g, scale, start, table, edge: as in `carry_state`; edge and, with D.START 0,
+    start are not used. D.LAST: whether both results are also computed for the segment that ends the scan of a sequence;
+    otherwise they are 0 there.
     """
     carry_state(
         tl.program_id(0), a, b, g, scale, start, table, out, edge, total, D, D.HA, D.HB, D.ADJOINT, False, D.LAST,
@@ -90,11 +91,13 @@ def carry_state(
 
         dS_in = e^{G_last} dS_out + sum_i (q_i e^{G_i}) do_i^T
 
-    EVERY: store the state where the scan enters each chunk, out [chunks, H, K, V], and where it leaves the sequence, edge
-    [N, H, K, V]. Otherwise store the state at the end of the segment, out [segments, H, K, V], and the segment's log
-    decay, total [segments, H, K or 1]. START: the segment begins from start[segment] (1), start[sequence] (2) or zero (0).
-    g: the cumulative sums G of head gates. With key gates, a is `k_scaled` (or `q_scaled`) and g is `last` of
-    `scale_operands`. The state is held transposed, so that no product is transposed, which would go through shared memory.
+    program: the index of a block of the state, a head and a segment (`place_of`). a [rows, HA, K], b [rows, HB, V]. table: the
+    table of `Segments`. scale: [N]. EVERY: store the state where the scan enters each chunk, out [chunks, H, K, V], and where
+    it leaves the sequence, edge [N, H, K, V]. Otherwise store the state at the end of the segment, out [segments, H, K, V], and
+    the segment's log decay, total [segments, H, K or 1]. LAST: as D.LAST of `segment_states`. START: the segment begins from
+    start[segment] (1), start[sequence] (2) or zero (0). g: the sums G of head gates, or the constant gates [N, H]. With key
+    gates, a is `k_scaled` (or `q_scaled`) and g is `last` of `scale_operands`. The state is held transposed in registers, so
+    that no product is transposed, which would go through shared memory.
     """
     block, h, e = place_of(program, D.NK * D.NV, D)
     row = table + e * 6
@@ -157,7 +160,9 @@ def carry_state(
 
 @triton.jit
 def load_chunk_sum(g, c, origin, chunk, h, n, k, filled, D: tl.constexpr):
-    """Load the sum of the log gates of chunk c of a segment, a scalar or [BK]; 0 if the segment has no chunk c."""
+    """Load the sum of the log gates of chunk c of a segment, a scalar or [BK]; 0 if the segment has no chunk c. chunk: the
+    index of the segment's first chunk among all chunks. The other arguments are those of `carry_state` and the segment's entry
+    in the table."""
     count = tl.where(c >= 0, filled - c * D.C, 0)
     if D.FORM == "key":
         return load_key_sums(g, chunk + c, h, k, count, D)
@@ -203,7 +208,8 @@ def scan_segments(local, total, start, begins, out, edge, through, before, D: tl
 
 @triton.jit
 def store_log(x, log, index, h, k, D: tl.constexpr):
-    """Store the log decays x[index, h, k], or x[index, h, 0] for gates that all channels share."""
+    """Store log [BK], log decays, as x[index, h, k] of x [_, H, K] with key gates. With other gates all its numbers are equal,
+    and one is stored as x[index, h, 0] of x [_, H, 1]."""
     if D.FORM == "key":
         tl.store(x + (index.to(tl.int64) * D.H + h) * D.K + k, log, mask=k < D.K)
     else:
@@ -212,7 +218,8 @@ def store_log(x, log, index, h, k, D: tl.constexpr):
 
 @triton.jit
 def sequence_sums(x, begins, out, D: tl.constexpr):
-    """Compute out[n], the sum of x [entries, H] over entries begins[n] to begins[n + 1]. The order of summation is fixed."""
+    """Compute out[n], the sum of x [entries, H] over the entries begins[n] <= e < begins[n + 1], for each sequence n. out: [N,
+    H]. A program sums one sequence. The order of summation is fixed."""
     n, h = tl.program_id(0), tl.arange(0, D.BH)
     first, last = tl.load(begins + n), tl.load(begins + n + 1)
     total = tl.full([D.BH], 0, tl.float32)
@@ -253,10 +260,12 @@ def outputs(q, k, v, g, scores, scale, start, table, o, final, D: tl.constexpr):
 
 @triton.jit
 def key_scan(q_scaled, k_scaled, v, last, scores, o, factor, cv, S, h, chunk, origin, length, filled, D: tl.constexpr):
-    """Compute the outputs o of a segment with per-key gates, and return the state behind it. Scaled operands go from memory to
-    the tensor cores unchanged.
+    """Compute BV columns of the outputs o of a segment with per-key gates, and return the state behind it, [BK, BV]. Scaled
+    operands go from memory to the tensor cores unchanged.
 
-    S: the state before the segment. cv: the program's columns of V. factor: the scale.
+    S: the state before the segment, [BK, BV], in registers. cv: the program's columns of V. factor: the scale. h: the head.
+    chunk, origin, length, filled: the segment's first chunk, first row, rows to write and rows that hold tokens, from
+    `Segments.table`.
     """
     ck, tokens = tl.arange(0, D.BK), tl.arange(0, D.C)
     # Always loaded one chunk ahead, so that its latency is hidden.
@@ -281,10 +290,10 @@ def key_scan(q_scaled, k_scaled, v, last, scores, o, factor, cv, S, h, chunk, or
 
 @triton.jit
 def head_scan(q, k, v, g, o, factor, cv, S, h, n, origin, length, filled, D: tl.constexpr):
-    """Compute the outputs o of a segment with per-head, constant or no gates, and return the state behind it. q and k go to the
-    tensor cores unchanged.
+    """Compute BV columns of the outputs o of a segment with per-head, constant or no gates, and return the state behind it,
+    [BK, BV]. q and k go to the tensor cores unchanged.
 
-    S: the state before the segment. cv: the program's columns of V. factor: the scale.
+    g: the sums G of head gates, or the constant gates [N, H]. n: the sequence. The other arguments are those of `key_scan`.
     """
     ck, tokens = tl.arange(0, D.BK), tl.arange(0, D.C)
     i, j = tokens[:, None], tokens[None, :]
@@ -321,7 +330,8 @@ def head_scan(q, k, v, g, o, factor, cv, S, h, n, origin, length, filled, D: tl.
 
 @triton.jit
 def entering_states(k, v, g, scale, start, table, out, final, D: tl.constexpr):
-    """Compute S where each chunk begins, out [chunks, H, K, V], and at the end of every sequence, final [N, H, K, V]."""
+    """Compute S where each chunk begins, out [chunks, H, K, V], and at the end of every sequence, final [N, H, K, V]. The
+    operands are those of `carry_state`, of which a program runs one segment."""
     carry_state(
         tl.program_id(0), k, v, g, scale, start, table, out, final, final, D, D.HK, D.HV, False, True, True, D.START,
     )  # fmt: skip
@@ -369,19 +379,22 @@ def chunk_outputs(q, k, v, g, scores, scale, states, table, o, D: tl.constexpr):
 
 
 def segment_size(r: Recurrence, size: int, chunk: int) -> int:
-    """Return `size`, or for 0 the length of a segment that holds any sequence: T, rounded up to whole chunks."""
+    """Return `size`, the tokens of a segment. If size is 0, return the length of a segment that holds any whole sequence: T,
+    rounded up to whole chunks of `chunk` tokens."""
     return size or -(-r.q.shape[1] // chunk) * chunk
 
 
 def start_of_sequences(r: Recurrence):
-    """Return (the initial states, START), where START is 2 for a state of each sequence and 0 for zeros."""
+    """Return (the initial states [N, H, K, V], 2), or (an array that is not read, 0) if r has none. The number is START of
+    `carry_state`: 2 for a state of each sequence, 0 for zeros."""
     return (r.scale, 0) if r.initial_state is None else (r.initial_state, 2)
 
 
 class Scan:
     """Launch the kernels that compute states, for one division of sequences into segments and one direction.
 
-    d_output: None for the scan of S; for the scan of dL/dS, in reverse, the gradient of the outputs.
+    d_output: None for the scan of S; for the scan of dL/dS, in reverse, the gradient of the outputs [B, T, H, V]. block: the
+    largest number of rows and of columns of a state in a program. operands: the result of `chunk_operands`.
     """
 
     def __init__(self, r: Recurrence, config, block: int, segments: Segments, operands: Operands, d_output=None):
@@ -390,9 +403,10 @@ class Scan:
         self.launched = blocks_of(r, config, block)
 
     def starts(self, start, kind: int):
-        """Return (the state where every segment begins, [segments, H, K, V], the START with which kernels read it).
+        """Return (the state where the scan of every segment begins, [segments, H, K, V], 1). If every sequence is one segment,
+        return (start, kind) unchanged.
 
-        start, kind: the states of sequences, and the START with which kernels read them.
+        start, kind: the states where the scans of sequences begin, and the START with which kernels read them.
         """
         if self.segments.count <= self.r.num_sequences and self.r.boundaries is None:
             return start, kind
@@ -415,10 +429,11 @@ class Scan:
         return local, log
 
     def scan(self, states, start, kind: int):
-        """Scan the segments' local states.
+        """Scan the segments' local states. states: the results of `states`. start, kind: the states where sequences begin, and
+        the START with which kernels read them.
 
-        Returns the state where every segment begins [segments, H, K, V], the state and the log decay at the end of every
-        sequence [N, H, K, V] and [N, H, K or 1], and the log decay before every segment [segments, H, K or 1].
+        Returns a list: the state where every segment begins [segments, H, K, V], the state and the log decay at the end of
+        every sequence [N, H, K, V] and [N, H, K or 1], and the log decay before every segment [segments, H, K or 1].
         """
         r, (N, H, K, V), M = self.r, self.r.state_shape, self.segments.count
         options = self.launched | dict(BK=min(32, width(K)), BV=min(32, width(V)), warps=4, stages=2)
@@ -429,12 +444,13 @@ class Scan:
 
     @property
     def logs(self) -> int:
+        """Return how many log decays a head has: K with key gates, else 1."""
         return self.r.state_shape[2] if self.r.decay.form == "key" else 1
 
 
 def blocks_of(r: Recurrence, config, block: int) -> dict:
-    """Return the constants and launch options that all kernels of states share. block: the rows and columns of a state in a
-    program, or 0."""
+    """Return the constants and launch options that all kernels of states share, by name. block: the largest number of rows and
+    of columns of a state in a program. config: has `chunk`."""
     _, _, K, V = r.state_shape
     blocks = dict(BK=min(block, width(K)), BV=min(block, width(V)))
     warps = 8 if blocks["BK"] * blocks["BV"] > STATE_BLOCK * STATE_BLOCK else 4
@@ -448,7 +464,8 @@ def programs_of(r: Recurrence, blocks: dict) -> int:
 
 
 def segments_and_chunks(r: Recurrence, config) -> tuple[Segments, Segments]:
-    """Divide the sequences into segments of config.segment tokens, and into chunks."""
+    """Return (the segments of config.segment tokens, the chunks of config.chunk tokens) of the sequences of r. Both are
+    `Segments`. For config.segment 0, each sequence is one segment."""
     C = config.chunk
     return segments_of(r, segment_size(r, config.segment, C), C), segments_of(r, C, C)
 
@@ -468,7 +485,8 @@ def chunked(r: Recurrence, config: TritonChunkedConfig) -> Outputs:
 
 @compile_in_parallel
 def local_states(r: Recurrence, config: TritonChunkedConfig):
-    """Compute the first phase of the forward: return (what `finish` reads, the final states [N, H, K, V], their log decays).
+    """Compute the first phase of the forward: return (what `finish` reads, the final states [N, H, K, V], the log decays of
+    whole sequences [N, H, K or 1]).
 
     The last two are the message to other devices. While it is exchanged, the states where segments begin are computed from a
     zero initial state. `finish` adds the decayed initial state to them.
@@ -501,7 +519,8 @@ def launch_outputs(
     start,
     kind: int,
 ):
-    """Compute o [B, T, H, V] and the final states [N, H, K, V]. start, kind: initial states, and the START with which kernels
+    """Compute o [B, T, H, V] and the final states [N, H, K, V]. segments, chunks: the results of `segments_and_chunks`.
+    operands: of `chunk_operands`. start, kind: the states where segments or sequences begin, and the START with which kernels
     read them."""
     B, T = r.q.shape[:2]
     _, H, K, V = r.state_shape
@@ -537,8 +556,8 @@ def launch_states(
     start,
     kind: int,
 ):
-    """Compute the state before each chunk [chunks, H, K, V], and the final states [N, H, K, V]. start, kind: initial states,
-    and the START with which kernels read them."""
+    """Compute the state before each chunk [chunks, H, K, V], in bfloat16 for bfloat16 queries and else in float32, and the
+    final states [N, H, K, V]. The arguments are those of `launch_outputs`."""
     blocks = blocks_of(r, config, config.block)
     stored = jnp.bfloat16 if r.q.dtype == jnp.bfloat16 else jnp.float32
     return launch(
@@ -567,8 +586,8 @@ def chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig) -> Rec
 
 @compile_in_parallel
 def local_states_vjp(r: Recurrence, d_output, d_final, config: GradientConfig):
-    """Compute the first phase of the gradient: return (what `finish_vjp` reads, dL/dS before sequences [N, H, K, V], its log
-    decays).
+    """Compute the first phase of the gradient: return (what `finish_vjp` reads, dL/dS before each sequence [N, H, K, V], the
+    log decays of whole sequences [N, H, K or 1]).
 
     The last two are the message to other devices. While it is exchanged, the second phase scans for the states where segments
     begin.
@@ -601,9 +620,10 @@ def launch_gradient(
     start,
     d_start,
 ) -> Recurrence:
-    """Compute the gradient of every input.
+    """Compute the gradient of every input of r.
 
-    start, d_start: (states, START) where the scan of S, and the scan of dL/dS, begin each segment.
+    start, d_start: (states, START) where the scan of S, and the scan of dL/dS, begin each segment. The other arguments are
+    those of `launch_outputs`.
     """
     _, H, K, V = r.state_shape
     form = r.decay.form

@@ -22,7 +22,8 @@ compiled: dict[Hashable, Future] = {}
 
 
 def compile_in_parallel(f: Callable) -> Callable:
-    """Wrap f so that it returns once the kernels it launches are compiled; errors of the compiler are raised here."""
+    """Return f, wrapped so that it returns only after the kernels that it launches are compiled. The wrapped function raises
+    the compiler's errors."""
 
     @functools.wraps(f)
     def run(*args, **options):
@@ -40,10 +41,10 @@ def compile_in_parallel(f: Callable) -> Callable:
 
 
 def compile_ahead(specialisation: Hashable, call: Callable, operands):
-    """Start to compile call(*operands), unless that is done or under way.
+    """Start to compile the kernel of call(*operands) in another thread, unless a compilation of it succeeded or is under way.
 
-    Does nothing outside of `compile_in_parallel`, without a GPU, and where no operand is traced: such a call compiles and
-    runs immediately. specialisation: the key of a compiled kernel. It does not include the shapes of arrays.
+    Does nothing outside of `compile_in_parallel`, without a GPU, and where no operand is traced: such a call compiles and runs
+    immediately. specialisation: the key of a compiled kernel. It does not include the shapes of arrays.
     """
     kernels = pending.get()
     if kernels is None or Backend.here() is not Backend.GPU or not any(isinstance(x, Tracer) for x in operands):

@@ -28,13 +28,13 @@ def precision(x: Array) -> str:
 
 
 def width(n: int) -> int:
-    """Return the smallest block that holds n columns. Tensor cores need at least 16."""
+    """Return the smallest block that holds n columns: a power of two, at least 16, the least that tensor cores take."""
     return max(16, 1 << (n - 1).bit_length())
 
 
 def is_direct(r: Recurrence) -> bool:
-    """Return whether the kernels of `delta_along` run r: `along`, per-key gates, heads up to WIDEST_ALONG, for wider ones would
-    spill registers."""
+    """Return whether the kernels of `delta_along` run r, a recurrence with an erasure: with `along`, per-key gates, and K and V
+    up to WIDEST_ALONG. Wider heads would spill registers."""
     return r.erasing.along is not None and r.decay.form == "key" and max(r.state_shape[2:]) <= WIDEST_ALONG
 
 
@@ -78,11 +78,12 @@ def has_little_memory() -> bool:
 
 
 def segment_for(r: Recurrence, chunk: int, programs: int) -> int:
-    """Return the tokens of a segment, or 0 for whole sequences.
+    """Return the tokens of a segment, a multiple of `chunk`, or 0 for whole sequences. programs: the number of programs without
+    segments.
 
-    T is cut only where the programs of whole sequences leave the GPU idle, because a cut reads k, v and the gates twice. A
-    cut pays off below three quarters of a program per multiprocessor. Two programs per multiprocessor, which run
-    concurrently, are the best number then.
+    T is cut only where the programs of whole sequences leave the GPU idle, because a cut reads k, v and the gates twice. A cut
+    pays off below three quarters of a program per multiprocessor. Two programs per multiprocessor, which run concurrently, are
+    the best number then.
     """
     T, num_processors = r.q.shape[1], multiprocessors()
     parts = min(2 * num_processors // max(programs, 1), T // (16 * chunk))

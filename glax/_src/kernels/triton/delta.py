@@ -29,7 +29,8 @@ def interleaved(first: Array | None, second: Array | None, reverse: bool) -> Arr
 
 
 def two_rows(r: Recurrence) -> Recurrence:
-    """Return r with `along` replaced by two rows of the delta rule for each token: T becomes 2 T."""
+    """Return r with `along` replaced by two rows of the delta rule for each token, as the module states: T becomes 2 T, and
+    boundaries are doubled."""
     erasure, decay, H = r.erasing, r.decay, r.num_heads
     along, write = erasure.along, erasure.write
     assert along is not None

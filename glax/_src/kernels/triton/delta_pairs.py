@@ -129,7 +129,8 @@ def delta_scores(q, k, erasure, g, table, inverse, scores, factors, D: tl.conste
 
 @triton.jit
 def load_erase(erasure, tk, origin, h, tokens, ck, count, D: tl.constexpr):
-    """Load the erase vectors of a chunk, [C, BK]; with beta return the keys, which stand for them."""
+    """Return the erase vectors of a chunk, [C, BK], loaded from `erasure` [rows, H, K]. With beta, return tk, the keys: the
+    caller multiplies by beta."""
     if D.ERASURE == "beta":
         return tk
     else:
@@ -138,7 +139,8 @@ def load_erase(erasure, tk, origin, h, tokens, ck, count, D: tl.constexpr):
 
 @triton.jit
 def load_rows(x, row, head, tokens, count, D: tl.constexpr):
-    """Load x[row, head] of a chunk's tokens in float32, [C]; tokens from `count` on are 0."""
+    """Load x[row, head] of x [rows, H] for a chunk's tokens, in float32, [C]; tokens from `count` on are 0. row: the row of the
+    chunk's first token."""
     p = x + row.to(tl.int64) * D.H + head
     return tl.load(p + (D.SIGN * D.H) * tokens, mask=tokens < count, other=0.0).to(tl.float32)
 
@@ -151,9 +153,9 @@ def delta_key_pairs(
     """Compute the scaled operands, T = (I + L)^-1 - I and P of every chunk, and the decays of its states.
 
     erasure: beta [rows, H], or e [rows, H, K]. q_read, e_read, k_written [rows, H, K]: the scaled operands. inverse, scores
-    [chunks, H, C, C]: T and P. factors [chunks, H, 3, C]: beta is the last, if it is given. decays [chunks, H, 4, K]: the
-    factors of the state before it is read, between the reads and the writes, and behind the writes, and R (0 with the operands
-    of the edges). max_abs_cumsum [chunks, H]: the largest of |M|, |E| and |R|.
+    [chunks, H, C, C]: T and P. factors [chunks, H, 3, C]: only the last row is stored, and only with beta, which it holds.
+    decays [chunks, H, 4, K]: the factors of the state before it is read, between the reads and the writes, and behind the
+    writes, and R (0 where the state is read as it enters). max_abs_cumsum [chunks, H]: the largest of |M|, |E| and |R|.
     """
     h, e = tl.program_id(0) % D.H, tl.program_id(0) // D.H
     origin, count = tl.load(table + e * 6), tl.load(table + e * 6 + 2)
@@ -192,7 +194,8 @@ def delta_key_pairs(
 
 @triton.jit
 def load_first_gate(g, origin, h, ck, count, D: tl.constexpr):
-    """Load the log gates of a chunk's first token, [BK], clamped at LOG_OF_ZERO; 0 where it has no token."""
+    """Load the log gates of a chunk's first token, [BK] in float32, raised to at least LOG_OF_ZERO; 0 where the chunk has no
+    token (count <= 0). origin: the token's row."""
     x = tl.load(at(g, origin, h, D.H, D.K) + ck, mask=ck < tl.where(count > 0, D.K, 0), other=0.0)
     return tl.maximum(x.to(tl.float32), LOG_OF_ZERO)
 
@@ -200,8 +203,10 @@ def load_first_gate(g, origin, h, ck, count, D: tl.constexpr):
 @triton.jit
 def largest_sums(M, first_gate):
     """Return, for each token, the largest |sum| of gates between it and the chunk's middle, over channels: [C]. M: [C, BK].
+    first_gate: the gates of the first token, [1, BK].
 
-    It covers |E| and |R|, too: the last row of M is R, and -E would be the row before the first, M less the first gate.
+    The largest of all includes |E| and |R|: the last row of M is R, and -E, the row before the first, is M_0 minus the first
+    gate.
     """
     i = tl.arange(0, M.shape[0])[:, None]
     return tl.max(tl.maximum(tl.abs(M), tl.abs(tl.where(i == 0, first_gate, 0.0) - M)), 1)
@@ -209,15 +214,18 @@ def largest_sums(M, first_gate):
 
 @triton.jit
 def erase_decay(M, up, gates, D: tl.constexpr):
-    """Return the decay through which e reads the state, [C, BK]: up = e^M, or with BEFORE e^M without the token's own gate."""
+    """Return the decay of the state that e reads, from the chunk's middle, [C, BK]: up = e^M, or with BEFORE e^M without the
+    token's own gate."""
     return tl.exp2((M - gates) * LOG2E) if D.BEFORE else up
 
 
 @triton.jit
 def store_middle_decays(place, up, down, first_gate, ck, D: tl.constexpr):
-    """Store the factors of a state that is read at the chunk's middle: e^E before the reads, 1, and e^R behind the writes.
+    """Store the factors of a state that is read at the chunk's middle: e^E before the reads, 1 between reads and writes, and
+    e^R behind the writes.
 
-    up, down: e^M and e^-M. place: the address of the chunk's decays.
+    up, down: e^M and e^-M, [C, BK]. place: addresses [C, BK] of the channels ck in row 0 of the chunk's decays. first_gate: [1,
+    BK].
     """
     i, inside = tl.arange(0, D.C)[:, None], (ck < D.K)[None, :]
     tl.store(place, down * exp(first_gate), mask=(i == 0) & inside)
@@ -227,7 +235,8 @@ def store_middle_decays(place, up, down, first_gate, ck, D: tl.constexpr):
 
 @triton.jit
 def edge_operands(tq, te, tk, gates, place, ck, D: tl.constexpr):
-    """Return Q e^G, E e^B and K e^{G_last - G}, [C, BK], and store the decays of a state that is read as it enters."""
+    """Return Q e^G, E e^B and K e^{G_last - G}, [C, BK], of tq, te, tk and the log gates, and store the decays of a state that
+    is read as it enters the chunk: 1, e^{G_last}, 1, and 0 for R. place: as in `store_middle_decays`."""
     tokens = tl.arange(0, D.C)
     i, j = tokens[:, None], tokens[None, :]
     G = gate_sums(tl.where(j <= i, 1.0, 0.0), gates)
@@ -243,7 +252,9 @@ def edge_operands(tq, te, tk, gates, place, ck, D: tl.constexpr):
 
 @triton.jit
 def store_pairs(L, P, erasure, scale, table, inverse, scores, factors, h, e, origin, count, D: tl.constexpr):
-    """Store T, P and beta of a chunk. L, P: [C, C], without beta and the scale, and of any value above their triangles."""
+    """Store T, P times the scale, and beta of a chunk, in inverse, scores and factors. L, P: [C, C], without beta and the
+    scale, and of any value above their triangles. h, e: the head and chunk. origin, count: its first row and number of
+    tokens."""
     factor = tl.load(scale + tl.load(table + e * 6 + 3)).to(tl.float32)
     tokens = tl.arange(0, D.C)
     i, j = tokens[:, None], tokens[None, :]
@@ -260,10 +271,10 @@ def store_pairs(L, P, erasure, scale, table, inverse, scores, factors, h, e, ori
 
 @triton.jit
 def load_beta(beta, origin, h, tokens, count, D: tl.constexpr):
-    """Load the beta of a chunk's tokens in float32, [C], with 1e-30 in the place of numbers nearer to 0.
+    """Load beta [rows, H] of a chunk's tokens in float32, [C], with 1e-30 in the place of numbers nearer to 0.
 
-    What such a token writes, 1e-30 of its row, changes no result, and its quotient by beta is that row. The gradient of beta
-    reads this quotient.
+    What a token with beta = 1e-30 writes changes no result, and divided by beta gives its row back. The gradient of beta reads
+    this quotient.
     """
     x = load_rows(beta, origin, h, tokens, count, D)
     return tl.where(tl.abs(x) < 1e-30, 1e-30, x)
@@ -274,9 +285,10 @@ def exact_delta_key_pairs(
     q, k, erasure, g, scale, table, max_abs_cumsum, pairs, q_read, e_read, k_written, inverse, scores, factors, decays,
     D: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite the results of `delta_key_pairs` where gates are out of range.
+    """Overwrite the results of `delta_key_pairs`, in place, for each chunk and head whose gates are out of range.
 
-    `pairs` holds the number of (chunk, head) pairs; a program tests PAIRS of them.
+    max_abs_cumsum: the result of `delta_key_pairs`. pairs: [1], the number of (chunk, head) pairs; a program tests PAIRS of
+    them.
     """
     count_of_pairs = tl.load(pairs)
     for each in range(0, num_exact_pairs(max_abs_cumsum, count_of_pairs, D.PAIRS)):
@@ -303,7 +315,8 @@ def exact_delta_key_pairs_passed_outputs(
 
 @triton.jit
 def exact_pairs(q, k, erasure, g, q_read, e_read, k_written, decays, h, e, origin, count, D: tl.constexpr):
-    """Store the scaled operands of a chunk, and return L without beta and P, [C, C], for gates of any size."""
+    """Store the scaled operands and the decays of head h of chunk e, and return L without beta and P without the scale, [C, C],
+    for gates of any size. origin, count: the chunk's first row and number of tokens."""
     tokens = tl.arange(0, D.C)
     i, j = tokens[:, None], tokens[None, :]
     L, P = tl.full([D.C, D.C], 0, tl.float32), tl.full([D.C, D.C], 0, tl.float32)
@@ -335,9 +348,10 @@ def exact_pairs(q, k, erasure, g, q_read, e_read, k_written, decays, h, e, origi
 
 @triton.jit
 def unit_inverse(L, C: tl.constexpr, DTYPE: tl.constexpr):
-    """Compute (I + L)^-1, [C, C], for a strictly lower triangular L in float32; C is 16 times a power of two.
+    """Return (I + L)^-1, [C, C], for a strictly lower triangular L [C, C] in float32; C is 16 times a power of two.
 
-    DTYPE: the dtype of the products in which the inverse is used.
+    DTYPE: the dtype of the products in which the inverse is used. For bfloat16, blocks of 16 are inverted by merges, else by
+    forward substitution.
     """
     if tl.bfloat16 == DTYPE:
         X = small_inverses(diagonal_blocks(L, C, 16, 0), C // 16)
@@ -358,7 +372,8 @@ def unit_inverse(L, C: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def diagonal_blocks(L, C: tl.constexpr, SIZE: tl.constexpr, BELOW: tl.constexpr):
-    """Return the blocks of L on the diagonal, [n, SIZE, SIZE], or with BELOW = 1 those under it, the first of which is 0."""
+    """Return the C / SIZE blocks of L [C, C] on the diagonal, [n, SIZE, SIZE], or with BELOW = 1 the blocks below these, the
+    first of which is 0."""
     n: tl.constexpr = C // SIZE
     rows, columns = tl.arange(0, n)[:, None, None, None], tl.arange(0, n)[None, None, :, None]
     return tl.sum(tl.where(rows == columns + BELOW, tl.reshape(L, [n, SIZE, n, SIZE]), 0.0), 2)
@@ -366,7 +381,7 @@ def diagonal_blocks(L, C: tl.constexpr, SIZE: tl.constexpr, BELOW: tl.constexpr)
 
 @triton.jit
 def small_inverses(L, N: tl.constexpr):
-    """Compute (I + L)^-1 for N blocks, [N, 16, 16]."""
+    """Return (I + L)^-1 of each of N blocks L, [N, 16, 16], by merges of single tokens."""
     i, j = tl.arange(0, BLOCK)[None, :, None], tl.arange(0, BLOCK)[None, None, :]
     X = tl.where(i == j, 1.0, tl.where((i == j + 1) & (j % 2 == 0), -L, 0.0))
     X = merged_within(X, L, N, 2)
@@ -376,7 +391,8 @@ def small_inverses(L, N: tl.constexpr):
 
 @triton.jit
 def merged_within(X, L, N: tl.constexpr, SIZE: tl.constexpr):
-    """Merge the inverses X of neighbouring blocks of SIZE on the diagonals of N blocks of 16, [N, 16, 16]."""
+    """Return, for N blocks of 16 x 16, the inverses of the blocks of 2 * SIZE on their diagonals, [N, 16, 16]. X: the inverses
+    of the blocks of SIZE on the diagonals. L: the strictly lower triangular blocks."""
     i, j = tl.arange(0, BLOCK)[None, :, None] // SIZE, tl.arange(0, BLOCK)[None, None, :] // SIZE
     M = tl.where((i == j + 1) & (j % 2 == 0), L, 0.0)
     return X - of_blocks(X, of_blocks(M, X, N, BLOCK), N, BLOCK)
@@ -384,7 +400,7 @@ def merged_within(X, L, N: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def of_blocks(a, b, N: tl.constexpr, SIZE: tl.constexpr):
-    """Return a @ b of N blocks, [N, SIZE, SIZE] each."""
+    """Return the N products a[n] @ b[n], [N, SIZE, SIZE], in float32 by three TF32 products."""
     if N == 1:
         shape: tl.constexpr = [SIZE, SIZE]
         return tl.reshape(multiplied(tl.reshape(a, shape), tl.reshape(b, shape)), [1, SIZE, SIZE])
@@ -394,7 +410,8 @@ def of_blocks(a, b, N: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def substituted(L, N: tl.constexpr):
-    """Compute (I + L)^-1 for N blocks, [N, 16, 16]. Step r subtracts the finished row r from the rows below it."""
+    """Return (I + L)^-1 of each of N blocks L, [N, 16, 16], by forward substitution. Step r subtracts multiples of the finished
+    row r of the inverse from the rows below it."""
     i, j = tl.arange(0, BLOCK)[None, :, None], tl.arange(0, BLOCK)[None, None, :]
     X = tl.zeros([N, BLOCK, BLOCK], tl.float32) + tl.where(i == j, 1.0, 0.0)
     for r in range(0, BLOCK - 1):
@@ -407,7 +424,8 @@ def substituted(L, N: tl.constexpr):
 
 @triton.jit
 def merged(X, L, C: tl.constexpr, SIZE: tl.constexpr):
-    """Merge the inverses X [n, SIZE, SIZE] of neighbouring blocks of I + L into [n / 2, 2 * SIZE, 2 * SIZE]."""
+    """Return the inverses [n / 2, 2 * SIZE, 2 * SIZE] of the blocks of 2 * SIZE on the diagonal of I + L. X [n, SIZE, SIZE]:
+    the inverses of the blocks of SIZE there. L: [C, C]."""
     n: tl.constexpr = C // SIZE // 2
     # [n / 2, SIZE, SIZE] each
     first, second = half(X, n, SIZE, 0), half(X, n, SIZE, 1)

@@ -47,10 +47,10 @@ def delta_outputs(
 ):  # fmt: skip
     """Compute BV columns of a segment's outputs, o [rows, H, V], and of a sequence's final state, final [N, H, K, V].
 
-    START: whether sequences begin from `start` or from zero. GATE: "none", "head", or "key". inverse, scores and factors are the
-    results of `delta_scores`. With key gates q, e_read, k and decays are q_read, e_read, k_written and decays of
-    `delta_key_pairs`; without, decays are not read, and e_read is e [rows, H, K], or with beta k, which
-    float32 alone reads from there (`load_erasing`). write: w [rows, H, V], read where ERASURE is "erase+write".
+    START: whether sequences begin from `start` or from zero. GATE: "none", "head", or "key". inverse, scores and factors are
+    the results of `delta_scores`. With key gates q, e_read, k and decays are q_read, e_read, k_written and decays of
+    `delta_key_pairs`. Without key gates, decays are not read, and e_read is e [rows, H, K], or with beta k, which only float32
+    reads from e_read (`load_erasing`). write: w [rows, H, V], read where ERASURE is "erase+write".
     """
     block, h, e = place_of(tl.program_id(0), D.NV, D)
     entry = table + e * 6
@@ -99,9 +99,11 @@ def delta_outputs(
 
 @triton.jit
 def load_pairs_and_values(inverse, scores, v, pair, first, h, tokens, cv, count, D: tl.constexpr):
-    """Load T and P of a chunk, [C, C] each, and V, [C, BV].
+    """Load T and P of a chunk, [C, C] each, and V, [C, BV]. pair: the index of the (chunk, head) pair. first: the row of the
+    chunk's first token.
 
-    With several slices of a state they are loaded behind the products with the state, because registers have no room for both.
+    With several slices of a state the caller loads these behind the products with the state, because registers have no room for
+    both.
     """
     T = load_pairs(inverse, pair, tokens, count, D)
     P = load_pairs(scores, pair, tokens, count, D)
@@ -116,7 +118,8 @@ def channels(s, D: tl.constexpr):
 
 @triton.jit
 def load_slices(x, row, h, HEADS: tl.constexpr, tokens, count, D: tl.constexpr):
-    """Load x [rows, HEADS, K] of a chunk for head h, as a tuple of tiles [C, BK], one for each slice of a state."""
+    """Load x [rows, HEADS, K] of a chunk for head h, as a tuple of tiles [C, BK], one for each slice of a state. row: the row
+    of the chunk's first token. Tokens from `count` on are 0."""
     N: tl.constexpr = D.NK
     found = ()
     for s in tl.static_range(N):
@@ -126,7 +129,7 @@ def load_slices(x, row, h, HEADS: tl.constexpr, tokens, count, D: tl.constexpr):
 
 @triton.jit
 def sliced_dot(S, x, D: tl.constexpr):
-    """Return S x^T, [BV, C], from the slices of a transposed state S [BV, BK] and of x [C, BK]."""
+    """Return S x^T, [BV, C]. S: a tuple of the slices [BV, BK] of a transposed state. x: a tuple of slices [C, BK]."""
     product = dot(S[0], tl.trans(x[0]), D)
     for s in tl.static_range(1, len(S)):
         product = dot_onto(S[s], tl.trans(x[s]), product, D)
@@ -135,7 +138,8 @@ def sliced_dot(S, x, D: tl.constexpr):
 
 @triton.jit
 def sliced_dots(S, x, y, D: tl.constexpr):
-    """Return S x^T and S y^T as `sliced_dot` does, with both products of a slice together, so that its terms are formed once."""
+    """Return (S x^T, S y^T) of slices as in `sliced_dot`. Both products of a slice are formed together, so that the terms of
+    the slice are formed once."""
     of_x, of_y = dot(S[0], tl.trans(x[0]), D), dot(S[0], tl.trans(y[0]), D)
     for s in tl.static_range(1, len(S)):
         of_x, of_y = dot_onto(S[s], tl.trans(x[s]), of_x, D), dot_onto(S[s], tl.trans(y[s]), of_y, D)
@@ -146,7 +150,9 @@ def sliced_dots(S, x, y, D: tl.constexpr):
 def written_tokens(read, write, tv, T, erase_factor, up, first, h, tokens, cv, count, D: tl.constexpr):
     """Return what the tokens of a chunk write, transposed: U^T = (W * V - e^B * (E S))^T (I + T)^T, [BV, C].
 
-    read: (E S)^T [BV, C], or with key gates (e^B E S)^T. up: e^B. tv [C, BV] and T [C, C]: as they lie in memory.
+    read: (E S)^T [BV, C], or with key gates (e^B E S)^T. write: w in memory. up: e^G [C]. erase_factor: beta, or e^B without
+    beta, [C]. tv [C, BV] and T [C, C]: V and T as they lie in memory, not transposed. first, h: the row of the chunk's first
+    token, and the head.
     """
     if D.GATE == "head":
         read *= (up if D.ERASURE == "beta" else erase_factor)[None, :]
@@ -161,7 +167,8 @@ def written_tokens(read, write, tv, T, erase_factor, up, first, h, tokens, cv, c
 
 @triton.jit
 def load_erasing(e_read, tk, first, h, tokens, count, D: tl.constexpr):
-    """Load the operand of E S in slices [C, BK]: with key gates e^B E, else E; with beta K in the place of E.
+    """Load the operand of E S as a tuple of slices [C, BK]: with key gates e^B E, else E; with beta, K in the place of E. tk:
+    the slices of K, which are returned where these are the operand.
 
     The compiler does not load a float32 tile ahead that two products read in two layouts. So with beta and float32, e_read is K
     a second time.
@@ -204,16 +211,18 @@ def added_transpose(x, tile, D: tl.constexpr):
 
 @triton.jit
 def inverted(T, x, D: tl.constexpr):
-    """Return x + x T^T, the transposed rows x [BV, C] multiplied by the inverse I + T. The identity is not rounded to DTYPE."""
+    """Return x (I + T)^T = x + x T^T, [BV, C], for transposed rows x [BV, C] and T [C, C]. x, the product with the identity, is
+    not rounded to DTYPE."""
     return dot_onto(x, tl.trans(T), x, D)
 
 
 @triton.jit
 def next_states(S, U, tk, down, through, decays, chunk, h, left, D: tl.constexpr):
-    """Return the slices [BV, BK] of the transposed state behind a chunk, with key gates as the next chunk reads them.
+    """Return the slices [BV, BK] of the transposed state behind a chunk; with key gates, of the state as the next chunk reads
+    it.
 
-    U: [BV, C]. tk: the slices of K. down: e^{G_last - G}. through: the result of `load_through`. left: the tokens behind the
-    chunk.
+    S: the slices before. U: [BV, C]. tk: the slices of K. down: e^{G_last - G}. through: the result of `load_through`. chunk:
+    the chunk's index. left: how many tokens of the segment follow the chunk.
     """
     if D.GATE == "head":
         U *= down[None, :]
@@ -232,10 +241,11 @@ def next_states(S, U, tk, down, through, decays, chunk, h, left, D: tl.constexpr
 
 @triton.jit
 def next_read_state(S, U, tk, decays, chunk, h, ck, enter, D: tl.constexpr):
-    """Return the transposed state that the tokens of the next chunk read, [BV, BK], from the one that those of this chunk read.
+    """Return one slice of the transposed state that the tokens of the next chunk read, [BV, BK], from S, the slice that the
+    tokens of this chunk read.
 
-    enter: the decay [BK] of the state on its way into the next chunk. It is applied apart from the decay out of this chunk: their
-    product may be 0 where the state is large (`common.limits`).
+    U: [BV, C]. tk: [C, BK]. ck: the channels. enter: the decay [BK] of the state on its way into the next chunk. It is applied
+    apart from the decay out of this chunk: their product may be 0 where the state is large (`common.limits`).
     """
     between, leave = load_key_decay(decays, chunk, h, ck, 1, 1, D), load_key_decay(decays, chunk, h, ck, 1, 2, D)
     return (S * between[None, :] + dot(U, tk, D)) * leave[None, :] * enter[None, :]
@@ -243,23 +253,25 @@ def next_read_state(S, U, tk, decays, chunk, h, ck, enter, D: tl.constexpr):
 
 @triton.jit
 def load_key_decay(decays, chunk, h, ck, count, which, D: tl.constexpr):
-    """Load row `which` of the decays of a chunk's states with key gates, [BK]; 1 if count <= 0."""
+    """Load row `which` of the decays [chunks, H, 4, K] of a chunk's state with key gates, for the channels ck, [BK]; 1 if count
+    <= 0. Row 0 is the decay before the chunk reads, 1 between reads and writes, 2 behind the writes."""
     p = decays + ((chunk.to(tl.int64) * D.H + h) * 4 + which) * D.K
     return tl.load(p + ck, mask=ck < tl.where(count > 0, D.K, 0), other=1.0)
 
 
 @triton.jit
 def load_factor(factors, pair, which, tokens, count, D: tl.constexpr):
-    """Load row `which` of the factors of a (chunk, head) pair, [C]; tokens from `count` on are 0.
+    """Load row `which` of the factors [_, 3, C] of a (chunk, head) pair, [C]; tokens from `count` on are 0.
 
-    The rows are e^G, e^{G_last - G}, and the factor of what is erased: beta, or the decay e^B of what e reads.
+    Row 0 is e^G and row 1 is e^{G_last - G}. Row 2 is the factor of what is erased: beta, or the decay e^B of what e reads.
     """
     return tl.load(factors + (pair * 3 + which) * D.C + tokens, mask=tokens < count, other=0.0)
 
 
 @triton.jit
 def load_through(factors, chunk, h, count, D: tl.constexpr):
-    """Load e^{G_last}, the decay of a whole chunk with head gates; 1 without them and where the segment has no such chunk."""
+    """Load e^{G_last}, the decay of a whole chunk with head gates; 1 with other gates and where count <= 0. chunk: the chunk's
+    index. count: the tokens from the chunk's first on."""
     if D.GATE == "head":
         return tl.load(factors + (chunk.to(tl.int64) * D.H + h) * 3 * D.C + D.C - 1, mask=count > 0, other=1.0)
     else:
@@ -268,7 +280,8 @@ def load_through(factors, chunk, h, count, D: tl.constexpr):
 
 @triton.jit
 def load_start(start, n, h, ck, cv, D: tl.constexpr, START: tl.constexpr):
-    """Load the transposed state that sequence n begins from, [BV, BK]; 0 without START."""
+    """Load the transposed state that sequence n begins from, [BV, BK] in float32; 0 without START. start: [N, H, K, V]. ck, cv:
+    its rows and columns."""
     if START:
         return tl.trans(load_state(start, n, h, ck, cv, D.V, D.H, D.K, D.V).to(tl.float32))
     else:
@@ -277,8 +290,8 @@ def load_start(start, n, h, ck, cv, D: tl.constexpr, START: tl.constexpr):
 
 @triton.jit
 def load_starts(start, decays, chunk, n, h, cv, count, which, D: tl.constexpr, START: tl.constexpr):
-    """Load the slices of the transposed state that sequence n begins from, 0 without START; with key gates times row `which` of
-    the decays of a chunk."""
+    """Load the slices of the transposed state that sequence n begins from, a tuple of [BV, BK]; 0 without START. With key gates
+    they are multiplied by row `which` of the decays of chunk number `chunk` (`load_key_decay`)."""
     N: tl.constexpr = D.NK
     found = ()
     for s in tl.static_range(N):
@@ -291,13 +304,15 @@ def load_starts(start, decays, chunk, n, h, cv, count, which, D: tl.constexpr, S
 
 @triton.jit
 def load_columns(x, tokens, d, count, HEADS: tl.constexpr, WIDTH: tl.constexpr, SIGN: tl.constexpr):
-    """Load x[tokens, d] transposed, [BD, C]. Tokens from `count` on and columns from WIDTH on are 0."""
+    """Load x[tokens, d] transposed, [BD, C]. x: the address of channel 0 of token 0 (`tiles.load_tile`). Tokens from `count` on
+    and columns from WIDTH on are 0."""
     offsets = (SIGN * HEADS * WIDTH) * tokens[None, :] + d[:, None]
     return tl.load(x + offsets, mask=(tokens < count)[None, :] & (d < WIDTH)[:, None], other=0.0)
 
 
 @triton.jit
 def store_columns(x, value, tokens, d, count, HEADS: tl.constexpr, WIDTH: tl.constexpr, SIGN: tl.constexpr):
+    """Store value [BD, C], transposed, to x[tokens, d]. The arguments are those of `load_columns`."""
     offsets = (SIGN * HEADS * WIDTH) * tokens[None, :] + d[:, None]
     tl.store(x + offsets, value.to(x.dtype.element_ty), mask=(tokens < count)[None, :] & (d < WIDTH)[:, None])
 
@@ -307,10 +322,12 @@ def delta_states(
     q, k, v, e_read, write, decays, do, inverse, scores, factors, scale, start, d_start, table, states, written, d_states,
     d_written, d_initial, D: tl.constexpr,
 ):  # fmt: skip
-    """Compute states and d_states [chunks, H, V, K], written (U) and d_written (Y) [rows, H, V], and d_initial [N, H, K, V].
+    """Compute states and d_states [chunks, H, V, K], S before and dL/dS after each chunk, written (U) and d_written (Y) [rows,
+    H, V], and d_initial [N, H, K, V], dL/dS before each sequence.
 
-    With key gates U and, in the place of Y, -Y or with beta -beta * Y are by chunk, [chunks, H, V, C], or
-    [chunks, H, V, 2 * C] of bfloat16: then the second half holds what the first lost in rounding.
+    With key gates written and d_written are [chunks, H, V, C], by chunk, and d_written holds -Y, or with beta -beta * Y. In
+    bfloat16 they are [chunks, H, V, 2 * C]: the second half holds what the first lost in rounding. The other operands are those
+    of `delta_outputs`; do: [rows, H, V], and d_start [N, H, K, V], dL/dS after each sequence.
     """
     program = tl.program_id(0)
     if program % 2 == 0:
@@ -329,7 +346,8 @@ def scan_states(
     program, k, v, e_read, write, decays, inverse, factors, start, table, states, written, D: tl.constexpr,
     START: tl.constexpr,
 ):  # fmt: skip
-    """Store S before each chunk of a segment, and U."""
+    """Store S before each chunk of a segment, states [chunks, H, V, K], and U, written, as in `delta_states`. program: the
+    index of a block of columns, a head and a segment."""
     block, h, e = place_of(program, D.NV, D)
     entry = table + e * 6
     origin, filled = tl.load(entry), tl.load(entry + 2)
@@ -367,7 +385,9 @@ def scan_state_gradients(
     program, q, k, e_read, decays, do, inverse, scores, factors, scale, d_start, table, d_states, d_written,
     d_initial, D: tl.constexpr,
 ):  # fmt: skip
-    """Store dL/dS after each chunk of a segment and Y, and dL/dS before its sequence. d_start: dL/dS after each sequence."""
+    """Store dL/dS after each chunk of a segment, d_states [chunks, H, V, K], Y or -Y in d_written as in `delta_states`, and
+    d_initial, dL/dS before the sequence. d_start: dL/dS after each sequence. program: the index of a block of columns, a head
+    and a segment."""
     block, h, e = place_of(program, D.NV, D)
     entry = table + e * 6
     origin, filled, n = tl.load(entry), tl.load(entry + 2), tl.load(entry + 3)
@@ -424,10 +444,11 @@ def scan_state_gradients(
 
 @triton.jit
 def with_queries(dS, tdo, tq, through, factor, decays, chunk, h, D: tl.constexpr):
-    """Return the slices [BV, BK] of the decayed dL/dS of a chunk plus the term of its queries, tdo tq (times factor with key
-    gates).
+    """Return the slices [BV, BK] of dL/dS of a chunk, decayed from behind its writes to its reads, plus the term of its
+    queries, tdo tq (times factor with key gates).
 
-    dS: the slices of dL/dS behind the chunk. tdo: [BV, C]. tq: slices [C, BK]. through: e^{G_last} of head gates.
+    dS: the slices of dL/dS behind the chunk. tdo: dO, transposed and, without key gates, decayed and scaled, [BV, C]. tq:
+    slices [C, BK]. through: e^{G_last} of head gates.
     """
     after = ()
     for s in tl.static_range(len(dS)):
@@ -461,7 +482,8 @@ def previous_state_gradients(dS, erased, te, decays, chunk, c, h, D: tl.constexp
 
 @triton.jit
 def store_by_chunk(x, value, pair, tokens, d, D: tl.constexpr):
-    """Store U, -Y or -beta Y of a (chunk, head) pair, transposed, [BV, C], and behind it in bfloat16 what its rounding lost."""
+    """Store value [BV, C], U, -Y or -beta Y of a (chunk, head) pair, transposed, as x[pair, d] of x [pairs, V, C]. In bfloat16
+    x is [pairs, V, 2 * C], and the second half holds what rounding the value lost. d: the columns."""
     W: tl.constexpr = 2 * D.C if tl.bfloat16 == D.DTYPE else D.C
     p, mask = x + (pair * D.V + d[:, None]) * W + tokens[None, :], (d < D.V)[:, None]
     tl.store(p, value.to(x.dtype.element_ty), mask=mask)

@@ -105,7 +105,8 @@ def head_gradient(
     q, k, v, g, decayed, k_scaled, scores, do, scale, states, d_states, table, dq, dk, dv, dg, dscale, h, e,
     D: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of head h of chunk e, and add it to the sums over the heads that share q, k or v."""
+    """Compute the gradient of head h of chunk e, and add it in memory to the sums over the heads that share q, k or v. The
+    operands are those of `gradient`."""
     origin, length, count, n = chunk_of(table, e)
     factor = tl.load(scale + n).to(tl.float32)
     tokens, cv = tl.arange(0, D.C), tl.arange(0, D.BV)
@@ -140,10 +141,12 @@ def head_gradient(
 def key_gate_gradient(
     q, k, v, g, last, do, states, d_states, dq, dk, dg, dscale, factor, h, e, origin, length, count, D: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq, dk and dg of key gates, [C, K] each. q and k are scaled about the chunk's middle.
+    """Store dq, dk and dg of key gates, [C, K] each, and dscale of head h of chunk e. q and k are multiplied by e^M and e^-M,
+    with M the sums of gates from the chunk's middle.
 
-    In dg, the terms q * dq_pairs and k * dk_pairs cancel except for the pairs across a gate. Both use the same factors, q and k
-    scaled to 16 bits, so they cancel however dP was rounded.
+    last: of `scale_operands`. factor: the scale. origin, length, count: as `chunk_of` returns them. The others are those of
+    `gradient`. In dg, the terms q * dq and k * dk of pairs of tokens cancel except for the pairs across a gate. Both use the
+    same factors, q and k scaled to 16 bits, so they cancel however dP was rounded.
     """
     tokens, cv = tl.arange(0, D.C), tl.arange(0, D.BV)
     i, j = tokens[:, None], tokens[None, :]
@@ -195,7 +198,11 @@ def key_gate_gradient(
 def head_gate_gradient(
     q, k, v, g, do, states, d_states, dq, dk, dg, dscale, factor, h, e, n, origin, length, count, D: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq, dk [C, K] and dg [C] for per-head, constant or no gates; return the decayed scores, transposed [C, C]."""
+    """Store dq, dk [C, K], dg [C] and dscale of head h of chunk e, for per-head, constant or no gates; return P with the
+    decays, transposed, [C, C] in float32.
+
+    g: the sums G of head gates, or the constant gates [N, H]. n: the sequence. The others are those of `key_gate_gradient`.
+    """
     tokens, cv = tl.arange(0, D.C), tl.arange(0, D.BV)
     i, j = tokens[:, None], tokens[None, :]
     limit = tl.where(count > 0, D.V, 0)
@@ -264,7 +271,12 @@ def head_gate_gradient(
 def store_sum(
     x, value, row, h, tokens, d, count, WIDTH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
-    """Add the gradient of head h to x [rows, H // GROUP, WIDTH]. The first of GROUP heads overwrites what x held."""
+    """Add value [C, BD], the gradient of head h, to x [rows, H // GROUP, WIDTH] in memory. The first of GROUP neighbouring
+    heads overwrites what x held.
+
+    row: the row of the chunk's first token. tokens, d: index vectors [C] and [BD]. count: the tokens to store. All threads must
+    have stored one head before the next head is added.
+    """
     HEADS: tl.constexpr = D.H // GROUP
     p = at(x, row, h // GROUP, HEADS, WIDTH)
     if GROUP > 1:
@@ -274,9 +286,9 @@ def store_sum(
 
 @triton.jit
 def term_sums(matrix, x, SPLIT: tl.constexpr):
-    """Return matrix @ x, for a matrix of 0 and 1 and terms x whose sums nearly cancel.
+    """Return matrix @ x in float32, for a matrix [C, C] of 0 and 1 and terms x [C, BD] in float32 whose sums nearly cancel.
 
-    x has 16 bits, in two bfloat16 products (SPLIT), or full precision, in three TF32 products.
+    With SPLIT 16 bits of x are used, in two bfloat16 products; otherwise full precision, in three TF32 products.
     """
     if SPLIT:
         high = x.to(tl.bfloat16)
@@ -291,9 +303,10 @@ def term_sums(matrix, x, SPLIT: tl.constexpr):
 def exact_gradient(
     q, k, v, g, do, scale, states, d_states, table, max_abs_cumsum, pairs, dq, dk, dg, dscale, D: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite the results of `gradient` where key gates are out of range.
+    """Overwrite dq, dk, dg and dscale of `gradient`, in place, for each chunk and head whose key gates are out of range.
 
-    `pairs` holds the number of (chunk, head) pairs; a program tests PAIRS of them.
+    max_abs_cumsum: [chunks, H], of `scale_operands`. pairs: [1], the number of (chunk, head) pairs; a program tests PAIRS of
+    them. The others are those of `gradient`.
     """
     count_of_pairs = tl.load(pairs)
     for each in range(0, num_exact_pairs(max_abs_cumsum, count_of_pairs, D.PAIRS)):
@@ -320,7 +333,8 @@ def exact_gradient_passed_outputs(
 def exact_key_gate_gradient(
     q, k, v, g, do, states, d_states, dq, dk, dg, dscale, factor, h, e, origin, length, count, D: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq, dk and dg of a chunk, [C, K] each, and dscale."""
+    """Store dq, dk and dg of a chunk, [C, K] each, and dscale, for key gates of any size. The operands are those of
+    `key_gate_gradient`."""
     tokens, cv = tl.arange(0, D.C), tl.arange(0, D.BV)
     i, j = tokens[:, None], tokens[None, :]
     limit = tl.where(count > 0, D.V, 0)
@@ -375,9 +389,9 @@ def exact_key_gate_gradient(
 def wide_key_gradient(q, k, v, g, decayed, do, scale, states, d_states, table, dq, dk, dg, dscale, D: tl.constexpr):
     """Compute BK channels of dq [rows, H // GQ, K] and dk [rows, H // GK, K], and the gradients of gates and scale.
 
-    Each iteration takes BV columns of the states [chunks, H, K, V]. dg: [rows, H, K] for key gates. Else the parts of dg of
-    each block of channels: [rows, H, K / BK] for head gates and, as dscale, [chunks, H, K / BK] for constant gates. The
-    other operands are those of `gradient`.
+    Each iteration takes BV columns of the states [chunks, H, K, V]. dg: [rows, H, K] for key gates; else each block of channels
+    stores its part of the sum, [rows, H, K / BK] for head gates and [chunks, H, K / BK] for constant gates. dscale: the parts
+    of each block, [chunks, H, K / BK]. The other operands are those of `gradient`.
     """
     block, program = tl.program_id(0) % D.NK, tl.program_id(0) // D.NK
     first, e = program % (D.H // D.GROUP) * D.GROUP, program // (D.H // D.GROUP)
@@ -396,7 +410,8 @@ def wide_key_gradient(q, k, v, g, decayed, do, scale, states, d_states, table, d
 def wide_key_head(
     q, k, v, g, decayed, do, scale, states, d_states, table, dq, dk, dg, dscale, block, h, e, D: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of head h of chunk e in one block of channels."""
+    """Store the gradients that `wide_key_gradient` computes, for head h of chunk e and one block of BK channels. block: the
+    number of the block."""
     origin, length, count, n = chunk_of(table, e)
     factor = tl.load(scale + n).to(tl.float32)
     dP, tdq, tdk, state_products = sums_over_values(
@@ -420,7 +435,8 @@ def wide_key_head(
 
 @triton.jit
 def sums_over_values(v, do, states, d_states, block, h, e, origin, length, count, D: tl.constexpr, GATED: tl.constexpr):
-    """Compute dP = do v^T [C, C], do S^T and v dS^T [C, BK], and with GATED sum_v S dS [BK], for a block of channels."""
+    """Return dP = do v^T [C, C], do S^T and v dS^T [C, BK], and with GATED sum_v S dS [BK] (else zeros), in float32, for head h
+    of chunk e and block number `block` of BK channels. origin, length, count: as `chunk_of` returns them."""
     tokens, ck = tl.arange(0, D.C), block * D.BK + tl.arange(0, D.BK)
     limit = tl.where(count > 0, D.V, 0)  # padding has no state
     dP = tl.full([D.C, D.C], 0, tl.float32)
@@ -448,7 +464,11 @@ def wide_key_gates(
     tq, tk, g, last, dP, tdq, tdk, state_products, dq, dk, dg, dscale, factor, block, h, e, origin, length, count,
     D: tl.constexpr,
 ):  # fmt: skip
-    """Compute BK channels of dq, dk and dg of key gates as `key_gate_gradient` does, scaled about the chunk's middle."""
+    """Store BK channels of dq, dk and dg of key gates as `key_gate_gradient` does, and their part of dscale.
+
+    tq, tk: a chunk's queries and keys, [C, BK]. dP, tdq, tdk, state_products: the results of `sums_over_values`. block: the
+    number of the block. The others are those of `key_gate_gradient`.
+    """
     tokens, ck = tl.arange(0, D.C), block * D.BK + tl.arange(0, D.BK)
     i, j = tokens[:, None], tokens[None, :]
     # [C]
@@ -489,7 +509,8 @@ def wide_head_gates(
     tq, tk, g, dP, tdq, tdk, state_products, dq, dk, dg, dscale, factor, block, h, e, n, origin, length, count,
     D: tl.constexpr,
 ):  # fmt: skip
-    """Compute BK channels of dq and dk for per-head, constant or no gates, and these channels' part of dg and dscale."""
+    """Store BK channels of dq and dk for per-head, constant or no gates, and these channels' part of dg and dscale. The
+    operands are those of `wide_key_gates` and `head_gate_gradient`."""
     tokens, ck = tl.arange(0, D.C), block * D.BK + tl.arange(0, D.BK)
     i, j = tokens[:, None], tokens[None, :]
     if D.FORM == "none":
@@ -528,13 +549,13 @@ def wide_head_gates(
 
 @triton.jit
 def store_part(x, value, e, h, block, D: tl.constexpr):
-    """Store x[e, h, block] of x [chunks, H, K / BK]."""
+    """Store the scalar `value` as x[e, h, block] of x [chunks, H, K / BK]."""
     tl.store(x + (e.to(tl.int64) * D.H + h) * D.NK + block, value)
 
 
 @triton.jit
 def wide_value_gradient(q, k, decayed, k_scaled, scores, do, scale, d_states, table, dv, D: tl.constexpr):
-    """Compute BV columns of dv [rows, H // GV, V]. Each iteration takes BK rows of the states dS [chunks, H, K, V].
+    """Compute BV columns of dv [rows, H // GV, V]. Each iteration takes BK rows of d_states [chunks, H, K, V], the states dS.
 
     The operands are those of `gradient`.
     """
@@ -552,7 +573,8 @@ def wide_value_gradient(q, k, decayed, k_scaled, scores, do, scale, d_states, ta
 
 @triton.jit
 def wide_value_head(q, k, decayed, k_scaled, scores, do, scale, d_states, table, dv, block, h, e, D: tl.constexpr):
-    """Compute dv of head h of chunk e in one block of columns, [C, BV]. Without key gates it sums the scores over K too."""
+    """Store dv of head h of chunk e in block number `block` of BV columns, [C, BV]. Without key gates the scores P are summed
+    over K here too."""
     origin, length, count, n = chunk_of(table, e)
     factor = tl.load(scale + n).to(tl.float32)
     tokens, cv = tl.arange(0, D.C), block * D.BV + tl.arange(0, D.BV)
@@ -590,9 +612,11 @@ def wide_value_head(q, k, decayed, k_scaled, scores, do, scale, d_states, table,
 def wide_exact_gradient(
     q, k, v, g, do, scale, states, d_states, table, max_abs_cumsum, pairs, dq, dk, dg, dscale, D: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite BK channels of the results of `wide_key_gradient` where key gates are out of range.
+    """Overwrite BK channels of the results of `wide_key_gradient`, in place, for each chunk and head whose key gates are out of
+    range.
 
-    `pairs` holds the number of (chunk, head) pairs; PAIRS of them are tested by the programs of each block of channels.
+    max_abs_cumsum: [chunks, H], of `scale_operands`. pairs: [1], the number of (chunk, head) pairs; PAIRS of them are tested by
+    the programs of each block of channels.
     """
     block, group = tl.program_id(0) % D.NK, tl.program_id(0) // D.NK
     count_of_pairs = tl.load(pairs)
@@ -615,7 +639,8 @@ def wide_exact_gradient_passed_outputs(
 
 @triton.jit
 def wide_exact_head(q, k, v, g, do, scale, states, d_states, table, dq, dk, dg, dscale, block, h, e, D: tl.constexpr):
-    """Compute BK channels of dq, dk and dg of a chunk, [C, BK] each, and their part of dscale [chunks, H, K / BK]."""
+    """Store BK channels of dq, dk and dg of head h of chunk e, [C, BK] each, and their part of dscale [chunks, H, K / BK], for
+    key gates of any size. block: the number of the block of channels."""
     origin, length, count, n = chunk_of(table, e)
     factor = tl.load(scale + n).to(tl.float32)
     dP, tdq, tdk, state_products = sums_over_values(
@@ -661,12 +686,12 @@ def wide_exact_head(q, k, v, g, do, scale, states, d_states, table, dq, dk, dg, 
 def chunk_gradients(
     r: Recurrence, d_output, config: GradientConfig, chunks: Segments, operands: Operands, before, behind
 ):
-    """Compute (dq, dk, dv, the gradient of the gates, the gradient of the scale [chunks, H]).
+    """Return (dq, dk, dv, the gradient of the gates, the gradient of the scale [chunks, H]).
 
     dq, dk, dv: [B, T, heads, width]; heads is H, or fewer where a program sums heads that share an array. The gradient of the
     gates: [B, T, H, K] for per-key gates, [B, T, H] for per-head gates, and the sums of chunks [chunks, H] for constant ones;
     without gates it has no meaning. d_output: [B, T, H, V]. chunks: the segments of the table, one for each chunk. operands:
-    what the scans read. before, behind: [chunks, H, K, V], S before and dL/dS behind every chunk.
+    the result of `chunk_operands`. before, behind: [chunks, H, K, V], S before and dL/dS behind every chunk.
     """
     gradients = wide_gradients if config.columns else narrow_gradients
     return gradients(r, d_output, config, chunks, operands, before, behind)
@@ -706,8 +731,8 @@ def narrow_gradients(
 def wide_gradients(
     r: Recurrence, d_output, config: GradientConfig, chunks: Segments, operands: Operands, before, behind
 ):
-    """Compute the results of `chunk_gradients` by programs that hold a block of K or of V, and add the parts of the blocks of
-    K."""
+    """Compute the results of `chunk_gradients` by programs that hold a block of K or of V. Sums over K are stored in parts, one
+    for each block of K, and added here."""
     (B, T), (_, H, K, V) = r.q.shape[:2], r.state_shape
     gates, form = gates_of(r)
     group, summed = shared_heads(r, chunks)
@@ -745,10 +770,10 @@ def wide_gradients(
 
 
 def gradient_shapes(r: Recurrence, summed):
-    """Return the shapes [B, T, H / count, width] and the dtypes of dq, dk and dv. summed: how many heads (count) a kernel sums
-    in each.
+    """Return (shape, dtype) of dq, dk and dv. The shapes are [B, T, H / count, width].
 
-    The dtype is float32 if heads share the array, else the array's own.
+    summed: three numbers, how many neighbouring heads (count) a kernel sums in each. The dtype is the array's own if the array
+    has H heads, else float32.
     """
     (B, T), H = r.q.shape[:2], r.num_heads
     return [
@@ -758,16 +783,17 @@ def gradient_shapes(r: Recurrence, summed):
 
 
 def shared_heads(r: Recurrence, chunks: Segments) -> tuple[int, list[int]]:
-    """Return (the number of heads of a program, how many of these share one head of q, of k and of v)."""
+    """Return (the number of heads that a program takes in order, [how many of these share one head of q, of k and of v])."""
     group = heads_of_a_program(r, chunks.count)
     return group, [math.gcd(group, r.num_heads // x.shape[2]) for x in (r.q, r.k, r.v)]
 
 
 def heads_of_a_program(r: Recurrence, chunks: int) -> int:
-    """Return how many heads a program of the gradient processes in order: as many as share an array, if that fills the GPU.
+    """Return how many heads a program of the gradient processes in order: the largest divisor of the number of heads that share
+    an array with which at least four programs for each multiprocessor are left, or 1. chunks: the number of chunks.
 
-    The wide kernels have more programs than are counted here, so they fill it too. With key gates it is 1: their gradient has
-    every head, and the exact kernels overwrite the results of single heads.
+    The wide kernels have more programs than are counted here, so they fill the GPU too. With key gates the result is 1: their
+    gradient has every head, and the exact kernels overwrite the results of single heads.
     """
     H = r.num_heads
     if r.decay.form == "key":

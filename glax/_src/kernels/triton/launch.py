@@ -43,22 +43,26 @@ accept_live_operands()
 
 @dataclasses.dataclass(frozen=True)
 class Dimensions:
-    """Hold the constants of a launch, the argument D of every kernel. A kernel reads those that its launch gives.
+    """Hold the constants of a launch, the argument D of every kernel. A kernel reads only those that its launch gives.
 
-    H, HQ, HK, HV: the heads of states, queries, keys and values; HA, HB those of the operands of a state's scan. K, V: the rows
-    and columns of a state. C: the tokens of a chunk. BK, BV, BH: the rows, columns and heads of a block. IN_BLOCKS: whether a
-    gradient sums over V in blocks of BV columns. SIGN: -1 if a scan is from the last token to the first, else 1. DTYPE,
-    PRECISION: of products (`tiles.dot`). FORM: the form of the decay, and GATE what the scans of the delta rule read of it.
-    ERASURE: the form of the erasure. BEFORE: whether e reads the state before the token's decay. PER_TOKEN: the rows of a token.
-    GRADIENT: whether what the gradient alone reads is stored. GROUP: the heads that a program takes in order, GQ, GK and GV how
-    many of them share a query, key or value. PAIRS: the (chunk, head) pairs that a program of an exact kernel tests. PLACES: of a
-    replay ring; REPLAY: the tokens from one write of a state to the next; ALONG: whether what is erased is taken along another
-    key; SCALED: the rows of a state in 8 bits that share a scale. TRANSPOSED: whether the second factor of a product is. Of the
-    selective scan: LANES share a channel, and each has as many channels as OWN says; SPAN: the tokens that are unrolled; whether
-    there are RESETS and a SKIP. Of grouped rows: H groups; ROWS: the rows of a block, and GROUP the blocks of rows that run
-    beside each other. Of a step of softmax attention: GROUP heads of q read one of k, ROWS of them in a program; C keys of a
-    block, PARTS of the keys; VALUE: whether there is an array of values. If not, BK columns hold the channels of a key behind its
-    value. Of softmax attention over chosen blocks of keys: SIZE, the keys of a block.
+    H, HQ, HK, HV: the heads of states, queries, keys and values; HA, HB: the heads of the two operands of a state's scan
+    (`chunked.carry_state`). K, V: the rows and columns of a state. C: the tokens of a chunk. BK, BV, BH: the rows, columns and
+    heads of a block. IN_BLOCKS: whether a gradient sums over V in blocks of BV columns. SIGN: -1 if a scan is from the last
+    token to the first, else 1. DTYPE, PRECISION: of products (`tiles.dot`). FORM: the form of the decay; GATE: what the scans
+    of the delta rule read of the decay; HEAD, KEY, VALUE: the parts of the decay that kernels of single tokens read. START,
+    D_START: what a scan and its adjoint start from. ADJOINT: whether a scan carries dL/dS. LAST: whether the last segment has
+    results too. ERASURE: the form of the erasure. BEFORE: whether e reads the state before the token's decay. PER_TOKEN: the
+    rows of a chunk for each token. GRADIENT: whether what the gradient alone reads is stored. GROUP: the heads that a program
+    takes in order; GQ, GK, GV: how many of these share a head of the gradient of q, k and v. PAIRS: the (chunk, head) pairs
+    that a program of an exact kernel tests.
+
+    Replay: PLACES of a replay ring; REPLAY: the tokens from one write of a state to the next; ALONG: whether what is erased is
+    taken along another key; SCALED: the rows of a state in 8 bits that share a scale. Selective scan: LANES lanes share a
+    channel, and each has OWN channels; SPAN: the tokens that are unrolled; RESETS, SKIP: whether there are resets and a skip.
+    Grouped rows: H groups; TRANSPOSED: whether the second factor is transposed; ROWS: the rows of a block; GROUP: the blocks of
+    rows that run beside each other. Step of softmax attention: GROUP heads of q read one of k, ROWS of these heads in a
+    program; C keys of a block; PARTS of the keys; VALUE: whether there is an array of values. If not, BK columns hold the
+    channels of a key behind its value. Softmax attention over chosen blocks: SIZE, the keys of a block.
     """
 
     H: int
@@ -126,9 +130,11 @@ class Dimensions:
 
 
 def launch(kernel, programs: int, operands, outputs, *, warps: int, stages: int, in_place=None, **constants):
-    """Run kernel(*operands, *outputs, D=Dimensions(**constants)) with `programs` programs, and return the outputs.
+    """Run kernel(*operands, *outputs, D=Dimensions(**constants)) with `programs` programs, and return the outputs as a list.
 
-    outputs: (shape, dtype) of each. in_place: {index of an operand: index of the output that shares its memory}.
+    operands: arrays. outputs: (shape, dtype) of each. in_place: {index of an operand: index of the output that shares its
+    memory}. warps, stages: Triton's num_warps and num_stages. constants: fields of `Dimensions`. Inside `compile_in_parallel`
+    the kernel also starts to compile in another thread.
     """
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs]
     options = dict(grid=(programs,), num_warps=warps, num_stages=stages, D=Dimensions(**constants))

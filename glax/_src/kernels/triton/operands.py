@@ -48,9 +48,9 @@ SCALE_STAGES = 3
 
 @triton.jit
 def add_scores(A, diagonal, row_max, tq, tk, gates, tokens, D: tl.constexpr):
-    """Return A + (tq e^M) (tk e^-M)^T [C, C], `diagonal` plus the diagonal of that product [C], and the larger of row_max and the
-    largest |M| of every row [C]. tq, tk, gates: [C, BK]. M is summed from the middle of the chunk.
-    """
+    """Return A + (tq e^M) (tk e^-M)^T [C, C], `diagonal` plus the diagonal of this product [C], and the larger of row_max and
+    the largest |M| of each row [C]. tq, tk: queries and keys, [C, BK]. gates: log gates [C, BK]. M: their sums from the middle
+    of the chunk, [C, BK]. All are in registers."""
     M = whole_gate_sums(middle_matrix(tokens, D.C), gates)
     row_max = tl.maximum(row_max, tl.max(tl.abs(M), 1))
     binary = M * LOG2E
@@ -63,9 +63,9 @@ def add_scores(A, diagonal, row_max, tq, tk, gates, tokens, D: tl.constexpr):
 def scale_operands(q, k, g, table, q_scaled, k_scaled, scores, last, max_abs_cumsum, D: tl.constexpr):
     """Compute the scaled operands q_scaled, k_scaled [rows, H, K], the scores [chunks, H, C, C], and the sums of gates.
 
-    last [chunks, H, 2, K]: G_last, and the sum L over the first half of the chunk. max_abs_cumsum [chunks, H]: the largest
-    |M| or |L| (`common.limits`); the gate of the first token is in L only. The sums are matrix products, whose results have
-    the layout that is needed. Two of their rows are `last`, so no reduction is needed.
+    last [chunks, H, 2, K]: G_last, and the sum L over the first half of the chunk. max_abs_cumsum [chunks, H]: the largest |M|
+    or |L| (`common.limits`); the gate of the first token is in L only. The sums are matrix products, whose results have the
+    layout of the operands. Two rows of G are `last`, so no reduction is needed.
 
     The scores are formed behind the other sums of gates, where the terms of the gates no longer take registers. In chunks of 16
     they are formed before one of these sums: Triton computes all rows in every warp where the loop's last product is [16, 16].
@@ -103,10 +103,11 @@ def scale_operands(q, k, g, table, q_scaled, k_scaled, scores, last, max_abs_cum
 
 @triton.jit
 def exact_scores(q, k, g, table, max_abs_cumsum, pairs, scores, D: tl.constexpr):
-    """Overwrite the scores of chunks whose gates are out of range for `scale_operands`.
+    """Overwrite the scores [chunks, H, C, C] of chunks whose gates are out of range for `scale_operands`, in place.
 
-    The scores are log2(C) products, each with a reference between its tokens. `pairs` holds the number of (chunk, head)
-    pairs; a program tests PAIRS of them.
+    The scores are log2(C) products (`tiles.halving`), in each of which decays are taken from a token between the two of a pair.
+    max_abs_cumsum: the result of `scale_operands`. pairs: [1], the number of (chunk, head) pairs; a program tests PAIRS of
+    them.
     """
     count_of_pairs = tl.load(pairs)
     tokens = tl.arange(0, D.C)
@@ -176,15 +177,18 @@ def dimensions(r: Recurrence, chunk: int) -> dict:
 
 
 def gates_of(r: Recurrence):
-    """Return (the array of gates, their form). Without gates the array is not read."""
+    """Return (the array of gates, their form): the constant [N, H], head [B, T, H] or key [B, T, H, K] gates of r. Without
+    gates the array is another one, which no kernel reads."""
     d, form = r.decay, r.decay.form
     return next((x for x in (d.constant, d.head, d.key) if x is not None), r.scale), form
 
 
 class Operands(NamedTuple):
-    """Hold the q, k and gates that a scan reads, and the scores of each chunk.
+    """Hold what a scan reads in place of q, k and the gates, and the scores of each chunk.
 
-    Where a form of gates has no scores and max_abs_cumsum, an array that is not read stands for them.
+    q, k: q_scaled and k_scaled [B, T, H, K] for key gates, else r.q and r.k. gates: `last` [chunks, H, 2, K] for key gates, G
+    [B, T, H] for head gates, r's own [N, H] for constant ones. scores [chunks, H, C, C], max_abs_cumsum [chunks, H]: of key
+    gates only. Where a form of gates has no such array, another that is not read stands for it.
     """
 
     q: Array
@@ -195,14 +199,16 @@ class Operands(NamedTuple):
 
     @property
     def heads(self) -> dict:
-        """Return the numbers of heads of q and k as the constants HQ and HK. Scaled q and k have all H heads."""
+        """Return the numbers of heads of q and k as {"HQ": ..., "HK": ...}, constants of `Dimensions`. Scaled q and k have all
+        H heads."""
         return dict(HQ=self.q.shape[2], HK=self.k.shape[2])
 
 
 def chunk_operands(r: Recurrence, chunks: Segments, chunk: int) -> Operands:
-    """Compute the operands of each chunk.
+    """Compute the operands of each chunk of r, on any form of gates. chunks: the segments of the table, one for each chunk of
+    `chunk` tokens.
 
-    For key gates, these are the results of `scale_operands` and `exact_scores`. For head gates, gates are their cumulative
+    For key gates, these are the results of `scale_operands` and `exact_scores`. For head gates, `gates` are their cumulative
     sums within each chunk.
     """
     (gates, form), (_, H, K, _) = gates_of(r), r.state_shape
@@ -231,7 +237,7 @@ def chunk_operands(r: Recurrence, chunks: Segments, chunk: int) -> Operands:
 
 
 def head_gate_sums(r: Recurrence, gates, chunks: Segments, chunk: int):
-    """Return the cumulative sums of head gates within each chunk, [B, T, H] in float32."""
+    """Return the cumulative sums G of head gates [B, T, H] within each chunk of `chunk` tokens, [B, T, H] in float32."""
     shape = dict(dimensions(r, chunk), BH=width(r.num_heads))
     output = [(gates.shape, jnp.float32)]
     return launch(head_gate_cumsums, chunks.count, (gates, chunks.table), output, **shape, warps=4, stages=1)[0]

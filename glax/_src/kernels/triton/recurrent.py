@@ -15,9 +15,11 @@ from glax._src.kernels.triton.tiles import at, exp, load_state, place_of, store_
 
 @triton.jit
 def log_decays(head, key, value, row, h, n, k, v, D: tl.constexpr):
-    """Return the log decays of one token for the rows [BK] and columns [BV] of the state.
+    """Return the log decays of one token for the rows [BK] and columns [BV] of the state, in float32; zeros for gates that are
+    absent.
 
-    HEAD: "constant", "head" or "none".
+    head, key, value: the arrays of gates, read according to D.HEAD ("constant", "head" or "none"), D.KEY and D.VALUE. row: the
+    token's row of [B * T]. h, n: the head and sequence. k, v: indices of rows [BK] and columns [BV].
     """
     rows, columns = tl.zeros(k.shape, tl.float32), tl.zeros(v.shape, tl.float32)
     if D.HEAD == "constant":
@@ -33,7 +35,8 @@ def log_decays(head, key, value, row, h, n, k, v, D: tl.constexpr):
 
 @triton.jit
 def decayed(S, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return S e^rows e^columns, [BK, BV], for the sides that have gates."""
+    """Return e^rows S e^columns, [BK, BV]. rows [BK], columns [BV]: log decays. ROWS, COLUMNS: whether these are applied at
+    all."""
     if ROWS:
         mild, factor = change(rows)
         S = tl.where(mild[:, None], S, 0.0) + S * factor[:, None]
@@ -45,7 +48,8 @@ def decayed(S, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def change(log):
-    """Return (whether a gate is mild, its factor), where the factor is e^log - 1 for a mild gate, else e^log.
+    """Return (whether each gate is mild, its factor). log: log decays. A gate of less than 1/64 in size is mild, and its factor
+    is e^log - 1; the factor of others is e^log.
 
     A factor e^log would round equal gates in the same direction at every token: 2600 gates of -1e-6 would be off by 8e-5.
     """
@@ -56,7 +60,7 @@ def change(log):
 
 @triton.jit
 def vector(x, row, head, d, HEADS: tl.constexpr, D: tl.constexpr):
-    """Load x[row, head], [BD], in float32."""
+    """Load x[row, head] of x [rows, HEADS, D], in float32: [BD], with 0 from channel D on. d: the indices of channels."""
     return tl.load(at(x, row, head, HEADS, D) + d, mask=d < D, other=0.0).to(tl.float32)
 
 
@@ -64,8 +68,9 @@ def vector(x, row, head, d, HEADS: tl.constexpr, D: tl.constexpr):
 def written(S, before, kt, vt, beta, erase, write, row, h, k, v, D: tl.constexpr):
     """Return what a token writes to its decayed state S along its key, [BV]: v, or with an erasure w * v - S^T e.
 
-    ERASURE: "none", "beta" (e = beta k and w = beta), "erase" (w = 1) or "erase+write". BEFORE: e reads the state before the
-    decay, `before`.
+    D.ERASURE: "none", "beta" (e = beta k and w = beta), "erase" (w = 1) or "erase+write". D.BEFORE: e reads `before`, the state
+    before the decay. S, before: [BK, BV]. kt, vt: the token's key and value. beta [rows, H], erase [rows, H, K], write [rows,
+    H, V]: arrays in device memory. row, h: the token's row and head. k, v: indices of rows and columns.
     """
     if D.ERASURE == "none":
         return vt
@@ -79,7 +84,12 @@ def written(S, before, kt, vt, beta, erase, write, row, h, k, v, D: tl.constexpr
 
 @triton.jit
 def recurrent(q, k, v, head, key, value, beta, erase, write, scale, start, table, o, final, D: tl.constexpr):
-    """Compute o [rows, H, V] and final [N, H, K, V]. A program has one sequence, one head and BV columns of v."""
+    """Compute the outputs o [rows, H, V] and the final states `final` [N, H, K, V]. A program has one sequence, one head and BV
+    columns of v.
+
+    head, key, value, beta, erase, write: the arrays of gates and of the erasure (`gates_of`, `erasure_operands`). start: the
+    initial states [N, H, K, V], read with D.START. table: of `Segments`, one segment for each sequence.
+    """
     block, h, e = place_of(tl.program_id(0), D.NV, D)
     entry = table + e * 6
     origin, length, filled = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
@@ -141,8 +151,8 @@ def step_passed_pool(q, k, v, head, key, value, beta, erase, write, scale, slots
 
 
 def gates_of(r: Recurrence):
-    """Return the arrays of head, key and value gates, and the constants that say which there are. An array that is not read
-    stands for an absent gate."""
+    """Return ([head, key, value], {HEAD, KEY, VALUE}): the arrays of gates, and the constants of `Dimensions` that say which
+    are read. `head` holds the constant gates [N, H] if r has these. r.scale, which is not read, stands for an absent gate."""
     d = r.decay
     head = d.head if d.constant is None else d.constant
     arrays = [r.scale if x is None else x for x in (head, d.key, d.value)]
@@ -153,8 +163,8 @@ def gates_of(r: Recurrence):
 
 
 def erasure_operands(r: Recurrence):
-    """Return the arrays beta, erase and write, and the constants that say which there are. An array that is not read stands for
-    an absent one."""
+    """Return ([beta, erase, write], {ERASURE, BEFORE}): the arrays of the erasure, and the constants of `Dimensions` that say
+    which are read. r.scale, which is not read, stands for an absent array."""
     flags = dict(ERASURE="none", BEFORE=False)
     if r.erasure is not None:
         flags = dict(ERASURE=r.erasure.form, BEFORE=r.erasure.before_decay)
@@ -162,6 +172,8 @@ def erasure_operands(r: Recurrence):
 
 
 def shape(r: Recurrence, columns: int) -> dict:
+    """Return the sizes among the constants of `Dimensions`, by name. columns: BV, the columns of the state in a program, which
+    has all rows."""
     _, H, K, V = r.state_shape
     return dict(H=H, HQ=r.q.shape[2], HK=r.k.shape[2], HV=r.v.shape[2], K=K, V=V, BK=width(K), BV=columns)
 
@@ -185,7 +197,8 @@ def run_tokens(r: Recurrence, config: TokenConfig) -> Outputs:
 
 
 def run_step(r: Recurrence, pool, slots, config: TokenConfig):
-    """Advance B sequences by one token; return the outputs [B, 1, H, V] and the pool [P, H, K, V].
+    """Advance B sequences by one token; return the outputs [B, 1, H, V] and the pool [P, H, K, V]. slots: [B], the row of the
+    pool of each sequence; -1 for none, whose output is 0.
 
     The pool is updated in place if the caller donates it. Otherwise JAX copies it first.
     """

@@ -120,7 +120,8 @@ def recurrent(r: Recurrence, *, config: TokenConfig) -> Outputs:
     erases_before_decay=True,
 )
 def recurrent_step(r: Recurrence, pool, slots, *, config: TokenConfig):
-    """Advance each sequence by one token. Its state in the pool is read and written once, with an erasure too."""
+    """Return (outputs, pool) after one token of each sequence. pool: [P, H, K, V], in which each sequence's state is read and
+    written once, in place. slots: the row of the pool of each sequence, -1 for none."""
     from glax._src.kernels.triton import recurrent as tokens
 
     return tokens.run_step(r, pool, slots, config)

@@ -48,23 +48,24 @@ TILE = 2**12  # numbers of a tile of keys
 
 @triton.jit
 def load_vector(x, row, head, d, HEADS: tl.constexpr, WIDTH: tl.constexpr):
-    """Load x[row, head], [BD]."""
+    """Load x[row, head] of x [rows, HEADS, WIDTH], [BD], in x's own dtype, with 0 from channel WIDTH on. d: the indices of
+    channels."""
     return tl.load(at(x, row, head, HEADS, WIDTH) + d, mask=d < WIDTH, other=0.0)
 
 
 @triton.jit
 def wide(x):
-    """Return x in float32. A sum that changes nothing keeps the compiler from changing the layout of x earlier.
+    """Return x in float32. The addition of 0 keeps the compiler from changing the layout of x earlier.
 
-    All threads wait for such a change. Directly behind the load of x, the wait would delay the loads that follow.
+    All threads wait for a change of layout. Directly behind the load of x, the wait would delay the loads that follow.
     """
     return x.to(tl.float32) + 0.0
 
 
 @triton.jit
 def load_gates(head, key, value, h, n, k, v, D: tl.constexpr):
-    """Load the log decays of the new token: for the rows of the state [BK] or one number, and for the columns [BV]; zeros
-    without gates."""
+    """Load the log decays of the new token: (for the rows of the state [BK], or one number if all rows share a gate; for the
+    columns [BV]); zeros without gates. n, h: the sequence and head. k, v: indices of rows and columns."""
     rows, columns = tl.zeros([D.BK], tl.float32), tl.zeros([D.BV], tl.float32)
     if D.KEY:
         rows = load_vector(key, n, h, k, D.H, D.K)
@@ -77,7 +78,8 @@ def load_gates(head, key, value, h, n, k, v, D: tl.constexpr):
 
 @triton.jit
 def ring_tile(x, row, tokens, held, head, d, HEADS: tl.constexpr, WIDTH: tl.constexpr):
-    """Load x[row + tokens, head, d], [C, BD], with 0 for tokens that are not among the first `held` of the ring."""
+    """Load x[row + tokens, head, d], [C, BD], with 0 for tokens that are not among the first `held` of the ring. row: the row
+    of the slot's first place in x [P * PLACES, HEADS, WIDTH]. tokens: places of the ring, [C]."""
     p = at(x, row + tokens, head, HEADS, WIDTH)[:, None] + d[None, :]
     is_held = (tokens >= 0) & (tokens < held)
     return tl.load(p, mask=is_held[:, None] & (d < WIDTH)[None, :], other=0.0)
@@ -85,10 +87,12 @@ def ring_tile(x, row, tokens, held, head, d, HEADS: tl.constexpr, WIDTH: tl.cons
 
 @triton.jit
 def load_ring(ring, row, first, held, h, k, v, C: tl.constexpr, D: tl.constexpr):
-    """Load k_i, u_i, b_i and y_i of C consecutive tokens i, from first - 1 on, and the gates of the tokens i + 1.
+    """Load (k_i, u_i, b_i, y_i) of C consecutive tokens i of the ring, from first - 1 on, and the gates of the tokens i + 1 for
+    rows and columns of the state: six tiles [C, BK or BV], or [C, 1] for what is absent or has one number for each token.
 
     Row i of a tile has token first + i - 1, of which -1 stands for S_0, and the gates of token first + i. So the sum of gates
-    from row i on is the log decay behind the token of row i. ring: the arrays of `RingedStates`.
+    from row i on is the log decay behind the token of row i. ring: the arrays of `RingedStates`. row: the row of the slot's
+    first place. held: the number of tokens in the ring.
     """
     ring_key, ring_value, ring_head, ring_row, ring_column, ring_along, ring_erased = ring
     place = first + tl.arange(0, C)
@@ -113,10 +117,10 @@ def load_ring(ring, row, first, held, h, k, v, C: tl.constexpr, D: tl.constexpr)
 
 @triton.jit
 def decayed(loaded, rows, columns, D: tl.constexpr):
-    """Return ((k_i, u_i, b_i, y_i) decayed to the new token, [C, BK or BV], rows, columns).
+    """Return ((k_i, u_i, b_i, y_i) decayed to the new token, [C, BK or BV] each, rows, columns), in float32.
 
-    loaded: the result of `load_ring`. rows, columns: the sums of the gates of newer tokens; these tokens' gates are added to
-    the results.
+    loaded: the result of `load_ring`. rows, columns: the sums of the log decays of newer tokens. The returned ones include the
+    gates of the loaded tokens.
     """
     keys, values, bs, ys = wide(loaded[0]), wide(loaded[1]), wide(loaded[2]), wide(loaded[3])
     gates, column_gates = wide(loaded[4]), wide(loaded[5])
@@ -142,7 +146,8 @@ def read_term(x, keys, values):
 
 @triton.jit
 def read_ring(out, erased, q, e, terms, D: tl.constexpr):
-    """Return `out` and `erased` plus what q and e read of the ring's decayed tokens. terms: the first result of `decayed`."""
+    """Return `out` and `erased`, [BV] each, plus what q and e [BK] read of the ring's decayed tokens. terms: the first result
+    of `decayed`."""
     keys, values, bs, ys = terms
     out += read_term(q, keys, values)
     if D.ERASURE != "none":
@@ -157,8 +162,8 @@ def read_ring(out, erased, q, e, terms, D: tl.constexpr):
 def add_ring(added, rows, columns, ring, row, held, h, k, v, D: tl.constexpr):
     """Return (`added` [BK, BV] plus the decayed terms k_i u_i^T and b_i y_i^T of the ring's tokens, rows, columns).
 
-    rows, columns: the sums of the gates of newer tokens; the ring's gates are added to the results. held: the number of tokens
-    in the ring.
+    rows, columns: the sums of the log decays of newer tokens. The returned ones include the ring's gates. row: the row of the
+    slot's first place. held: the number of tokens in the ring.
     """
     for i in range(0, held // FOLDED + 1):
         loaded = load_ring(ring, row, (held // FOLDED - i) * FOLDED, held, h, k, v, FOLDED, D)
@@ -172,8 +177,8 @@ def add_ring(added, rows, columns, ring, row, held, h, k, v, D: tl.constexpr):
 
 @triton.jit
 def folded(S, added, rows, columns, D: tl.constexpr):
-    """Return e^rows S e^columns + added, [BK, BV]. S is added as such, at last, so that equal gates do not round in one
-    direction."""
+    """Return e^rows S e^columns + added, [BK, BV]. rows, columns: sums of log decays. Where these are mild (`change`), S itself
+    is added last, to S (e^rows e^columns - 1) + added, so that equal gates do not round in one direction."""
     if D.KEY or D.HEAD != "none":
         mild, factor = change(rows + tl.zeros([D.BK], tl.float32))
         mild, factor = mild[:, None], factor[:, None]
@@ -194,8 +199,11 @@ def folded(S, added, rows, columns, D: tl.constexpr):
 
 @triton.jit
 def append(ring, row, block, h, k, v, kt, ut, bt, yt, gate, column_gate, D: tl.constexpr):
-    """Store the new token in row `row` of the ring. Each program stores its columns; one program of a head stores the keys and
-    their gates."""
+    """Store the new token in row `row` of the ring, in device memory. Each program stores its columns of v; one program of a
+    head (block 0) stores the keys and their gates.
+
+    kt, ut, bt, yt: k, u, b and y of the token, [BK] or [BV]. gate, column_gate: its log decays (`load_gates`).
+    """
     ring_key, ring_value, ring_head, ring_row, ring_column, ring_along, ring_erased = ring
     if D.ERASURE != "none":
         store_vector(ring_value, ut, row, h, v, D.H, D.V)
@@ -218,18 +226,19 @@ def append(ring, row, block, h, k, v, kt, ut, bt, yt, gate, column_gate, D: tl.c
 
 @triton.jit
 def store_vector(x, value, row, head, d, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    """Store value [BD] as x[row, head] of x [rows, HEADS, WIDTH], in x's own dtype. d: the indices of channels."""
     tl.store(at(x, row, head, HEADS, WIDTH) + d, value.to(x.dtype.element_ty), mask=d < WIDTH)
 
 
 @triton.jit
 def scales_of(scales, slot, head, D: tl.constexpr):
-    """Return the address of the first scale of a state in 8 bits."""
+    """Return the address of the first of the K / SCALED scales of a head's state in 8 bits, in scales [P, H, K / SCALED]."""
     return scales + (slot.to(tl.int64) * D.H + head) * (D.K // D.SCALED)
 
 
 @triton.jit
 def factor_of(values):
-    """Return FACTOR, by which the rests of states in 8 bits are multiplied."""
+    """Return FACTOR, by which the rests of states in 8 bits are multiplied, for the dtype of the array `values`."""
     return FACTOR_INT8 if values.dtype.element_ty == tl.int8 else FACTOR_FLOAT8
 
 
@@ -244,7 +253,8 @@ def narrowed(x, DTYPE: tl.constexpr, LARGEST: tl.constexpr):
 
 @triton.jit
 def store_compact(values, rests, scales, S, slot, h, k, v, D: tl.constexpr):
-    """Store S [BK, BV] in 8 bits, with new scales. All numbers of SCALED rows are NaN if one is not finite."""
+    """Store S [BK, BV] in 8 bits in `values`, with new scales and rests, in row `slot` of each array. All numbers of a group of
+    SCALED rows are NaN if one of the group is not finite."""
     LARGEST: tl.constexpr = LARGEST_INT8 if values.dtype.element_ty == tl.int8 else LARGEST_FLOAT8
     DTYPE: tl.constexpr = values.dtype.element_ty
     GROUPS: tl.constexpr = D.BK // D.SCALED
@@ -267,7 +277,12 @@ def replay(
     q, k, v, head, key, value, beta, erase, write, along, scale, slots, states, rests, scales, ring_key, ring_value,
     ring_head, ring_row, ring_column, ring_along, ring_erased, length, drafted, o, D: tl.constexpr,
 ):  # fmt: skip
-    """Advance sequence n by one token, in row slots[n] of the pool and its ring, in place. For slot -1 the output is 0."""
+    """Advance sequence n by one token, in row slots[n] of the pool and its ring, in place. For slot -1 the output o [B, H, V]
+    is 0. A program has one sequence, one head and BV columns.
+
+    states, rests, scales, ring_..., length, drafted: the arrays of `RingedStates`; length counts the tokens in each slot's
+    ring, and drafted is set to 0. The other operands are those of `recurrent.step`, and `along` is b.
+    """
     block, h, n = place_of(tl.program_id(0), D.NV, D)
     ck, cv = tl.arange(0, D.BK), block * D.BV + tl.arange(0, D.BV)
     slot = tl.load(slots + n)
@@ -360,8 +375,9 @@ def recurrent_replay(
 ) -> tuple[Array, RingedStates]:
     """Advance B sequences by one token; return the outputs [B, H, V] and the pool.
 
-    A slot outside of the pool is no sequence. Without slots, sequence b is in row b. The pool is updated in place if the caller
-    donates it.
+    slots: [B], the row of the pool of each sequence; None if sequence b has row b. A sequence whose slot is outside of the pool
+    has the output 0 and changes nothing. The pool is updated in place if the caller donates it. Raises ValueError if
+    config.columns are fewer than V and states have 8 bits.
     """
     before = pool.arrays()
     (B, V), P, places = (r.q.shape[0], r.v.shape[3]), pool.states.shape[0], pool.ring.key.shape[1]
@@ -389,9 +405,9 @@ def recurrent_replay(
 
 
 def tokens_of_a_tile(places: int, rows: int) -> int:
-    """Return the number of rows of a tile of the ring's tokens, a power of two: one for each place and one for S_0, unless that
-    exceeds MOST_TOKENS or TILE numbers.
+    """Return C, the number of rows of a tile of the ring's tokens, a power of two: at least one for each place and one for S_0,
+    unless that exceeds MOST_TOKENS or makes a tile of more than TILE numbers.
 
-    places: the places of the ring. rows: the rows of the state.
+    places: the places of the ring. rows: the rows of the state, BK.
     """
     return min(1 << places.bit_length(), MOST_TOKENS, max(2, TILE // rows))

@@ -14,13 +14,14 @@ SEQUENCE = 3  # the column of the table that holds the sequence
 @dataclasses.dataclass(frozen=True)
 class Segments:
     """Represent the sequences as segments of at most `size` tokens, each of one sequence, in scan order. Every sequence has at
-    least one.
+    least one segment.
 
+    count: the number M of rows of the table.
     table: a row for each segment: (row of its first token in the [B * T] rows, rows to write, rows that hold tokens,
            sequence, edges, first chunk). Token p of a segment is p rows after its first token, or before it with
            `reverse`. Rows of padding are written and hold no token. edges: 1 for the first segment of a sequence, plus 2
            for its last, 0 in padding. first chunk: the index of its first chunk among the chunks of all sequences.
-    begins: the segments of sequence n are begins[n] to begins[n + 1].
+    begins: the segments of sequence n are begins[n] to begins[n + 1] - 1.
 
     T is in the values and never in the shape of a kernel, so one compiled kernel serves every T.
     """
@@ -31,7 +32,8 @@ class Segments:
 
 
 def segments_of(r: Recurrence, size: int, chunk: int) -> Segments:
-    """Cut every sequence into segments of `size` tokens, a multiple of `chunk`."""
+    """Return the segments of r: every sequence is cut into segments of `size` tokens, from its first token in scan order on.
+    size: a multiple of `chunk`, the tokens of a chunk."""
     B, T = r.q.shape[:2]
     if r.boundaries is None:
         xp, starts, lengths = np, np.arange(B) * T, np.full(B, T)
@@ -66,8 +68,8 @@ def segments_of(r: Recurrence, size: int, chunk: int) -> Segments:
 
 
 def segment_count(r: Recurrence, size: int) -> int:
-    """Return the number of rows of the table, for segments of `size` tokens. With packed sequences it is as many as any
-    boundaries could need."""
+    """Return M, the number of rows of `Segments.table`, for segments of `size` tokens. With packed sequences M is the largest
+    number that any boundaries could need, and the rows behind the last segment are unused."""
     B, T = r.q.shape[:2]
     return -(-T // size) * B if r.boundaries is None else T // size + r.num_sequences + 1
 

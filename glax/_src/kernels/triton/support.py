@@ -49,7 +49,8 @@ def erasing_refusal(r: Recurrence) -> str | None:
 
 
 def step_refusal(r: Recurrence) -> str | None:
-    """Return why the decoding step does not support r, or None."""
+    """Return why the decoding step does not support r, whose sequences must have one token each and must not be packed, or
+    None."""
     if r.boundaries is not None:
         return "takes one token of each sequence, got cu_seqlens: `recurrent` takes packed sequences"
     if r.q.shape[1] != 1:
@@ -58,7 +59,8 @@ def step_refusal(r: Recurrence) -> str | None:
 
 
 def replay_refusal(r: Recurrence) -> str | None:
-    """Return why the step of a `StatePool` does not support one token r of states in the dtype of r's initial states, or None."""
+    """Return why the step of a `StatePool` does not support r, one token of each sequence, or None. The pool's states have the
+    dtype of r's initial states, or float32 if there are none."""
     if (why := step_refusal(r)) is not None:
         return why
     if numbers(version_of("jax-triton") or "") < (0, 4):
@@ -80,7 +82,7 @@ def replay_refusal(r: Recurrence) -> str | None:
 
 
 def replay_priority(r: Recurrence) -> int:
-    """Return a priority below the CUDA kernel's 0, which runs where NVRTC is installed."""
+    """Return -1. The CUDA kernel, whose priority is 0, is preferred where NVRTC is installed."""
     return -1
 
 
@@ -90,9 +92,10 @@ def chunked_priority(r: Recurrence) -> int:
 
 
 def token_priority(r: Recurrence) -> int:
-    """Return a priority above `chunked` where a chunk would be mostly padding, and above XLA elsewhere.
+    """Return 20, above the chunked kernels, where T < SMALL_T and a chunk would be mostly padding. Return 5 otherwise, above
+    XLA's kernels, or -5 with an erasure.
 
-    Where `chunked` refuses a long recurrence with an erasure, XLA's chunked kernel is preferred.
+    Where `chunked` refuses a long recurrence with an erasure, -5 lets XLA's chunked kernel run.
     """
     if r.q.shape[1] < SMALL_T:
         return 20

@@ -14,7 +14,7 @@ FAST_LIMIT = tl.constexpr(limits.FAST_LIMIT)
 
 @triton.jit
 def runtime_bound(n, count):
-    """Return n for any count >= 0. The compiler does not know that, so it does not unroll a loop of n iterations."""
+    """Return n, as a bound of a loop that is not unrolled. count: any number >= 0 that only the running kernel knows."""
     return tl.where(count >= 0, n, 0)
 
 
@@ -37,10 +37,10 @@ def chunk_of(table, e):
 
 @triton.jit
 def num_exact_pairs(max_abs_cumsum, count, PAIRS: tl.constexpr, BLOCKS: tl.constexpr = 1):
-    """Return the number of (chunk, head) pairs that a program must test for the exact form: all of its PAIRS if any of their
-    |cumulative sum| exceeds FAST_LIMIT, else 0.
+    """Return the number of (chunk, head) pairs that this program must test for the exact form: PAIRS if any of its PAIRS pairs
+    has a largest |cumulative sum| above FAST_LIMIT, else 0.
 
-    BLOCKS neighbouring programs have the same pairs.
+    max_abs_cumsum: [count] in device memory, the largest |sum| of each pair. BLOCKS neighbouring programs have the same pairs.
     """
     pair = tl.program_id(0) // BLOCKS * PAIRS + tl.arange(0, PAIRS)
     largest = tl.max(tl.load(max_abs_cumsum + pair, mask=pair < count, other=0.0), 0)
@@ -60,10 +60,11 @@ def dot(a, b, D: tl.constexpr):
 
 @triton.jit
 def dot_onto(a, b, c, D: tl.constexpr):
-    """Return c + a @ b in float32, for operands that need no rounding to TF32. c may be None.
+    """Return c + a @ b in float32, for operands a and b that need no rounding to TF32, such as results of `operand`. c may be
+    None, for 0.
 
-    PRECISION "tf32 terms" has the three products of "tf32x3" in two sums, so that a chain of products is a third as long, and
-    fewer terms are in registers at a time.
+    With PRECISION "tf32 terms" the three products of "tf32x3" are added in two separate sums. Each chain of dependent products
+    is a third as long, and fewer terms are in registers at a time.
     """
     if D.PRECISION == "tf32 terms":
         a_high, a_low = tf32_terms(a)
@@ -76,13 +77,14 @@ def dot_onto(a, b, c, D: tl.constexpr):
 
 @triton.jit
 def tf32_bits(x):
-    """Return the bits of float32 x rounded to the nearest TF32 number. Those of NaN may be another number's."""
+    """Return the bits, as int32, of float32 x rounded to the nearest TF32 number. For NaN the bits may be another number's."""
     return (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
 
 
 @triton.jit
 def tf32_terms(x):
-    """Split float32 x into a TF32 number, rounded to nearest, and the rest, which tensor cores truncate: 22 bits together."""
+    """Return float32 x as (high, x - high), with high the nearest TF32 number. Tensor cores truncate x - high to TF32; both
+    terms together have 22 bits of x."""
     high = tf32_bits(x).to(tl.float32, bitcast=True)
     return high, x - high
 
@@ -102,14 +104,16 @@ def operand(x, D: tl.constexpr):
 
 @triton.jit
 def split(x, DTYPE: tl.constexpr):
-    """Split float32 x into two bfloat16 terms of 16 bits together. The first is truncated, not rounded."""
+    """Return float32 x as two terms (high, low) in DTYPE, bfloat16, which together have 16 bits of x. high is x truncated, not
+    rounded."""
     high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     return high.to(DTYPE), (x - high).to(DTYPE)
 
 
 @triton.jit
 def add_fine_dot(c, a, b, D: tl.constexpr):
-    """Return c + a @ b^T in float32, with float32 operands. bfloat16 products use 16 bits of each."""
+    """Return c + a @ b^T in float32, for float32 a and b. Where D.DTYPE is bfloat16, three bfloat16 products take 16 bits of a
+    and of b; otherwise the product is `dot`."""
     if tl.bfloat16 == D.DTYPE:
         high, low = split(a, D.DTYPE)
         b_high, b_low = split(b, D.DTYPE)
@@ -121,7 +125,8 @@ def add_fine_dot(c, a, b, D: tl.constexpr):
 
 @triton.jit
 def half_fine_dot(a, b, D: tl.constexpr):
-    """Return a @ b in float32, with a in D.DTYPE and b in float32. bfloat16 products use 16 bits of b, TF32 products all."""
+    """Return a @ b in float32, for a in D.DTYPE and b in float32. Where D.DTYPE is bfloat16, two bfloat16 products take 16 bits
+    of b; otherwise three TF32 products take all bits of both."""
     if tl.bfloat16 == D.DTYPE:
         high, low = split(b, D.DTYPE)
         return tl.dot(a, high, tl.dot(a, low))
@@ -137,13 +142,17 @@ def at(x, row, head, HEADS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_tile(x, tokens, d, count, HEADS: tl.constexpr, WIDTH: tl.constexpr, SIGN: tl.constexpr):
-    """Load x[tokens, d], [C, BD], with x the address of token 0. Tokens from `count` on and columns from WIDTH on are 0."""
+    """Load x[tokens, d], [C, BD], in x's own dtype. x: the address in device memory of channel 0 of token 0. tokens, d: index
+    vectors [C] and [BD]. A token is HEADS * WIDTH elements behind the one before, or before it if SIGN is -1. Tokens from
+    `count` on and channels from WIDTH on are 0."""
     offsets = (SIGN * HEADS * WIDTH) * tokens[:, None] + d[None, :]
     return tl.load(x + offsets, mask=(tokens < count)[:, None] & (d < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
 def store_tile(x, value, tokens, d, count, HEADS: tl.constexpr, WIDTH: tl.constexpr, SIGN: tl.constexpr):
+    """Store value [C, BD] to x[tokens, d], in x's own dtype. The other arguments are those of `load_tile`; tokens from `count`
+    on and channels from WIDTH on are not stored."""
     offsets = (SIGN * HEADS * WIDTH) * tokens[:, None] + d[None, :]
     tl.store(x + offsets, value.to(x.dtype.element_ty), mask=(tokens < count)[:, None] & (d < WIDTH)[None, :])
 
@@ -152,14 +161,15 @@ def store_tile(x, value, tokens, d, count, HEADS: tl.constexpr, WIDTH: tl.conste
 def load_tokens(
     x, row, h, HEADS: tl.constexpr, WIDTH: tl.constexpr, tokens, d, count, D: tl.constexpr
 ):  # fmt: skip
-    """Load the tile of x [rows, HEADS, WIDTH] for head h and the tokens of a chunk, [C, BD]. row: the row of the chunk's first
-    token."""
+    """Load [C, BD] of x [rows, HEADS, WIDTH] for the tokens of a chunk and the channels d. row: the row of the chunk's first
+    token. h: a head of D.H; D.H / HEADS of these share one head of x. count: the tokens from which on zeros are returned."""
     return load_tile(at(x, row, h // (D.H // HEADS), HEADS, WIDTH), tokens, d, count, HEADS, WIDTH, D.SIGN)
 
 
 @triton.jit
 def load_pairs(x, pair, tokens, count, D: tl.constexpr):
-    """Load x[pair] of x [pairs, C, C], a number for each pair of tokens of a (chunk, head) pair."""
+    """Load x[pair], [C, C], of x [pairs, C, C], which holds a number for each two tokens of a (chunk, head) pair. Rows and
+    columns from `count` on are 0."""
     return load_tile(x + pair * D.C * D.C, tokens, tokens, count, 1, D.C, 1)
 
 
@@ -167,7 +177,8 @@ def load_pairs(x, pair, tokens, count, D: tl.constexpr):
 def load_state(
     x, index, head, k, v, limit, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, EVICTION: tl.constexpr = ""
 ):  # fmt: skip
-    """Load x[index, head, k, v], [BK, BV]; 0 from row K and from column `limit` on."""
+    """Load the block [BK, BV] of x[index, head], a state of x [_, H, K, V], in x's own dtype. k, v: the rows and columns of the
+    block. Rows from K on and columns from `limit` on are 0. EVICTION: Triton's eviction_policy."""
     p = x + (index.to(tl.int64) * H + head) * (K * V) + k[:, None] * V + v[None, :]
     return tl.load(p, mask=(k < K)[:, None] & (v < limit)[None, :], other=0.0, eviction_policy=EVICTION)
 
@@ -176,6 +187,7 @@ def load_state(
 def store_state(
     x, value, index, head, k, v, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, EVICTION: tl.constexpr = ""
 ):  # fmt: skip
+    """Store value [BK, BV] as the block of rows k and columns v of x[index, head], of x [_, H, K, V], in x's own dtype."""
     p = x + (index.to(tl.int64) * H + head) * (K * V) + k[:, None] * V + v[None, :]
     mask = (k < K)[:, None] & (v < V)[None, :]
     tl.store(p, value.to(x.dtype.element_ty), mask=mask, eviction_policy=EVICTION)
@@ -183,16 +195,19 @@ def store_state(
 
 @triton.jit
 def load_key_gates(g, row, head, tokens, k, count, D: tl.constexpr):
-    """Load log gates [C, BK] in their own dtype, clamped at LOG_OF_ZERO."""
+    """Load the log gates g [rows, H, K] of a chunk's tokens and the channels k, [C, BK], in their own dtype, raised to at least
+    LOG_OF_ZERO. row: the row of the chunk's first token. Tokens from `count` on have gates of 0."""
     x = load_tokens(g, row, head, D.H, D.K, tokens, k, count, D)
     return tl.maximum(x.to(tl.float32), LOG_OF_ZERO).to(x.dtype)
 
 
 @triton.jit
 def load_head_sums(G, row, head, sequence, tokens, count, D: tl.constexpr):
-    """Load G [tokens], the cumulative sums of the chunk's gates; from token `count` on, the sum of the whole chunk.
+    """Load G at the indices `tokens` of a chunk, the sums of the chunk's log gates through each; from token `count` on, the sum
+    of the whole chunk. The result has the shape of `tokens`, a scalar or a vector; it is 0.0 without gates.
 
-    G holds the results of `head_gate_cumsums`, or the constants of the sequences.
+    G: the results [rows, H] of `head_gate_cumsums`, or for the form "constant" the gates [N, H] of the sequences. row: the row
+    of the chunk's first token.
     """
     if D.FORM == "none":
         return 0.0
@@ -207,18 +222,18 @@ def load_head_sums(G, row, head, sequence, tokens, count, D: tl.constexpr):
 
 @triton.jit
 def load_key_sums(last, chunk, head, k, count, D: tl.constexpr, FIRST: tl.constexpr = False):
-    """Load the sums of a chunk's key gates, [BK]; with FIRST over its first half only. They are 0 if count <= 0, where there is
-    no such chunk."""
+    """Load the sums over a chunk of the log gates of the channels k, [BK], or with FIRST the sums over its first half. last:
+    the result [chunks, H, 2, K] of `scale_operands`. The sums are 0 if count <= 0, where there is no such chunk."""
     p = last + (chunk.to(tl.int64) * D.H + head) * 2 * D.K + FIRST * D.K
     return tl.load(p + k, mask=k < tl.where(count > 0, D.K, 0), other=0.0)
 
 
 @triton.jit
 def gate_sums(matrix, x):
-    """Return matrix @ x in float32, for a [C, C] matrix of 0, 1 and -1 and gates x [C, D].
+    """Return matrix @ x in float32, for a [C, C] matrix of 0, 1 and -1 and log gates x [C, D].
 
-    float32 gates are two terms of TF32, 22 bits together. Of other gates no bit is lost: only the sum rounds. Where a gate of the
-    channel is -inf, all of its sums are NaN.
+    float32 gates are rounded to two terms of TF32, 22 bits together. Gates in other dtypes lose no bit; only the sum rounds.
+    Where a gate of a channel is -inf, all sums of this channel are NaN.
     """
     if x.dtype == tl.float32:
         return tl.dot(matrix.to(tl.float32), x, input_precision="tf32x3")
@@ -258,11 +273,11 @@ def whole_gate_sums(matrix, x):
 
 @triton.jit
 def halving(tokens, half):
-    """Return the mask of one level of halving, and the matrix of its gate sums, both [C, C].
+    """Return (mask, matrix) of one level of halving, both [C, C]. tokens: 0 to C - 1. half: a power of two below C.
 
-    The mask selects the pairs with one token in the later and one in the earlier half of a block of 2 * half tokens. The
-    matrix sums the gates between a token and the middle of its block. That middle lies between the tokens of each pair,
-    so all exponents are <= 0.
+    The mask is True for pairs with token i in the later and token j in the earlier half of a block of 2 * half tokens. The
+    matrix sums the gates between a token and the middle of its block. That middle lies between the tokens of each pair, so all
+    exponents are <= 0.
     """
     i, j = tokens[:, None], tokens[None, :]
     middle = i // (2 * half) * (2 * half) + half
@@ -274,22 +289,24 @@ def halving(tokens, half):
 
 @triton.jit
 def later_half_before(tokens, half):
-    """Return the matrix [C, C] that sums gates from the middle of a block of 2 * half tokens to before a token of its later
-    half."""
+    """Return the matrix [C, C] of 0 and 1 whose row i, for a token in the later half of a block of 2 * half tokens, sums the
+    gates from the block's middle through token i - 1. Rows of the earlier half are 0."""
     i, j = tokens[:, None], tokens[None, :]
     return tl.where((j >= i // (2 * half) * (2 * half) + half) & (j < i), 1.0, 0.0)
 
 
 @triton.jit
 def middle_matrix(tokens, C: tl.constexpr):
-    """Return the matrix whose row i sums the gates from the chunk's middle through token i, with sign -1 before the middle."""
+    """Return the matrix [C, C] whose product with gates is M. Row i sums the gates from the chunk's middle through token i;
+    before the middle, row i sums those of the tokens between i and the middle, with sign -1."""
     i, j = tokens[:, None], tokens[None, :]
     return tl.where((j >= C // 2) & (j <= i), 1.0, 0.0) - tl.where((j < C // 2) & (j > i), 1.0, 0.0)
 
 
 @triton.jit
 def exact_factors(gates, tokens):
-    """Return e^{G_i} and e^{G_last - G_i}, [C, BK], each from a sum of its own, and e^{G_last}, [BK]."""
+    """Return e^{G_i} and e^{G_last - G_i}, [C, BK], each from a sum of its own, and e^{G_last}, [BK]. gates: log gates [C, BK].
+    G_i is their sum through token i, and G_last the sum over the chunk."""
     i, j = tokens[:, None], tokens[None, :]
     up = exp(gate_sums(tl.where(j <= i, 1.0, 0.0), gates))
     down = exp(gate_sums(tl.where(j > i, 1.0, 0.0), gates))
