@@ -9,20 +9,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class Packing(NamedTuple):
-    """Hold how a call packs sequences. cuts: the boundaries of sequences, as in `cu_seqlens`. resets: True at tokens that start
-    from a state of zeros. At most one of the two is not None; without packing, both are None."""
+    """Hold how a call packs sequences: their boundaries, `cuts` as in `cu_seqlens`, or `resets`, True at tokens that start from
+    a state of zeros. Both are None without packing."""
 
     cuts: Int[Array, "cuts"] | None
     resets: Bool[Array, "G T"] | None
 
 
 class SelectiveOperands(NamedTuple):
-    """Hold the operands of a selective scan, whose state h has N numbers for each channel:
+    """Hold the operands of   h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t,   y_t = h_t C_t,   with N numbers of h for each channel.
 
-        h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t,    y_t = h_t C_t
-
-    states: the initial state of each sequence. There are G sequences, or those between packing.cuts. x, dt, B and C have any
-    float dtype. A and the states have one common dtype, in which sums are formed.
+    states: the initial state of each of the G sequences, or of those between packing.cuts. x, dt, B and C have any float dtype.
+    A and the states have one common dtype, in which sums are formed.
     """
 
     x: Float[Array, "G T D"]

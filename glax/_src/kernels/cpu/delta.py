@@ -15,7 +15,7 @@ from glax._src.kernels.cpu.operands import STORED, marks_of, operands_of
 
 
 def erasure_operands(r: Recurrence) -> list[Array | None]:
-    """Return beta, erase and write, the library's last operands, each in a dtype that it reads or None."""
+    """Return [beta, erase, write], operands of the library: each in a dtype that the library reads, or None if r has none."""
     return [x if x is None or x.dtype in STORED else x.astype(jnp.float32) for x in arrays_of(r.erasure)]
 
 
@@ -31,7 +31,8 @@ def forward(r: Recurrence) -> Outputs:
 
 
 def gradient(r: Recurrence, d_output: Float[Array, "B T H V"], d_final: Float[Array, "N H K V"]) -> Recurrence:
-    """Compute the gradient of every input. In addition to the results, each thread holds one state for every 256 tokens."""
+    """Compute the gradient of every input of a recurrence with an erasure. In addition to the results, each thread holds one
+    state for every 256 tokens."""
     (B, T), (N, H, K, V), decay, erasure = r.q.shape[:2], r.state_shape, r.decay, r.erasing
 
     def each(x: Array):
@@ -71,7 +72,8 @@ def gradient(r: Recurrence, d_output: Float[Array, "B T H V"], d_final: Float[Ar
 
 
 def step(r: Recurrence, pool: Float[Array, "P H K V"], slots: Int[Array, "B"]):
-    """Advance each sequence by one token, in place in the pool. Return the output [B, 1, H, V] and the pool."""
+    """Advance each sequence by one token, in place in the pool. Return the output [B, 1, H, V] and the pool. slots: the row of
+    the pool of each sequence, -1 for none."""
     *arrays, _, _, scale = operands_of(r)
     results = [
         jax.ShapeDtypeStruct((r.q.shape[0], 1, r.num_heads, r.v.shape[3]), r.q.dtype),

@@ -26,6 +26,7 @@ def load_library() -> ctypes.CDLL | str:
 
 
 def register(library: ctypes.CDLL):
+    """Register the kernels that the library has with XLA. Raises ValueError if the library has handlers of another version."""
     if (built := library.glax_interface()) != INTERFACE:
         raise ValueError(f"it has the handlers of version {built}, this version of glax calls those of {INTERFACE}")
     # The interface does not change when a handler is added, so an older library may lack some: see `missing`.
@@ -35,8 +36,8 @@ def register(library: ctypes.CDLL):
 
 
 def check_instructions():
-    """Raise ValueError unless GLAX_CPU_INSTRUCTIONS, the widest instructions for kernels, is a name that native/parallel_for.h
-    knows."""
+    """Raise ValueError unless the variable GLAX_CPU_INSTRUCTIONS is unset, or is one of INSTRUCTIONS: the widest instructions
+    that kernels may use."""
     named = os.environ.get("GLAX_CPU_INSTRUCTIONS") or INSTRUCTIONS[0]
     if named not in INSTRUCTIONS:
         known = f"{', '.join(INSTRUCTIONS[:-1])} or {INSTRUCTIONS[-1]}"
@@ -44,8 +45,8 @@ def check_instructions():
 
 
 def missing(target: str = TARGETS[0]) -> str | None:
-    """Return the reason why the native kernel `target` cannot run here, or None. Raise ValueError for an unknown
-    GLAX_CPU_INSTRUCTIONS."""
+    """Return the reason why the native kernel with the handler `target` cannot run here, or None. Raises ValueError for an
+    unknown GLAX_CPU_INSTRUCTIONS."""
     check_instructions()
     found = load_library()
     if isinstance(found, str):

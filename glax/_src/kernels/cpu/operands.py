@@ -9,7 +9,9 @@ STORED = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def operands_of(r: Recurrence) -> list[Array | None]:
-    """Return the library's operands: gates in a dtype that it reads, constants and states in float32."""
+    """Return the library's first operands: q, k, v, the head, key and value gates, the constant decay, the initial state,
+    boundaries and scale. Gates are in a dtype that the library reads, the constant decay, states and scale in float32,
+    boundaries in int32. None stands for what r does not have."""
     decay = r.decay
     gates = [
         x if x is None or x.dtype in STORED else x.astype(jnp.float32) for x in (decay.head, decay.key, decay.value)

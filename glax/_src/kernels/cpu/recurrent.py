@@ -47,7 +47,8 @@ class NativeConfig(Config):
 
 
 def takes(r: Recurrence) -> str | None:
-    """Return why no native kernel can run r, because of its arrays or of the library; None if one can."""
+    """Return why no native kernel can run r, because of the dtypes of q, k and v or because the library is missing; None if one
+    can."""
     for name in ("q", "k", "v"):
         if (dtype := getattr(r, name).dtype) not in STORED:
             return f"takes float32, bfloat16 and float16, {name} is {dtype}"
@@ -55,8 +56,12 @@ def takes(r: Recurrence) -> str | None:
 
 
 def register(algorithm: str, **traits):
-    """Return the decorator that registers a native kernel of this algorithm. Its priority is above every XLA kernel's, because
-    it was faster at every shape measured (docs/internals/experiments/cpu.md)."""
+    """Return the decorator that registers a native kernel of this algorithm. traits: further arguments of
+    `kernel_registry.register`.
+
+    The priority is above every XLA kernel's, because native kernels were faster at every shape measured
+    (docs/internals/experiments/cpu.md).
+    """
     traits = dict(supports=takes, erases=True, priority=lambda r: 4) | traits
     return kernel_registry.register(algorithm, Platform.CPP, Backend.CPU, **traits)
 
@@ -121,12 +126,14 @@ def recurrent_vjp(
 
 
 def heads_summed(sharing: int) -> int:
-    """Return the number of heads whose shared gradient one task sums: the smallest divisor of `sharing` that is at least
-    SUMMED, so that there are many tasks."""
+    """Return the number of heads whose shared gradient one task sums: the smallest divisor of `sharing` that is at least SUMMED
+    and less than `sharing`, or else `sharing`. Many small sums give many tasks. sharing: the number of heads that share one
+    query, key or value."""
     return next((n for n in range(SUMMED, sharing) if sharing % n == 0), sharing)
 
 
 def step_supports(r: Recurrence) -> str | None:
+    """Return why native code does not support a step of r, whose states lie in a pool, or None."""
     if r.initial_state is not None and r.initial_state.dtype not in STORED:
         return f"stores states as float32, bfloat16 and float16, the pool is {r.initial_state.dtype}"
     if r.boundaries is not None:
@@ -139,7 +146,8 @@ def step_supports(r: Recurrence) -> str | None:
 
 
 def tokens_supports(r: Recurrence) -> str | None:
-    """Return why native code does not run a few tokens of each sequence, whose states lie in a pool; None if it does."""
+    """Return why native code does not run T tokens of each sequence, 1 to MAX_TOKENS, whose states lie in a pool; None if it
+    does."""
     if is_symbol(T := r.q.shape[1]) or not 0 < T <= MAX_TOKENS:
         return f"takes from 1 to {MAX_TOKENS} tokens of each sequence, got T={T}"
     if r.boundaries is not None or r.segments is not None or r.reverse:
@@ -153,7 +161,8 @@ def tokens_supports(r: Recurrence) -> str | None:
 def recurrent_step(
     r: Recurrence, pool: Float[Array, "P H K V"], slots: Int[Array, "B"], *, config: Config
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "P H K V"]]:
-    """Advance each sequence by its tokens, in place in the pool. Each state is read once and written once.
+    """Advance each sequence by its T tokens, in place in the pool. Each state is read once and written once. slots: the row of
+    the pool of each sequence, -1 for none.
 
     The delta rule takes one token, and reads a state twice, because what a token writes depends on the whole state before it.
     """
@@ -173,7 +182,8 @@ def recurrent_step(
 def recurrent_verify(
     r: Recurrence, pool: Float[Array, "P H K V"], slots: Int[Array, "B"], *, config: Config
 ) -> Float[Array, "B T H V"]:
-    """Compute the outputs of each sequence's tokens. Its state in the pool is read once for all of them, and does not change.
+    """Compute the outputs of each sequence's T tokens. The sequence's state in the pool is read once for all of them, and does
+    not change. slots: the row of the pool of each sequence, -1 for none.
 
     native/tokens.h has the formulas. A token whose query is 0 has an output of 0, and costs no read of the state.
     """
@@ -183,6 +193,7 @@ def recurrent_verify(
 
 
 def replay_supports(r: Recurrence) -> str | None:
+    """Return why native code does not support one token of each sequence whose states have replay rings, or None."""
     if (T := r.q.shape[1]) != 1:
         return f"takes one token of each sequence, got T={T}"
     if r.boundaries is not None or r.segments is not None:
@@ -198,7 +209,7 @@ def recurrent_replay(
     r: Recurrence, pool: RingedStates, slots: Int[Array, "B"] | None, *, config: Config
 ) -> tuple[Float[Array, "B H V"], RingedStates]:
     """Advance each sequence by one token. Its state and its replay ring are read once, and the state is written at every
-    `replay`-th token."""
+    `replay`-th token. slots: the row of the pool of each sequence; None if sequence b has row b."""
     return replay.recurrent_replay(r, pool, slots)
 
 

@@ -16,7 +16,8 @@ def recurrent_replay(
 ) -> tuple[Float[Array, "B H V"], RingedStates]:
     """Advance B sequences by one token, in place in the pool and its rings. Return the outputs [B, H, V] and the pool.
 
-    A slot outside of the pool is no sequence. Without slots, sequence b is in row b.
+    slots: the row of the pool of each sequence, where one outside of the pool stands for no sequence. None if sequence b has
+    row b.
     """
     *tokens, _, _, scale = operands_of(r.replace(initial_state=None))
     state, *others = pool.arrays()

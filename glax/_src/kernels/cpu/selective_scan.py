@@ -19,7 +19,8 @@ GROUPS = 16  # partial sums of the gradients of B and C, at most
 
 
 def takes(operands: SelectiveOperands | StepOperands) -> str | None:
-    """Return why no native kernel can run the operands, because of their dtypes or of the library; None if one can."""
+    """Return why no native kernel can run the operands, because of their dtypes or shapes or because the library is missing;
+    None if one can."""
     if operands.x.dtype not in STORED:
         return f"takes float32, bfloat16 and float16, x is {operands.x.dtype}"
     if any(is_symbol(size) for x in jax.tree.leaves(operands) for size in x.shape):
@@ -28,6 +29,7 @@ def takes(operands: SelectiveOperands | StepOperands) -> str | None:
 
 
 def step_takes(operands: StepOperands) -> str | None:
+    """Return why the native kernel cannot run a step, or None."""
     if operands.pool.dtype not in STORED:
         return f"stores states as float32, bfloat16 and float16, the state is {operands.pool.dtype}"
     if 0 in (operands.x.shape[0], operands.pool.shape[0]):
@@ -41,6 +43,8 @@ def readable(x: Array) -> Array:
 
 
 def operands_of(p: SelectiveOperands) -> list[Array | None]:
+    """Return the library's operands: x, dt, A, B, C, the initial states, the boundaries and the resets, the last two in int32
+    or None."""
     in_int32 = [None if x is None else x.astype(jnp.int32) for x in p.packing]
     return [readable(p.x), readable(p.dt), p.A, readable(p.B), readable(p.C), p.states, *in_int32]
 
@@ -72,7 +76,8 @@ def gradient(
     *,
     reverse: bool,
 ) -> tuple[Array, ...]:
-    """Return the gradients of x, dt, A, B, C and the states, in their dtypes. Those of rows of no sequence are undefined."""
+    """Return the gradients of x, dt, A, B, C and the states, in their dtypes. starts: the states before chunks that `forward`
+    saved. Gradients of rows of no sequence are undefined."""
     x, dt = readable(p.x), readable(p.dt)
     D = x.shape[2]
     channels = -(-D // (GROUPS * ALIGNMENT)) * ALIGNMENT

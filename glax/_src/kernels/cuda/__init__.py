@@ -44,7 +44,7 @@ def refusal(r: Recurrence) -> str | None:
 
 
 def pooled_refusal(r: Recurrence, stored: Iterable[str] = STORED) -> str | None:
-    """Return why the kernels on a pool of states do not support r, or None. stored: the dtypes of states."""
+    """Return why the kernels on a pool of states do not support r, or None. stored: the dtypes of states that they take."""
     if r.boundaries is not None:
         return "takes the same number of tokens of each sequence, got cu_seqlens: `recurrent` takes packed sequences"
     if r.q.shape[1] >= SHORT:
@@ -55,10 +55,11 @@ def pooled_refusal(r: Recurrence, stored: Iterable[str] = STORED) -> str | None:
 
 
 def priority(r: Recurrence) -> int:
-    """Return a priority above Triton's 20 for sequences shorter than SHORT, and below its 5 for longer ones.
+    """Return 25, above Triton's 20, for sequences of fewer than SHORT tokens. For longer ones return 3, below Triton's 5 and
+    above XLA's priorities.
 
-    It is above XLA's, under the delta rule for up to MOST_HEADS heads of all sequences: with more, XLA's chunks of the delta rule
-    fill the GPU too.
+    Under the delta rule with more than MOST_HEADS heads of all sequences, return -1 for these, below XLA's: its chunks of the
+    delta rule then fill the GPU too.
     """
     if r.q.shape[1] < SHORT:
         return 25
@@ -66,7 +67,7 @@ def priority(r: Recurrence) -> int:
 
 
 def step_priority(r: Recurrence) -> int:
-    """Return a priority above Triton's 0 for states of LARGE bytes and more, and below it for smaller ones.
+    """Return 1, above Triton's 0, for states of LARGE bytes and more, and -1 for smaller ones.
 
     docs/internals/cuda.md: 64 sequences, of 67 MB and more, were as fast or faster at every shape. One sequence, of 2 to 4 MB,
     was slower. Between these nothing was measured.
@@ -98,7 +99,7 @@ def recurrent(r: Recurrence, *, config: CudaConfig) -> Outputs:
 @register("recurrent.step", supports=pooled_refusal, priority=step_priority)
 def recurrent_step(r: Recurrence, pool, slots, *, config: CudaConfig):
     """Advance each sequence by its T tokens: return the outputs [B, T, H, V] and the pool. Each state in the pool is read once
-    and written once."""
+    and written once, in place. slots: the row of the pool of each sequence, -1 for none."""
     from glax._src.kernels.cuda import scan
 
     return scan.recurrent_step(r, pool, slots, config)
@@ -107,7 +108,7 @@ def recurrent_step(r: Recurrence, pool, slots, *, config: CudaConfig):
 @register("recurrent.verify", supports=pooled_refusal)
 def recurrent_verify(r: Recurrence, pool, slots, *, config: CudaConfig):
     """Compute the outputs of each sequence's T tokens, [B, T, H, V]. Each state in the pool is read once, and the pool does not
-    change."""
+    change. slots: the row of the pool of each sequence, -1 for none."""
     from glax._src.kernels.cuda import scan
 
     return scan.recurrent_verify(r, pool, slots, config)
@@ -126,8 +127,8 @@ def replay_refusal(r: Recurrence) -> str | None:
 
 @register("recurrent.replay", supports=replay_refusal, config=ReplayConfig)
 def recurrent_replay(r: Recurrence, pool, slots, *, config: ReplayConfig):
-    """Advance each sequence by one token: return the outputs and the pool. Its state and replay ring are read once, and the
-    state is written at every `replay`-th token."""
+    """Advance each sequence by one token: return the outputs and the pool. The sequence's state and replay ring are read once,
+    and the state is written at every `replay`-th token. slots: as of `cuda.replay.recurrent_replay`."""
     from glax._src.kernels.cuda import replay
 
     return replay.recurrent_replay(r, pool, slots, config)

@@ -28,15 +28,16 @@ STORED_BYTES = (4, 2, 2, 1, 1)
 
 
 def is_compact(states: Array | None) -> bool:
-    """Return whether states are stored in 8 bits."""
+    """Return whether states are stored in 8 bits. states: an array of states, or None for states in float32."""
     return states is not None and str(states.dtype) in COMPACT
 
 
 def layout_of(V: int, columns: int, state_bytes: int) -> tuple[int, int]:
-    """Return (lanes, vector): how many threads share a row of the state, and how many columns each reads at a time, at most 8.
+    """Return (lanes, vector): how many threads share a row of the state, and how many columns each thread reads at a time, at
+    most 8.
 
-    lanes * vector is the number of columns in a block. It is `columns`, or fewer where V has fewer, and where 32 threads cannot
-    read as many in one access each. state_bytes: the bytes of an element of a stored state.
+    lanes * vector is the number of columns in a block. It is `columns`, the most of a config, or fewer where V has fewer, and
+    where 32 threads cannot read as many in one access each. state_bytes: the bytes of an element of a stored state.
     """
     vector = math.gcd(V, columns, min(8, 16 // state_bytes))
     return min(32, max(1, columns // vector), 1 << (-(-V // vector) - 1).bit_length()), vector

@@ -23,15 +23,17 @@ class Image:
 
 @functools.cache
 def device_source(kernel: str) -> str:
+    """Return the text of all headers and of device/<kernel>.cu."""
     return "\n".join((DEVICE / name).read_text() for name in (*HEADERS, f"{kernel}.cu"))
 
 
 @functools.cache
 def image_of(kernel: str, constants: tuple[tuple[str, int], ...], architecture: str) -> Image:
-    """Return the program of device/<kernel>.cu with these constants for an architecture such as "sm_90".
+    """Return the program of device/<kernel>.cu with these constants for an architecture such as "sm_90". constants: (name,
+    value) pairs.
 
     Stored code is used if its digest is right and nobody else can have written it. Damaged code is compiled again and replaced.
-    A folder that cannot be written, and a file that is not trusted, cost a warning. Raises CompileError if NVRTC rejects the
+    A folder that cannot be written, and a file that is not trusted, give a warning. Raises CompileError if NVRTC rejects the
     program, and RuntimeError if there is no NVRTC.
     """
     compiler = load_compiler()
@@ -45,6 +47,7 @@ def image_of(kernel: str, constants: tuple[tuple[str, int], ...], architecture: 
 
 
 def program_text(kernel: str, constants: tuple[tuple[str, int], ...]) -> str:
+    """Return the source of a program: the constants, by name, as constexpr int, and then the text of `device_source`."""
     lines = (f"constexpr int {name} = {value};\n" for name, value in constants)
     return "".join(lines) + device_source(kernel)
 

@@ -18,6 +18,7 @@ def load_library() -> ctypes.CDLL | str:
 
 
 def register(library: ctypes.CDLL):
+    """Register the handler that launches CUDA programs, and the one that loads them, with XLA as TARGET."""
     stages = dict(initialize=library.glax_cuda_load, execute=library.glax_cuda_launch)
     handlers = {stage: jax.ffi.pycapsule(function) for stage, function in stages.items()}
     jax.ffi.register_ffi_target(TARGET, handlers, platform="CUDA")

@@ -24,13 +24,15 @@ class Compiler:
     version: tuple[int, int]
 
     def check(self, status: int, log: str = ""):
+        """Raise CompileError with the error's name and the log if NVRTC's `status` is not 0."""
         if status:
             self.library.nvrtcGetErrorString.restype = ctypes.c_char_p
             name = self.library.nvrtcGetErrorString(status).decode()
             raise CompileError(f"NVRTC {'.'.join(map(str, self.version))}: {name}\n{log}".strip())
 
     def cubin(self, source: str, options: Sequence[str]) -> tuple[bytes, str]:
-        """Return (the machine code, the log). Raises CompileError with the log."""
+        """Compile CUDA C++ and return (the machine code, NVRTC's log). options: of NVRTC's command line. Raises CompileError
+        with the log."""
         program, nvrtc = ctypes.c_void_p(), self.library
         self.check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"glax.cu", 0, None, None))
         try:
@@ -43,6 +45,7 @@ class Compiler:
             nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
     def read(self, program, size_of, read) -> bytes:
+        """Return bytes of a program. size_of, read: the functions of NVRTC that give their number and copy them."""
         size = ctypes.c_size_t()
         self.check(size_of(program, ctypes.byref(size)))
         content = ctypes.create_string_buffer(size.value)

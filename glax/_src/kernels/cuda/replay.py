@@ -22,8 +22,9 @@ def recurrent_replay(
 ) -> tuple[Array, RingedStates]:
     """Advance B sequences by one token; return the outputs [B, H, V] and the pool.
 
-    A slot outside of the pool is no sequence. Without slots, sequence b is in row b. The pool is updated in place if the caller
-    donates it.
+    slots: [B], the row of the pool of each sequence, where one outside of the pool stands for no sequence. None if sequence b
+    has row b. The pool is updated in place if the caller donates it. Raises ValueError for a config that does not fit the
+    states.
     """
     before = pool.arrays()
     operands = [*tokens_of(r), slots, *before]
@@ -39,7 +40,8 @@ def recurrent_replay(
 
 
 def plan(r: Recurrence, pool: RingedStates, config: ReplayConfig) -> tuple[dict[str, int], int]:
-    """Return the constants of device/replay.cu, and the number of blocks. Raises ValueError for a config that does not fit."""
+    """Return the constants of device/replay.cu, by name, and the number of blocks of threads. Raises ValueError for a config
+    that does not fit (`unfit`)."""
     stored, ring = pool.arrays()[0], pool.ring
     constants, blocks = constants_of(r, config, stored)
     if (why := unfit(constants)) is not None:
@@ -50,15 +52,15 @@ def plan(r: Recurrence, pool: RingedStates, config: ReplayConfig) -> tuple[dict[
 
 
 def constants_of(r: Recurrence, config: ReplayConfig, stored: Array | None) -> tuple[dict[str, int], int]:
-    """Return (the constants of device/replay.cu that follow from the tokens and states, the number of blocks). stored: the
-    array of states; None for states in float32."""
+    """Return (the constants of device/replay.cu that follow from the tokens and states, by name; the number of blocks of
+    threads). stored: the array of states; None for states in float32."""
     state = 0 if stored is None else dtype_of(stored)
     constants, blocks = scan.constants_of(r, config, STORED_BYTES[state])
     return constants | dict(STATE=state), blocks
 
 
 def unfit(constants: dict[str, int]) -> str | None:
-    """Return why a block of threads cannot process its columns of a state, or None."""
+    """Return why a block of threads cannot process its columns of a state, or None. constants: the result of `constants_of`."""
     columns, V = constants["LANES"] * constants["VECTOR"], constants["V"]
     if constants["STATE"] in COMPACT.values() and columns < V:
         return f"a block must have all columns of a state in 8 bits, and has {columns}"
@@ -68,8 +70,8 @@ def unfit(constants: dict[str, int]) -> str | None:
 
 
 def resident_threads(constants: dict[str, int]) -> int:
-    """Return the number n of threads that should share a multiprocessor. Each thread gets 65,536 / n registers, and spills if
-    it needs more."""
+    """Return RESIDENT, the number n of threads for which a multiprocessor should have room. Each thread gets 65,536 / n
+    registers, and spills if it needs more. constants: those of device/replay.cu."""
     erases = constants["BETA"] != ABSENT or constants["ERASE"] != ABSENT
     if constants["STATE"] in COMPACT.values():
         if constants["PLACES"] > constants["TOKENS"]:
@@ -99,7 +101,8 @@ def staged_tokens(constants: dict[str, int], places: int) -> int:
 
 
 def refusal(r: Recurrence) -> str | None:
-    """Return why `recurrent_replay` does not support one token r of states in the dtype of r's initial states, or None."""
+    """Return why `recurrent_replay` does not support r, one token of each sequence, or None. The pool's states have the dtype
+    of r's initial states, or float32 if there are none."""
     constants, blocks = constants_of(r, ReplayConfig.heuristic(r), r.initial_state)
     (N, H, K, V), why = r.state_shape, unfit(constants)
     if why is not None:

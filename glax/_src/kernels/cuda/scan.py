@@ -22,7 +22,11 @@ MOST_STAGED = 8  # tokens
 
 
 class States(enum.IntEnum):
-    """Name where the states lie. The values are those of `States` in device/scan.cu."""
+    """Name where the states lie. The values are those of `States` in device/scan.cu.
+
+    APART: initial and final states are arrays of their own. POOL_UPDATED: in a pool, which is updated in place. POOL_READ: in a
+    pool, which does not change.
+    """
 
     APART = 0
     POOL_UPDATED = 1
@@ -38,7 +42,8 @@ def recurrent(r: Recurrence, config: CudaConfig) -> Outputs:
 
 
 def recurrent_step(r: Recurrence, pool: Array, slots: Array, config: CudaConfig) -> tuple[Array, Array]:
-    """Advance B sequences by T tokens; return the outputs [B, T, H, V] and the pool [P, H, K, V].
+    """Advance B sequences by T tokens; return the outputs [B, T, H, V] and the pool [P, H, K, V]. slots: [B], the row of the
+    pool of each sequence, -1 for none.
 
     The pool is updated in place if the caller donates it. Otherwise XLA copies it first.
     """
@@ -61,13 +66,16 @@ def output_of(r: Recurrence) -> jax.ShapeDtypeStruct:
 
 
 def flags_of(r: Recurrence, states: States, initial: Array | None) -> dict[str, int]:
-    """Return the constants that state where the states lie, and how they are stored."""
+    """Return the constants that say where the states lie (STATES), in which dtype they are stored (STATE), and whether the call
+    has one token of each sequence in a pool (SINGLE). initial: the array of states, or None."""
     single = states is not States.APART and r.q.shape[1] == 1
     return dict(STATE=dtype_of(initial), STATES=int(states), SINGLE=int(single))
 
 
 def tokens_of(r: Recurrence) -> list[Array | None]:
-    """Return q, k, v, the gates by token, the constant decay, the scale and the erasure: the first operands of `scan`."""
+    """Return the first operands of the kernels: q, k, v, the head, key and value gates, the constant decay, the scale, beta,
+    erase and write. Each is in a dtype that the kernels read, or None where it is absent. With `along`, that array takes the
+    place of beta."""
     decay = r.decay
     constant = None if decay.constant is None else decay.constant.astype(jnp.float32)
     gates = map(readable, (decay.head, decay.key, decay.value))
@@ -78,18 +86,20 @@ def tokens_of(r: Recurrence) -> list[Array | None]:
 
 
 def readable(x: Array | None) -> Array | None:
-    """Return x in a dtype that the kernel reads."""
+    """Return x in a dtype that the kernels read: its own if that is in STORED, else float32. None for None."""
     return x if x is None or str(x.dtype) in STORED else x.astype(jnp.float32)
 
 
 def dtype_of(x: Array | None) -> int:
+    """Return the number of x's dtype in device/values.cuh; ABSENT for None."""
     return ABSENT if x is None else (STORED | COMPACT)[str(x.dtype)]
 
 
 def launch(
     r: Recurrence, config: CudaConfig, operands, results, flags: dict[str, int], aliases=None
 ) -> Sequence[Array]:
-    """Run `scan` with one block of threads for each sequence, head and group of columns."""
+    """Run device/scan.cu with one block of threads for each sequence, head and group of columns. flags: the result of
+    `flags_of`. aliases: {index of an operand: index of the result that shares its memory}."""
     constants, blocks = plan(r, config, flags)
     numbers = r.q.shape[1], r.num_sequences
     return launch_kernel("scan", constants, blocks, config.threads, operands, results, numbers, aliases)
@@ -98,7 +108,11 @@ def launch(
 def launch_kernel(
     kernel: str, constants: dict[str, int], blocks: int, threads: int, operands, results, numbers, aliases=None
 ) -> Sequence[Array]:
-    """Run device/<kernel>.cu, compiled with these constants, on the operands; return the results. numbers: its last arguments."""
+    """Run device/<kernel>.cu, compiled with these constants, on the operands; return the results.
+
+    blocks, threads: the number of blocks, and the threads of each. results: the shapes and dtypes. numbers: the kernel's last
+    arguments, int32. aliases: {index of an operand: index of the result that shares its memory}.
+    """
     image = image_of(kernel, tuple(constants.items()), architecture())
     return call(
         TARGET,
@@ -115,7 +129,7 @@ def launch_kernel(
 
 
 def plan(r: Recurrence, config: CudaConfig, flags: dict[str, int]) -> tuple[dict[str, int], int]:
-    """Return the constants of device/scan.cu, and the number of blocks."""
+    """Return the constants of device/scan.cu, by name, and the number of blocks of threads. flags: the result of `flags_of`."""
     apart = flags["STATES"] == States.APART  # final states are then in float32
     constants, blocks = constants_of(r, config, 4 if apart else STORED_BYTES[flags["STATE"]])
     columns = constants["LANES"] * constants["VECTOR"]
@@ -125,8 +139,8 @@ def plan(r: Recurrence, config: CudaConfig, flags: dict[str, int]) -> tuple[dict
 
 
 def constants_of(r: Recurrence, config: CudaConfig, stored_bytes: int) -> tuple[dict[str, int], int]:
-    """Return (the constants that every kernel has, the number of blocks). stored_bytes: the bytes of an element of a stored
-    state."""
+    """Return (the constants that every kernel has, by name; the number of blocks of threads). stored_bytes: the bytes of an
+    element of a stored state."""
     (N, H, K, V), decay = r.state_shape, r.decay
     lanes, vector = layout_of(V, config.columns, stored_bytes)
     beta, erase, write = (dtype_of(readable(x)) for x in arrays_of(r.erasure))
@@ -142,8 +156,9 @@ def constants_of(r: Recurrence, config: CudaConfig, stored_bytes: int) -> tuple[
 
 
 def staged_tokens(r: Recurrence, columns: int, threads: int) -> int:
-    """Return the number of tokens that a block stages at a time, with their q, k, v, factors and sums: as many as fit in shared
-    memory, a power of two, at most MOST_STAGED."""
+    """Return the number of tokens that a block of threads stages in shared memory at a time, with their q, k, v, factors and
+    sums: the most that fit, a power of two of at most MOST_STAGED and less than 2 T. columns: the columns of the state in a
+    block."""
     K = r.q.shape[3]
     numbers = 2 * K + (2 * K if r.decay.key is not None else 0) + 2
     numbers += columns * (1 + threads // 32 + (2 if r.decay.value is not None else 0))

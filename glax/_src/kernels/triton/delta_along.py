@@ -97,9 +97,10 @@ def along_pairs(
 ):  # fmt: skip
     """Compute the folded operands of every chunk and the decays of its states.
 
-    q_read, e_read, k_written, b_written [rows, H, K]: Q', E', K', B. scores [chunks, H, C, C]: P'. inverse, passed, scores_along:
-    (I + L_b)^-1 - I, A and P_b, of that shape, which are not touched without GRADIENT. decays [chunks, H, 4, K], max_abs_cumsum
-    [chunks, H]: those of `delta_key_pairs`, but for the fourth row of decays, which nothing reads.
+    q [rows, HQ, K], k [rows, HK, K], erase, along, g [rows, H, K]. q_read, e_read, k_written, b_written [rows, H, K]: Q', E',
+    K', B. scores [chunks, H, C, C]: P'. inverse, passed, scores_along: (I + L_b)^-1 - I, A and P_b, of the shape of scores,
+    which are not touched without GRADIENT. decays [chunks, H, 4, K], max_abs_cumsum [chunks, H]: those of `delta_key_pairs`,
+    but for the fourth row of decays, which nothing reads.
     """
     h, e = tl.program_id(0) % D.H, tl.program_id(0) // D.H
     largest = store_chunk(
@@ -114,9 +115,9 @@ def exact_along_pairs(
     q, k, erase, along, g, scale, table, max_abs_cumsum, pairs, q_read, e_read, k_written, b_written, scores, inverse, passed,
     scores_along, decays, D: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite the results of `along_pairs` where gates are out of range.
+    """Overwrite the results of `along_pairs`, in place, for each chunk and head whose gates are out of range.
 
-    `pairs` holds the number of (chunk, head) pairs; a program tests PAIRS of them.
+    max_abs_cumsum: the result of `along_pairs`. pairs: [1], the number of (chunk, head) pairs; a program tests PAIRS of them.
     """
     count_of_pairs = tl.load(pairs)
     for each in range(0, num_exact_pairs(max_abs_cumsum, count_of_pairs, D.PAIRS)):
@@ -146,11 +147,11 @@ def store_chunk(
     q, k, erase, along, g, scale, table, q_read, e_read, k_written, b_written, scores, inverse, passed, scores_along, decays,
     h, e, EXACT: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Store all results of a chunk, and return the largest |sum| of its gates. The arguments are those of `along_pairs`, for
-    head h and chunk e.
+    """Store all results of `along_pairs` for head h of chunk e, and return the largest |sum| of its gates. The other arguments
+    are those of `along_pairs`.
 
-    EXACT: whether the form is right for gates of any size. Three loops over the channels, of two matrices of pairs each or of
-    the operands, need half the registers of one.
+    EXACT: whether the form must be right for gates of any size; then the returned number is 0. Three loops over the channels,
+    of two matrices of pairs each or of the operands, need half the registers of one loop.
     """
     origin, count, n = tl.load(table + e * 6), tl.load(table + e * 6 + 2), tl.load(table + e * 6 + 3)
     factor = tl.load(scale + n).to(tl.float32)
@@ -209,9 +210,10 @@ def pair_products(
 ):
     """Return sum_c x_ic b_jc e^{G_i - G_j} and sum_c x_ic k_jc e^{G_i - G_j}, [C, C] each, and the largest |sum| of gates.
 
-    x: q or erase, with HEADS heads. BEFORE: whether it is read before a token's decay. Entries above the diagonal may have any
-    value. With EXACT the first two results are right for gates of any size, and the third is 0; the product of a token with
-    itself is then formed separately.
+    x: q or erase, with HEADS heads. along: b. BEFORE: whether x reads the state before its token's decay, with G_{i-1} for G_i.
+    Entries above the diagonal may have any value. With EXACT the first two results are right for gates of any size, and the
+    third is 0; the product of a token with itself is then formed separately. h: the head. origin, count: the chunk's first row
+    and number of tokens.
     """
     tokens = tl.arange(0, D.C)
     i, j = tokens[:, None], tokens[None, :]
@@ -251,7 +253,8 @@ def pair_products(
 
 @triton.jit
 def load_values(x, row, h, tokens, cv, count, D: tl.constexpr):
-    """Load X of a chunk, [C, BV]: v of HV heads, or w * v of every head."""
+    """Load X of a chunk, [C, BV], from x: v of HV heads, or w * v of H heads where ERASURE is "erase+write". row: the row of
+    the chunk's first token. cv: the columns."""
     return load_tokens(x, row, h, D.H if D.ERASURE == "erase+write" else D.HV, D.V, tokens, cv, count, D)
 
 
@@ -306,9 +309,9 @@ def state_terms(S, D: tl.constexpr):
 
 @triton.jit
 def read_state(high, low, tile, D: tl.constexpr):
-    """Return (tile S)^T, [BV, C], for a tile [C, BK]. high, low: the results of `state_terms`.
+    """Return (tile S)^T, [BV, C], for a tile [C, BK]. high, low: the results of `state_terms` for S^T [BV, BK].
 
-    Where gates let the state persist, its rounding at every chunk would add up: with one term the outputs miss the tolerance of
+    Where gates let the state persist, rounding S at every chunk would add up: with one term the outputs miss the tolerance of
     bfloat16.
     """
     if tl.bfloat16 == D.DTYPE:
@@ -319,10 +322,11 @@ def read_state(high, low, tile, D: tl.constexpr):
 
 @triton.jit
 def next_state(S, erased, tv, tk, tb, decays, chunk, h, ck, enter, D: tl.constexpr):
-    """Return the transposed state that the tokens of the next chunk read, [BV, BK].
+    """Return the transposed state that the tokens of the next chunk read, [BV, BK], from S, which the tokens of this chunk
+    read.
 
-    erased: -(E' S)^T, [BV, C]. tv, tk, tb: tiles of X, K' and B. enter: the decay [BK] of the state on its way into the next
-    chunk, applied separately from the decay out of this one.
+    erased: -(E' S)^T, [BV, C]. tv, tk, tb: tiles of X, K' and B. chunk: the index of this chunk. enter: the decay [BK] of the
+    state on its way into the next chunk, applied separately from the decay out of this one.
     """
     between, leave = load_key_decay(decays, chunk, h, ck, 1, 1, D), load_key_decay(decays, chunk, h, ck, 1, 2, D)
     S = added_values(S * between[None, :] + dot(erased, tb, D), tv, tk, D)
@@ -331,7 +335,8 @@ def next_state(S, erased, tv, tk, tb, decays, chunk, h, ck, enter, D: tl.constex
 
 @triton.jit
 def added_values(x, tile, other, D: tl.constexpr):
-    """Return x + tile^T @ other in float32, for a tile [C, BV] as it lies in memory."""
+    """Return x + tile^T @ other in float32, for x [BV, BD], a tile [C, BV] of values as it lies in memory, and other [C, BD]. A
+    float32 tile is multiplied in two bfloat16 terms where D.DTYPE is bfloat16."""
     if tl.bfloat16 == D.DTYPE:
         if tile.dtype == tl.float32:  # w * v, in two terms
             high, low = split(tile, D.DTYPE)
@@ -346,9 +351,11 @@ def added_values(x, tile, other, D: tl.constexpr):
 def along_states(
     q_read, e_read, k_written, b_written, x, do, decays, start, d_start, table, states, d_states, d_initial, D: tl.constexpr
 ):  # fmt: skip
-    """Store S before each chunk and dL/dS behind it, [chunks, H, V, K], and dL/dS before the sequences, d_initial [N, H, K, V].
+    """Store S before each chunk in states and dL/dS behind it in d_states, [chunks, H, V, K], and dL/dS before the sequences in
+    d_initial [N, H, K, V].
 
-    d_start: dL/dS behind each sequence. The two directions do not depend on each other: each has half of the programs.
+    d_start: dL/dS behind each sequence. x: X. START: whether sequences begin from `start` or from zero. The two directions do
+    not depend on each other: each has half of the programs.
     """
     program = tl.program_id(0)
     block, h, e = place_of(program // 2, D.NV, D)
@@ -403,13 +410,12 @@ def along_products(
     x, v, write, do, e_read, k_written, b_written, scores, inverse, passed, scores_along, states, d_states, table, written,
     products, undecayed, dv, d_write, D: tl.constexpr,
 ):  # fmt: skip
-    """Compute those parts of a chunk's gradient that all channels of K share, and dv and dw, for D.BV columns that hold all of
-    V.
+    """Compute those parts of a chunk's gradient that all channels of K share, and dv and dw. BV holds all of V.
 
     written [chunks, H, 2, C, V]: Z and -Y. products [chunks, H, 4, C, C]: dP_b and dP_k of different tokens, and dL_b and dL_k
-    of the pairs that a gate decays; other entries are 0. undecayed [chunks, H, 4, C] in float32: the remaining entry of each of
-    these four products, of token i with itself for dP, and with BEFORE of e_i with token i - 1 for dL. In bfloat16 products has
-    two matrices more, what rounding dL_b and dL_k lost.
+    of the pairs that a gate decays; other entries are 0. undecayed [chunks, H, 4, C] in float32: the remaining entry of each
+    row of these four products: of token i with itself for dP, and with BEFORE of e_i with token i - 1 for dL. In bfloat16
+    products has two matrices more, what rounding dL_b and dL_k lost.
     """
     h, e = tl.program_id(0) % D.H, tl.program_id(0) // D.H
     origin, length, count, _ = chunk_of(table, e)
@@ -459,15 +465,15 @@ def along_products(
 
 @triton.jit
 def num_products(D: tl.constexpr):
-    """Return the number of matrices of products that a chunk has: 4, and in bfloat16 two more, what rounding dL_b and dL_k
-    lost."""
+    """Return the number of matrices [C, C] that `along_products` stores for a chunk and head in `products`: 4, or 6 in
+    bfloat16, where the last two are what rounding dL_b and dL_k lost."""
     return 6 if tl.bfloat16 == D.DTYPE else 4
 
 
 @triton.jit
 def split_nearest(x, nearest, undecayed, place, D: tl.constexpr):
     """Return x [C, C] strictly below the diagonal, with 0 where `nearest` is 1. Store the entry of each row where nearest is 1
-    in undecayed[place].
+    in undecayed[place], [C], or 0 where a row has none.
 
     x: a product of rows, such as dP_b. nearest: [C, C], with at most one 1 in a row: the pair that no gate decays.
     """
@@ -478,8 +484,8 @@ def split_nearest(x, nearest, undecayed, place, D: tl.constexpr):
 
 @triton.jit
 def load_products(products, pair, tokens, count, D: tl.constexpr):
-    """Load dP_b, dP_k, dL_b and dL_k, [C, C] each, and in bfloat16 what rounding the last two lost. Otherwise dL_b and dL_k are
-    returned a second time, and not read."""
+    """Load dP_b, dP_k, dL_b and dL_k of a (chunk, head) pair, [C, C] each, and in bfloat16 what rounding the last two lost.
+    With other dtypes dL_b and dL_k are returned a second time in their place, which the caller does not read."""
     place = pair * num_products(D)
     LOW: tl.constexpr = 2 if tl.bfloat16 == D.DTYPE else 0
     dP_b, dP_k = load_pairs(products, place, tokens, count, D), load_pairs(products, place + 1, tokens, count, D)
@@ -490,20 +496,22 @@ def load_products(products, pair, tokens, count, D: tl.constexpr):
 
 @triton.jit
 def load_written(written, pair, which, tokens, d, count, D: tl.constexpr):
-    """Load Z (which = 0) or -Y (1) of a (chunk, head) pair, [C, BV]; 0 in padding."""
+    """Load Z (which = 0) or -Y (1) of a (chunk, head) pair, [C, BV], from written [pairs, 2, C, V]; tokens from `count` on are
+    0. d: the columns."""
     return load_tile(written + (pair * 2 + which) * D.C * D.V, tokens, d, count, 1, D.V, 1)
 
 
 @triton.jit
 def load_undecayed(undecayed, pair, which, tokens, D: tl.constexpr):
-    """Load row `which` of `undecayed` of a (chunk, head) pair, [C, 1]; 0 from token C on."""
+    """Load row `which` of undecayed [pairs, 4, C] of a (chunk, head) pair at the indices `tokens`, as a column [C, 1]; 0 from
+    token C on. The rows are those of dP_b, dP_k, dL_b and dL_k."""
     return tl.load(undecayed + (pair * 4 + which) * D.C + tokens, mask=tokens < D.C, other=0.0)[:, None]
 
 
 @triton.jit
 def load_near(x, HEADS: tl.constexpr, STEP: tl.constexpr, origin, h, tokens, ck, count, D: tl.constexpr):
-    """Load, for each token i of a chunk, the row of x at token i + STEP, [C, BK] in float32; 0 if the chunk has no such
-    token."""
+    """Load, for each token i of a chunk, x [rows, HEADS, K] at token i + STEP, [C, BK] in float32; 0 if the chunk has no such
+    token. origin: the row of the chunk's first token."""
     rows = tokens + STEP
     return load_tokens(x, origin, h, HEADS, D.K, tl.where(rows >= 0, rows, D.C), ck, count, D).to(tl.float32)
 
@@ -611,9 +619,9 @@ def exact_along_gradient(
     q, k, x, erase, along, g, do, written, products, undecayed, scale, states, d_states, table, max_abs_cumsum, pairs, dq, dk, de,
     db, dg, dscale, D: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite the results of `along_gradient` where gates are out of range.
+    """Overwrite the results of `along_gradient`, in place, for each chunk and head whose gates are out of range.
 
-    `pairs` holds the number of (chunk, head) pairs; a program tests PAIRS of them.
+    max_abs_cumsum: the result of `along_pairs`. pairs: [1], the number of (chunk, head) pairs; a program tests PAIRS of them.
     """
     count_of_pairs = tl.load(pairs)
     for each in range(0, num_exact_pairs(max_abs_cumsum, count_of_pairs, D.PAIRS)):
@@ -642,9 +650,11 @@ def exact_gradient_of_chunk(
     q, k, x, erase, along, g, do, written, products, undecayed, scale, states, d_states, table, dq, dk, de, db, dg, dscale, pair,
     D: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq, dk, de, db and dg of a (chunk, head) pair, [C, K] each, and dscale, for gates of any size.
+    """Store dq, dk, de, db and dg of a (chunk, head) pair, [C, K] each, and dscale, for gates of any size. pair: chunk * H +
+    head. The operands are those of `along_gradient`.
 
-    Pairs of tokens are log2(C) products, each with a reference between its tokens, so that no exponent is positive.
+    Pairs of tokens are log2(C) products (`tiles.halving`), in each of which decays are taken from a token between the two of a
+    pair, so that no exponent is positive.
     """
     h, e, pair = pair % D.H, pair // D.H, pair.to(tl.int64)
     origin, length, count, n = chunk_of(table, e)

@@ -30,7 +30,8 @@ KEY_BLOCK = 32  # channels of an iteration of `along_pairs` and `along_products`
 
 
 class Folded(NamedTuple):
-    """Hold the results of `along_pairs`, in its order. Only the gradient reads inverse, passed and scores_along."""
+    """Hold the results of `along_pairs`, in its order; its docstring has their shapes. Only the gradient reads inverse, passed
+    and scores_along."""
 
     q_read: Array
     e_read: Array
@@ -51,7 +52,7 @@ def stored(r: Recurrence):
 
 
 def written_values(r: Recurrence) -> Array:
-    """Return X = w * v, [B, T, H, V] in float32, or v."""
+    """Return X = w * v, [B, T, H, V] in float32, or without w the array v [B, T, HV, V] itself."""
     if r.erasing.write is None:
         return r.v
     return spread_heads(r.v, r.num_heads).astype(jnp.float32) * r.erasing.write.astype(jnp.float32)
@@ -64,7 +65,8 @@ def shape_of(r: Recurrence, chunk: int) -> dict:
 
 
 def folded(r: Recurrence, chunks: Segments, chunk: int, gradient: bool) -> Folded:
-    """Compute the folded operands of every chunk."""
+    """Compute the folded operands of every chunk of `chunk` tokens. gradient: whether inverse, passed and scores_along are
+    computed too; else arrays of one number stand for them."""
     (B, T), (_, H, K, _), M = r.q.shape[:2], r.state_shape, chunks.count
     wide, pairs, f32 = ((B, T, H, K), stored(r)), ((M, H, chunk, chunk), stored(r)), jnp.float32
     other = pairs if gradient else ((1,), f32)

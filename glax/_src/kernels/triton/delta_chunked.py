@@ -41,8 +41,9 @@ KEY_BLOCK = 32  # channels of an iteration of `delta_key_pairs`
 class Pairs(NamedTuple):
     """Hold what the scans read for each pair of tokens of a chunk.
 
-    inverse, scores: [chunks, H, C, C], (I + L)^-1 - I and P. factors: [chunks, H, 3, C], as `delta_scores` returns them. gates:
-    the cumulative sums of head gates, or the constants of the sequences; without gates, an array that is not read.
+    inverse, scores: [chunks, H, C, C], (I + L)^-1 - I and P. factors: [chunks, H, 3, C], the result of `delta_scores`. gates:
+    the cumulative sums of head gates [B, T, H], or the constants of the sequences [N, H]; without these, an array that is not
+    read.
     """
 
     inverse: Array
@@ -52,7 +53,7 @@ class Pairs(NamedTuple):
 
 
 def chunk_pairs(r: Recurrence, chunks: Segments, chunk: int) -> Pairs:
-    """Compute the `Pairs` of every chunk.
+    """Compute the `Pairs` of every chunk of `chunk` tokens, for head, constant or no gates.
 
     inverse and scores are bfloat16 if q is, else float32: a float16 inverse may overflow.
     """
@@ -77,21 +78,21 @@ def constants(r: Recurrence, chunk: int) -> dict:
 
 
 def terms(r: Recurrence) -> dict:
-    """Return the constant PRECISION of scans and gradients, as a dict: "tf32 terms" in float32, else none. The inverse has its
-    own."""
+    """Return the constant PRECISION of scans and gradients, as a dict: "tf32 terms" in float32, else an empty dict, which
+    leaves the PRECISION of `dimensions`. The kernels that form the inverse do not take this constant."""
     return dict(PRECISION="tf32 terms") if r.q.dtype == jnp.float32 else {}
 
 
 def scan_constants(r: Recurrence, chunk: int, q: Array, k: Array) -> dict:
-    """Return the constants of a scan, by name. q, k: the arrays that it reads in the place of r.q and r.k."""
+    """Return the constants of a scan, by name. q, k: the arrays that the scan reads in the place of r.q and r.k."""
     K = width(r.state_shape[2])
     block = min(K, STATE_SLICE) if r.q.dtype == jnp.float32 else K
     return constants(r, chunk) | terms(r) | dict(HQ=q.shape[2], HK=k.shape[2], BK=block, GATE=gate_of(r))
 
 
 def gradient_constants(r: Recurrence, config: GradientConfig) -> dict:
-    """Return the constants of a gradient whose gates are in range, by name. In float32 it sums over V in blocks, whose terms
-    fit in registers."""
+    """Return the constants of the gradient kernels of chunks in range, by name. In float32 the kernels sum over V in blocks of
+    BV columns, whose terms fit in registers."""
     V, is_float32 = width(r.state_shape[3]), r.q.dtype == jnp.float32
     columns = min(V, config.columns or V) if is_float32 else V
     return terms(r) | dict(BK=min(config.rows, width(r.state_shape[2])), BV=columns, IN_BLOCKS=is_float32)
@@ -124,11 +125,9 @@ def sequences_and_chunks(r: Recurrence, config: TritonChunkedConfig | GradientCo
 
 
 class Scanned(NamedTuple):
-    """Hold what the scans read besides v and w: q, k, e_read and decays, the operands of `delta_outputs`, and the pairs.
-
-    max_abs_cumsum: [chunks, H], the largest sums of key gates of each chunk and head; with other gates, an array that is not
-    read.
-    """
+    """Hold what the scans read besides v and w. q, k, e_read, decays: the operands of `delta_outputs`. pairs: the `Pairs` of
+    every chunk. max_abs_cumsum: [chunks, H], the largest |sum| of key gates of each chunk and head; with other gates, an array
+    that is not read."""
 
     q: Array
     k: Array
@@ -186,8 +185,8 @@ def delta_chunked(r: Recurrence, config: TritonChunkedConfig) -> Outputs:
 
 
 class Ends(NamedTuple):
-    """Hold the results of `delta_states`: S before and dL/dS behind every chunk, U and Y of its tokens, and dL/dS before
-    sequences.
+    """Hold the results of `delta_states`. S, dS: S before and dL/dS behind every chunk, [chunks, H, V, K]. U, Y: of the chunks'
+    tokens. d_initial: dL/dS before each sequence, [N, H, K, V].
 
     The gradient of beta is a sum of products of U and Y that cancel, and the gradient of e has the products of both. With head
     gates Y is float32, and so is U without beta. With key gates -Y or -beta Y stands for Y; `delta_states` has the shapes.
@@ -201,6 +200,8 @@ class Ends(NamedTuple):
 
 
 def chunk_ends(r: Recurrence, d_output, d_final, config: GradientConfig, segments, chunks, scan: Scanned) -> Ends:
+    """Scan the sequences in both directions by `delta_states`, and return its results. segments, chunks: the whole sequences
+    and their chunks. scan: the operands. d_output [B, T, H, V], d_final [N, H, K, V]: the cotangents."""
     start, kind = start_of_sequences(r)
     (B, T), (_, H, K, V) = r.q.shape[:2], r.state_shape
     stored = jnp.bfloat16 if r.q.dtype == jnp.bfloat16 else jnp.float32
@@ -227,8 +228,8 @@ def chunk_ends(r: Recurrence, d_output, d_final, config: GradientConfig, segment
 def delta_chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig, per_token: int = 1) -> Recurrence:
     """Compute the gradient of every input of a recurrence with an erasure.
 
-    per_token: the number of rows of a token. The gates of all but its first row are 0, and have no gradient. S is scanned
-    forward and dL/dS in reverse. Then all chunks are processed in parallel.
+    per_token: the number of rows of r for each token. All gates of a token but those of its first row are 0, and have no
+    gradient. S is scanned forward and dL/dS in reverse. Then all chunks are processed in parallel.
     """
     segments, chunks = sequences_and_chunks(r, config)
     scan = scanned(r, chunks, config.chunk)
@@ -239,16 +240,18 @@ def delta_chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig, 
 
 
 def like(r: Recurrence, x) -> tuple:
-    """Return ([B, T, H, width], dtype), the gradient of x [B, T, heads, width], which is q, k or v.
+    """Return the shape [B, T, H, width] and the dtype in which a kernel stores the gradient of x [B, T, heads, width], which is
+    q, k or v.
 
-    The dtype is float32 if heads share x, because their gradients are then summed; else it is x's.
+    The dtype is float32 if heads share x, because their gradients are then summed; else x's own.
     """
     B, T, shared, width = x.shape
     return (B, T, r.num_heads, width), x.dtype if shared == r.num_heads else jnp.float32
 
 
 def d_erasing(r: Recurrence) -> list[tuple]:
-    """Return the shape and dtype of the gradients of beta or e, and of w. Without w the last array is not touched."""
+    """Return [(shape, dtype) of the gradient of beta or e, (shape, dtype) of the gradient of w]. Without w the second is an
+    array of one number, which is not touched."""
     x, w = erasing_array(r), r.erasing.write
     return [(x.shape, x.dtype), ((1,), jnp.float32) if w is None else (w.shape, w.dtype)]
 
@@ -263,8 +266,9 @@ def erasure_like(r: Recurrence, d_erasure: Array, d_write: Array) -> Erasure:
 def key_gate_gradients(
     r: Recurrence, d_output, config: GradientConfig, chunks: Segments, scan: Scanned, ends: Ends, per_token
 ):
-    """Compute the gradient with key gates, in one launch for all chunks and one that overwrites the results of those out of
-    range. per_token: the number of rows of a token."""
+    """Return the gradient of every input with key gates. One launch computes all chunks, and a second overwrites the results of
+    chunks out of range. scan: the operands of the scans. ends: the results of `delta_states`. per_token: the number of rows of
+    r for each token."""
     (_, H, _, V), M = r.state_shape, chunks.count
     g, erasure = r.decay.key, erasing_array(r)
     assert g is not None
@@ -302,7 +306,8 @@ def key_gate_gradients(
 def head_gate_gradients(
     r: Recurrence, d_output, config: GradientConfig, chunks: Segments, pairs: Pairs, ends: Ends, per_token
 ):
-    """Compute the gradient with per-head, constant or no gates, in one launch. per_token: the number of rows of a token."""
+    """Return the gradient of every input with per-head, constant or no gates, by one launch. pairs: the `Pairs` of every chunk.
+    ends: the results of `delta_states`. per_token: the number of rows of r for each token."""
     (B, T), H = r.q.shape[:2], r.state_shape[1]
     gates, form = gates_of(r)
     per_chunk, per_row = ((chunks.count, H), jnp.float32), (B, T, H)

@@ -84,9 +84,10 @@ def delta_gradient(
     """Compute dq, dk [rows, H, K], dv [rows, H, V], dscale [chunks, H], dg and the gradient of the erasure of a chunk.
 
     erasure, d_erasure: beta [rows, H] or e [rows, H, K], and its gradient. write, d_write: w [rows, H, V] and its gradient,
-    which are not touched unless ERASURE is "erase+write". dg: [rows, H] for head gates, and the chunk's sum [chunks, H] for
-    constant gates. Each iteration takes BK rows of the states. BV holds all of V; but with IN_BLOCKS sums over V are taken in
-    blocks of BV. g: the cumulative sums G of head gates, or the constants of the sequences.
+    which are not touched unless ERASURE is "erase+write". scores: P. written, d_written [rows, H, V]: U and Y. states, d_states
+    [chunks, H, V, K]: S and dS'. dg: [rows, H] for head gates, and the chunk's sum [chunks, H] for constant gates. Each
+    iteration takes BK columns of states and d_states. BV holds all of V; but with IN_BLOCKS sums over V are taken in blocks of
+    BV. g: the cumulative sums G of head gates, or the constants of the sequences.
     """
     h, e = tl.program_id(0) % D.H, tl.program_id(0) // D.H
     origin, length, count, n = chunk_of(table, e)
@@ -201,10 +202,10 @@ def delta_gradient(
 @triton.jit
 def gate_terms_of_pairs(pairs, products, factor, D: tl.constexpr):
     """Return (the terms of the gates' gradient from pairs within the chunk, [C], and `products` without the pairs that no gate
-    decays).
+    decays, [C, C]).
 
-    pairs: q_i . k_j times dP_ij, decayed, and factor the scale. products: the same of e and dL. A pair contributes to the
-    gradients of the gates behind its earlier token, up to its later token.
+    pairs: (q_i . k_j) times dP_ij, with the decay, [C, C]. products: (e_i . k_j) times dL_ij, with the decay. factor: the
+    scale. A pair contributes to the gradients of the gates behind its earlier token, up to its later token.
     """
     if D.BEFORE:
         products = tl.where(tokens_apart(D) > 1, products, 0.0)
@@ -217,7 +218,8 @@ def gate_terms_of_pairs(pairs, products, factor, D: tl.constexpr):
 
 @triton.jit
 def scaled_value_gradients(Y, tbeta, v, dv, h, tokens, cv, origin, length, count, D: tl.constexpr):
-    """Store dv = beta Y of a chunk, [C, BV], and return y_i . v_i, [C]."""
+    """Store dv = beta Y of a chunk, [C, BV], and return y_i . v_i, [C], over the columns cv. Y: [C, BV]. tbeta: [C]. h: the
+    head. origin, length, count: as `chunk_of` returns them."""
     Y = Y.to(tl.float32)
     store_tile(at(dv, origin, h, D.H, D.V), Y * tbeta[:, None], tokens, cv, length, D.H, D.V, D.SIGN)
     tv = load_tokens(v, origin, h, D.HV, D.V, tokens, cv, count, D)
@@ -230,7 +232,8 @@ def pairs_of_values(
 ):  # fmt: skip
     """Return dO U^T and Y U^T of a chunk, [C, C], and y_i . v_i, [C], as sums over blocks of V. Store dv and dw.
 
-    With key gates Z stands for Y. With beta and key gates, dv and the last sum are left to `store_value_gradients`.
+    With key gates, Z of the module's header stands for Y. The last result is 0 without beta and with key gates. With beta and
+    key gates, `store_value_gradients` stores dv.
     """
     tokens = tl.arange(0, D.C)
     dP, dL = tl.full([D.C, D.C], 0, tl.float32), tl.full([D.C, D.C], 0, tl.float32)
@@ -254,7 +257,8 @@ def pairs_of_values(
 
 @triton.jit
 def sums_over_values(do, written, d_written, states, d_states, ck, h, e, origin, length, count, D: tl.constexpr):
-    """Return dO S, Y S and U dS' of a chunk, [C, BK], and the sums of S dS', [BK], in blocks of V."""
+    """Return dO S, Y S and U dS' of a chunk, [C, BK], and sum_v S dS', [BK], for the channels ck, as sums over blocks of V.
+    With key gates Z of the module's header stands for Y."""
     tokens, limit = tl.arange(0, D.C), tl.where(count > 0, D.K, 0)
     none = tl.full([D.C, D.BK], 0, tl.float32)
     tdq, tde, tdk, products = none, none, none, tl.full([D.BV, D.BK], 0, tl.float32)
@@ -276,7 +280,8 @@ def sums_over_values(do, written, d_written, states, d_states, ck, h, e, origin,
 
 @triton.jit
 def load_written(x, h, e, origin, tokens, cv, count, D: tl.constexpr):
-    """Load U or Y of a chunk, [C, BV]; with key gates -Y or -beta Y in the place of Y."""
+    """Load U or Y of head h of chunk e, [C, BV], from x [rows, H, V]. With key gates, x is by chunk (`load_by_chunk`), and
+    holds -Y or -beta Y in the place of Y."""
     if D.FORM == "key":
         return tl.trans(load_by_chunk(x, e.to(tl.int64) * D.H + h, tokens, cv, count, D))
     else:
@@ -293,8 +298,8 @@ def tokens_apart(D: tl.constexpr):
 
 @triton.jit
 def near_pairs(pairs, NEAREST: tl.constexpr, D: tl.constexpr):
-    """Return `pairs` split in two, [C, C] each, with 0 elsewhere: i > j with at most NEAREST tokens between the rows, which no
-    gate decays, and pairs further apart."""
+    """Return `pairs` [C, C] split in two, with 0 elsewhere: (the pairs i > j that are at most NEAREST tokens apart, which no
+    gate decays; the pairs further apart)."""
     i, j = tl.arange(0, D.C)[:, None], tl.arange(0, D.C)[None, :]
     decayed = tokens_apart(D) > NEAREST
     return tl.where((i > j) & (decayed == 0), pairs, 0.0), tl.where(decayed, pairs, 0.0)
@@ -302,7 +307,8 @@ def near_pairs(pairs, NEAREST: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def erase_products(erasure, k, origin, h, length, count, D: tl.constexpr):
-    """Return E K^T of a chunk, [C, C]; with beta K K^T."""
+    """Return E K^T of a chunk, [C, C] in float32, as sums over K; with beta K K^T. erasure: e [rows, H, K], or beta. origin,
+    length, count: as `chunk_of` returns them."""
     tokens = tl.arange(0, D.C)
     products = tl.full([D.C, D.C], 0, tl.float32)
     WIDTH: tl.constexpr = D.BK if tl.bfloat16 == D.DTYPE else BLOCK
@@ -320,9 +326,10 @@ def store_gate_gradient(dg, slot, row, reaching, after, through_end, through, le
 
         dg_t = through + sum_{i >= t} reaching_i + sum_{i > t} after_i + sum_{j < t} through_end_j
 
-    reaching [C]: q dq, e de and -k dk of each token. after [C]: with BEFORE, e de, which counts only behind t. through_end [C]:
-    the terms of dS. through: the term <S, dS> of the whole chunk. slot, row: where dg is stored, by chunk for constant gates,
-    else by row.
+    reaching [C]: the terms q dq and e de less k dk of each token. after [C]: with BEFORE, the terms e de, which count only
+    behind t; else not read. through_end [C]: the terms of dS. through: the term <S, dS> of the whole chunk. slot: the index of
+    the sum over the chunk in dg [chunks, H], for constant gates. row: the index of the chunk's first token in dg [rows, H], for
+    head gates.
     """
     tokens = tl.arange(0, D.C)
     i, j = tokens[:, None], tokens[None, :]
@@ -338,9 +345,10 @@ def store_gate_gradient(dg, slot, row, reaching, after, through_end, through, le
 
 @triton.jit
 def value_gradients(v, write, written, d_written, dv, d_write, h, origin, length, count, D: tl.constexpr):
-    """Store dv and dw of a chunk, and return Y U^T [C, C] from all digits of both factors.
+    """Store dv and dw of a chunk, without beta, and return Y U^T [C, C] from all digits of both factors.
 
-    The gradient of e is formed from this product. If each factor were rounded, its error would reach the tolerance of bfloat16.
+    The gradient of e is formed from this product. If each factor were rounded, the gradient's error would reach the tolerance
+    of bfloat16. written, d_written: U and Y, [rows, H, V].
     """
     tokens = tl.arange(0, D.C)
     product = tl.full([D.C, D.C], 0, tl.float32)
@@ -355,7 +363,7 @@ def value_gradients(v, write, written, d_written, dv, d_write, h, origin, length
 
 @triton.jit
 def store_written_gradients(Y, v, write, dv, d_write, h, tokens, cv, origin, length, count, D: tl.constexpr):
-    """Store dv and dw from Y, the gradient of w * v, [C, BV]."""
+    """Store dv = w * Y and dw = v * Y from Y, the gradient of w * v, [C, BV]. Without w, store dv = Y."""
     Y = Y.to(tl.float32)
     if D.ERASURE == "erase+write":
         tv = load_tokens(v, origin, h, D.HV, D.V, tokens, cv, count, D)
@@ -372,7 +380,8 @@ def column_sums(x, C: tl.constexpr):
 
 @triton.jit
 def store_rows(x, value, tokens, count, D: tl.constexpr):
-    """Store one value for each token of a chunk, [C], at x, the address of its first token."""
+    """Store value [C], one number for each token of a chunk, at x, the address of the first token's number in an array [rows,
+    H]. Tokens from `count` on are not stored."""
     tl.store(x + (D.SIGN * D.H) * tokens, value.to(x.dtype.element_ty), mask=tokens < count)
 
 
@@ -500,7 +509,8 @@ def delta_key_gradient(
 
 @triton.jit
 def store_value_gradients(beta, written, d_written, dv, dbeta, h, pair, origin, length, count, D: tl.constexpr):
-    """Store dv and dbeta of a chunk from -beta * Y."""
+    """Store dv = beta * Y and dbeta of a chunk with key gates and beta. written, d_written: U and -beta * Y by chunk
+    (`load_by_chunk`). beta, dbeta: [rows, H]."""
     tokens = tl.arange(0, D.C)
     tbeta = load_beta(beta, origin, h, tokens, count, D)
     over_beta, tdbeta = 1 / tbeta, tl.full([D.C], 0, tl.float32)
@@ -516,10 +526,11 @@ def store_value_gradients(beta, written, d_written, dv, dbeta, h, pair, origin, 
 
 @triton.jit
 def erased_pairs_gradient(U, Z, written, d_written, pair, tokens, cv, count, D: tl.constexpr):
-    """Return dL = Z U^T for j < i, [C, C], of a chunk with key gates: in DTYPE with beta, else in float32 from both terms of U
-    and Z.
+    """Return dL = Z U^T for j < i, [C, C], of a chunk with key gates, with 0 elsewhere: in DTYPE with beta, else in float32
+    from both terms of U and Z.
 
-    The gradient of e is formed from it. If each factor were rounded, its error would reach the tolerance of bfloat16.
+    The gradient of e is formed from dL. If each factor were rounded, the gradient's error would reach the tolerance of
+    bfloat16. U, Z: [C, BV], the first terms. written, d_written: the arrays that hold both terms.
     """
     i, j = tokens[:, None], tokens[None, :]
     dL = dot(Z, tl.trans(U), D)
@@ -535,7 +546,8 @@ def erased_pairs_gradient(U, Z, written, d_written, pair, tokens, cv, count, D: 
 
 @triton.jit
 def fine_dot(a, b, D: tl.constexpr):
-    """Return a @ b in float32, with float32 operands. bfloat16 products use 16 bits of each."""
+    """Return a @ b in float32, for float32 a and b. Where D.DTYPE is bfloat16, products take 16 bits of each; otherwise all
+    bits."""
     if tl.bfloat16 == D.DTYPE:
         high, low = split(a, D.DTYPE)
         return tl.dot(low, b.to(D.DTYPE), half_fine_dot(high, b, D))
@@ -545,7 +557,7 @@ def fine_dot(a, b, D: tl.constexpr):
 
 @triton.jit
 def added_fine_dot(a, b, c, D: tl.constexpr):
-    """Return c + a @ b in float32, for float32 a. bfloat16 products use 16 bits of a."""
+    """Return c + a @ b in float32, for float32 a. Where D.DTYPE is bfloat16, products take 16 bits of a, and 8 of b."""
     if tl.bfloat16 == D.DTYPE:
         high, low = split(a, D.DTYPE)
         b = b.to(D.DTYPE)
@@ -567,7 +579,8 @@ def added_dot(a, b, c, D: tl.constexpr):
 
 @triton.jit
 def load_by_chunk(x, pair, tokens, d, count, D: tl.constexpr, LOW: tl.constexpr = False):
-    """Load U, -Y or -beta Y of a (chunk, head) pair, transposed, [BD, C]; with LOW what its rounding lost."""
+    """Load U, -Y or -beta Y of a (chunk, head) pair, transposed, [BD, C], from x [pairs, V, C]; in bfloat16 x is [pairs, V, 2 *
+    C]. With LOW, load the second half, what rounding to bfloat16 lost. d: the columns of V. All are 0 if count <= 0."""
     W: tl.constexpr = 2 * D.C if tl.bfloat16 == D.DTYPE else D.C
     p = x + (pair * D.V + d[:, None]) * W + tokens[None, :] + LOW * D.C
     return tl.load(
@@ -577,7 +590,8 @@ def load_by_chunk(x, pair, tokens, d, count, D: tl.constexpr, LOW: tl.constexpr 
 
 @triton.jit
 def load_whole(x, pair, tokens, d, count, D: tl.constexpr):
-    """Load U, -Y or -beta Y of a (chunk, head) pair, transposed, [BD, C] in float32: the sum of both terms if there are two."""
+    """Load U, -Y or -beta Y of a (chunk, head) pair, transposed, [BD, C] in float32: in bfloat16 the sum of both halves that
+    `load_by_chunk` reads."""
     tile = load_by_chunk(x, pair, tokens, d, count, D).to(tl.float32)
     if tl.bfloat16 == D.DTYPE:
         tile += load_by_chunk(x, pair, tokens, d, count, D, True).to(tl.float32)
@@ -620,7 +634,8 @@ def exact_delta_key_gradient_passed_outputs(
 def exact_gradient_of_pair(
     q, k, erasure, g, do, written, d_written, scale, states, d_states, table, dq, dk, dg, dscale, de, pair, D: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq, dk, dg and de of a (chunk, head) pair, [C, K] each, and dscale, for gates of any size."""
+    """Store dq, dk, dg and, without beta, de of a (chunk, head) pair, [C, K] each, and dscale, for gates of any size. pair:
+    chunk * H + head."""
     h, e, pair = pair % D.H, pair // D.H, pair.to(tl.int64)
     origin, length, count, n = chunk_of(table, e)
     factor = tl.load(scale + n).to(tl.float32)

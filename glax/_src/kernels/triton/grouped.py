@@ -24,15 +24,17 @@ NEIGHBOURS = 8  # blocks of rows that read the same columns of w at a time
 
 @triton.jit
 def read(x, mask, MASKED: tl.constexpr):
-    """Load x; with MASKED, 0 where `mask` is false."""
+    """Load x, a tile of addresses; with MASKED, 0 where `mask` is false."""
     return tl.load(x, mask=mask, other=0.0) if MASKED else tl.load(x)
 
 
 @triton.jit
 def row_products(x, w, table, blocks, y, D: tl.constexpr):
-    """Compute y [M, V] of x [M, K] and w [D.H, K, V], or w [D.H, V, K] with D.TRANSPOSED. A program has a block of y.
+    """Compute y [M, V] of x [M, K] and w [D.H, K, V], or w [D.H, V, K] with D.TRANSPOSED. A program has a block of ROWS rows
+    and BV columns of y.
 
-    blocks: [1], how many blocks of rows the table has. It is loaded, so that one compiled kernel serves all M.
+    table: the result of `row_table`. blocks: [1], how many blocks of rows the table has. blocks is loaded, so that one compiled
+    kernel serves all M.
     """
     program, count = tl.program_id(0), tl.load(blocks)
     first = program // (D.GROUP * D.NV) * D.GROUP
@@ -65,7 +67,8 @@ def row_products(x, w, table, blocks, y, D: tl.constexpr):
 
 @triton.jit
 def group_sums(x, y, begins, w, D: tl.constexpr):
-    """Compute w [E, K, V] of x [M, K] and y [M, V]. A program has a block of one group's numbers; 0 where it has no rows."""
+    """Compute w [E, K, V] of x [M, K] and y [M, V]. begins: the result of `edges`. A program has a block of BK x BV numbers of
+    one group's w; they are 0 if the group has no rows."""
     program = tl.program_id(0)
     group, block = program // (D.NK * D.NV), program % (D.NK * D.NV)
     begin = tl.load(begins + group)
@@ -88,7 +91,8 @@ def group_sums(x, y, begins, w, D: tl.constexpr):
 
 
 def products(operands: GroupedOperands, config: GroupedConfig, transposed: bool) -> Float[Array, "M V"]:
-    """Return x_m w_e(m) for each row m, or x_m w_e(m)^T if transposed."""
+    """Return y [M, V]: x_m w_e(m) for each row m, or x_m w_e(m)^T if transposed. operands.other: w [E, K, V], or [E, V, K] if
+    transposed."""
     x, w, sizes = operands
     (M, K), V = x.shape, w.shape[1 if transposed else 2]
     table = row_table(sizes, M, config.rows)
@@ -102,7 +106,7 @@ def products(operands: GroupedOperands, config: GroupedConfig, transposed: bool)
 
 
 def sums(operands: GroupedOperands, config: GroupedSumConfig) -> Float[Array, "E K V"]:
-    """Return the sum of x_m^T y_m of each group's rows m."""
+    """Return the sum of x_m^T y_m over the rows m of each group; 0 for a group without rows. operands.other: y [M, V]."""
     x, y, sizes = operands
     (M, K), V, E = x.shape, y.shape[1], sizes.shape[0]
     (w,) = launch(

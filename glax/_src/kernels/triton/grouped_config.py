@@ -72,7 +72,8 @@ def sum_config(operands: GroupedOperands) -> GroupedSumConfig:
 
 
 def refusal(operands: GroupedOperands) -> str | None:
-    """Return why the Triton kernels do not support the products of x and w, or None."""
+    """Return why the Triton kernels support neither the products of x and w nor the sums of their gradient, or None if they
+    support all of these. operands.other: w."""
     x, w, sizes = operands
     if any(is_symbol(n) for n in (*x.shape, *w.shape, *sizes.shape)):
         return "takes shapes that are known while tracing, got symbols"

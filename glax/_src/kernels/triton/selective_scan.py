@@ -94,10 +94,11 @@ ENTRIES = 256  # numbers of states of a program of `enter`
 
 @triton.jit
 def places(block, D: tl.constexpr):
-    """Return, for a program's tiles [own, groups, 4, LANES, across], the channels, the indices n of a state's numbers, the
-    offsets of both in a state, and a mask of those that exist.
+    """Return, for a program's tiles [own, groups, 4, LANES, across]: the channels, the indices n of a state's numbers, the
+    offsets of both in a state [K, V], and a mask of those that exist.
 
-    channels: [own, 1, 1, LANES, across]. numbers: [1, groups, 4, LANES, 1]. block: the index of the program's channels.
+    channels: [own, 1, 1, LANES, across]. numbers: [1, groups, 4, LANES, 1]. block: the index of the program's block of BK
+    channels.
     """
     OWN: tl.constexpr = D.OWN
     LANES: tl.constexpr = D.LANES
@@ -141,7 +142,7 @@ def row_of(x, row, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_rows(x, k, channel, D: tl.constexpr):
-    """Load the k-th row of x [rows, K] in scan order from the address x, for each channel, in float32."""
+    """Load, for each channel, the k-th row in scan order from the row at the address x, of an array [rows, K], in float32."""
     place = (x + channel) + D.SIGN * k * D.K
     if D.K % D.BK == 0:
         return tl.load(place).to(tl.float32)
@@ -150,8 +151,8 @@ def load_rows(x, k, channel, D: tl.constexpr):
 
 @triton.jit
 def store_rows(x, k, channel, value, D: tl.constexpr):
-    """Store a value for each channel in the k-th row of x in scan order. All lanes of a channel hold the value, and the first
-    stores it."""
+    """Store a value for each channel in the k-th row in scan order from the row at the address x, of an array [rows, K]. All
+    lanes of a channel hold the value, and the first stores it."""
     place = (x + channel) + D.SIGN * k * D.K
     first = tl.arange(0, D.LANES)[None, None, None, :, None] == 0
     value = tl.broadcast_to(value.to(x.dtype.element_ty), channel.shape)
@@ -160,26 +161,29 @@ def store_rows(x, k, channel, value, D: tl.constexpr):
 
 @triton.jit
 def load_numbers(B, k, number, D: tl.constexpr):
-    """Load the k-th row of B [rows, BV] in scan order, for each number of a state. All channels share it."""
+    """Load, for each number of a state, the k-th row in scan order from the row at the address B, of an array [rows, BV]. All
+    channels share the numbers."""
     whole = number + tl.arange(0, D.BK // D.OWN)[None, None, None, None, :] * 0
     return tl.load((B + whole) + D.SIGN * k * D.BV)
 
 
 @triton.jit
 def over_numbers(x):
-    """Return the sum over the numbers of a state, for each channel."""
+    """Return the sum of a tile x over the numbers of a state, for each channel: [own, 1, 1, 1, across]."""
     return tl.sum(tl.sum(tl.sum(x, 2, keep_dims=True), 1, keep_dims=True), 3, keep_dims=True)
 
 
 @triton.jit
 def unless_reset(h, resets, k, D: tl.constexpr):
-    """Return h, or zeros if the k-th token in scan order starts from zeros."""
+    """Return the state h, or zeros if D.RESETS and the k-th token in scan order starts from zeros. resets: the address of the
+    mark of token 0, nonzero at such tokens."""
     return tl.where(tl.load(resets + D.SIGN * k) != 0, 0.0, h) if D.RESETS else h
 
 
 @triton.jit
 def load_span(x, dt, channel, D: tl.constexpr, SPAN: tl.constexpr):
-    """Load x and dt of SPAN consecutive tokens: two tuples of values for each channel."""
+    """Return (x, dt) of SPAN consecutive tokens in scan order: two tuples of a value for each channel. x, dt: the addresses of
+    the first token's rows."""
     xs = ()
     dts = ()
     for k in tl.static_range(SPAN):
@@ -190,7 +194,13 @@ def load_span(x, dt, channel, D: tl.constexpr, SPAN: tl.constexpr):
 
 @triton.jit
 def outputs(x, dt, A, B, C, skip, states, table, resets, y, final, starts, D: tl.constexpr):
-    """Compute y [rows, K], the final states of segments [segments, K, V], and the states before chunks [chunks, K, V]."""
+    """Compute y [rows, K], the final states of segments, `final` [segments, K, V], and with D.GRADIENT the states before
+    chunks, starts [chunks, K, V].
+
+    x, dt: [rows, K]. A: [K, V]. B, C: [rows, BV]. skip: [K], D of the module's header. states: [segments, K, V], those that
+    enter segments. table: the fields of `Segments`, [segments, FIELDS]. resets: [rows], nonzero where a token starts from
+    zeros.
+    """
     SPAN: tl.constexpr = D.SPAN
     segment, channel, number, place, exists, chunk, first, count, decay, factor = own_part(A, skip, table, D)
     h = tl.load(row_of(states, segment, D.K * D.V) + place, mask=exists, other=0.0)
@@ -226,10 +236,11 @@ def outputs(x, dt, A, B, C, skip, states, table, resets, y, final, starts, D: tl
 
 @triton.jit
 def ends(x, dt, A, B, table, resets, final, total, D: tl.constexpr):
-    """Compute what each segment adds to the state behind it, [segments, K, V], and the sum of its dt, [segments, K].
+    """Compute what each segment adds to the state behind it, `final` [segments, K, V], and the sum of its dt, total [segments,
+    K].
 
-    With ADJOINT x is dy, B is C, and the scan goes against time. The results are then what each segment adds to the gradient of
-    the state before it.
+    With D.ADJOINT x is dy, B is C, and the scan goes against time. The results are then what each segment adds to the gradient
+    of the state before it, and the same sum. The operands are those of `outputs`.
     """
     SPAN: tl.constexpr = D.SPAN
     segment, channel, number, place, exists, _, first, count, decay, _ = own_part(A, A, table, D)
@@ -258,8 +269,9 @@ def ends(x, dt, A, B, table, resets, final, total, D: tl.constexpr):
 
 @triton.jit
 def passed(h, x, dt, B, resets, k, decay, number, D: tl.constexpr):
-    """Return the state h behind the k-th token from the state before it. With ADJOINT x is dy and B is C: return the gradient
-    of the state before the token from the gradient behind it."""
+    """Return the state h behind the k-th token from the state before it. x, dt: the token's values. With D.ADJOINT x is dy and
+    B is C: return the gradient of the state before the token from h, the gradient of the state behind it without this token's
+    term."""
     through = tl.exp2(decay * dt)
     if D.ADJOINT:
         return unless_reset(through * (h + load_numbers(B, k, number, D) * x), resets, k, D)
@@ -270,8 +282,9 @@ def passed(h, x, dt, B, resets, k, decay, number, D: tl.constexpr):
 def enter(added, total, A, states, table, into, D: tl.constexpr):
     """Compute the states that enter the H segments, into [segments, K, V].
 
-    added, total: the results of `ends`. states: those that enter sequences. With ADJOINT the scan goes from the last segment to
-    the first.
+    added, total: the results of `ends`. states: those that enter sequences, [sequences, K, V]. table: as in `outputs`. With
+    D.ADJOINT the scan goes from the last segment to the first, and states are gradients behind sequences. A program has BK
+    numbers of the states, and takes all segments in order.
     """
     place = tl.program_id(0) * D.BK + tl.arange(0, D.BK)
     exists = place < D.K * D.V
@@ -290,7 +303,8 @@ def enter(added, total, A, states, table, into, D: tl.constexpr):
 
 @triton.jit
 def advanced(h, x, dt, B, resets, row, k, decay, channel, number, D: tl.constexpr):
-    """Return the state behind the k-th token in scan order from `row`. h: the state before it."""
+    """Return the state behind the k-th token in scan order from `row`. h: the state before the token. x, dt, B, resets: whole
+    arrays."""
     td = load_rows(row_of(dt, row, D.K), k, channel, D)
     tx = load_rows(row_of(x, row, D.K), k, channel, D)
     return passed(h, tx, td, row_of(B, row, D.BV), resets + row, k, decay, number, D)
@@ -337,10 +351,11 @@ def store_sums(B, values, number, D: tl.constexpr):
 def against_time(
     carried, h, x, dt, B, C, resets, dy, dx, ddt, dB, dC, row, decay, factor, channel, number, D: tl.constexpr, SPAN: tl.constexpr
 ):  # fmt: skip
-    """Compute the gradients of SPAN tokens, from the last to the first, and store dx, ddt, dB and dC. Return `carried` with
-    their terms.
+    """Compute the gradients of SPAN tokens, from the last to the first, and store dx, ddt, dB and dC. Return `carried` with the
+    terms of these tokens.
 
-    h: the state before the tokens. row: the row of the first of them. carried: (dh, dA, dD) of the tokens behind them.
+    h: the state before the tokens. row: the row of the first token. carried: (dh, dA, dD) of the tokens behind. factor: D of
+    the program's channels. decay: A log2(e).
     """
     dh, dA, d_skip = carried
     before = ()
@@ -383,7 +398,13 @@ def gradient(
     dx, ddt, dA, dB, dC, d_skip, d_states, scratch, D: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of every input. dA [segments, K, V] and d_skip [segments, K] are sums over a segment, and dB and dC
-    [blocks, rows, BV] are sums over a block of channels. size: the number of rows."""
+    [blocks, rows, BV] are sums over a block of channels. d_states [segments, K, V]: the gradients of the states before
+    segments.
+
+    d_final: [segments, K, V], the gradients of the states behind segments. starts: of `outputs`. size: [1], the number of rows.
+    scratch: a program's own memory in device memory, for the states before every SPAN tokens of a chunk. The other operands are
+    those of `outputs`.
+    """
     SPAN: tl.constexpr = D.SPAN
     segment, channel, number, place, exists, chunk, first, count, decay, factor = own_part(A, skip, table, D)
     chunks = row_of(starts, chunk, D.K * D.V) + place
@@ -435,13 +456,14 @@ def gradient(
 
 
 def padded(B: Float[Array, "G T N"]) -> Float[Array, "G T _"]:
-    """Return B in float32, with zeros up to a power of two numbers, so that loads of a state's numbers are aligned."""
+    """Return B in float32, with zeros behind its N numbers up to a power of two, so that loads of a state's numbers are
+    aligned."""
     return jnp.pad(B.astype(jnp.float32), ((0, 0), (0, 0), (0, bucket(B.shape[2]) - B.shape[2])))
 
 
 def prepared(p: SelectiveOperands, skip: Float[Array, "D"] | None, config: SelectiveConfig, reverse: bool):
-    """Return (the other operands of the kernels than x and dt, the marks of tokens that start from zeros, the constants of a
-    launch)."""
+    """Return (the operands A, B, C and skip as the kernels read them; the marks of tokens that start from zeros, int32; the
+    constants and options of a launch, by name). skip: D of the module's header, or None."""
     resets = p.packing.resets
     D, N = p.A.shape
     constants = dict(
@@ -454,6 +476,7 @@ def prepared(p: SelectiveOperands, skip: Float[Array, "D"] | None, config: Selec
 
 
 def readable(x: Array) -> Array:
+    """Return x in a dtype that the kernels read: its own if it is in DTYPES, else float32."""
     return x if str(x.dtype) in DTYPES else x.astype(jnp.float32)
 
 
@@ -470,8 +493,8 @@ def entering(
 ) -> Float[Array, "segments D N"]:
     """Return the states that enter segments, [segments, D, N]. states: those that enter sequences.
 
-    A token adds dt x B to the state. If `adjoint`, it adds x B to the gradient of the state, and `states` are gradients behind
-    sequences.
+    x [G, T, D], B [G, T, N rounded up]: a token adds dt x B to the state. If `adjoint`, x is dy and B is C: a token adds x B to
+    the gradient of the state, and `states` are gradients behind sequences. marks, constants: the results of `prepared`.
     """
     count, (D, N) = len(segments.begin), p.A.shape
     if count == len(states):

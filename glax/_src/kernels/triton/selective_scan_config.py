@@ -26,10 +26,10 @@ SHORTEST = 4 * CHUNK  # tokens of a segment, at least
 class SelectiveConfig(Config):
     """Configure a Triton kernel of the selective scan. Its programs have one warp.
 
-    lanes: the lanes that share a channel, up to 32. own: the neighbouring channels that a lane holds, up to 16. span: the tokens
-    that are unrolled, up to 64; x and dt are read so far ahead. These are powers of two. segment: the tokens of a part of a
-    sequence that a program scans, a multiple of 64, or None for whole sequences. Raises ValueError, which names the field, for
-    any other value.
+    lanes: the lanes of the warp that share a channel, up to 32. own: the neighbouring channels that a lane holds, up to 16.
+    span: the tokens that are unrolled, up to 64; x and dt are read span tokens ahead. These are powers of two. segment: the
+    tokens of a part of a sequence that a program scans, a multiple of 64, or None for whole sequences. Raises ValueError, which
+    names the field, for any other value.
     """
 
     lanes: int = 2
@@ -50,10 +50,10 @@ class SelectiveConfig(Config):
 
 
 def forward_config(operands: SelectiveOperands) -> SelectiveConfig:
-    """Return a config of the forward, in which a lane holds up to 8 numbers of a state.
+    """Return the config of the forward, in which a lane holds up to 8 numbers of a state.
 
-    Sequences are cut, or lanes added, where few warps run (`filling`). If neither was done and a quarter of a multiprocessor
-    has fewer than 4 warps, a lane holds half as many numbers.
+    Sequences are cut, or lanes added, where few warps run (`filling`). If `filling` does neither and a quarter of a
+    multiprocessor has fewer than 4 warps, a lane holds half as many numbers.
     """
     start = SelectiveConfig(max(1, bucket(operands.A.shape[1]) // 8), 1, 8)
     config = filling(start, operands)
@@ -63,7 +63,7 @@ def forward_config(operands: SelectiveOperands) -> SelectiveConfig:
 
 
 def gradient_config(operands: SelectiveOperands) -> SelectiveConfig:
-    """Return a config of the gradient, in which a lane holds up to 8 numbers, of two channels.
+    """Return the config of the gradient, in which a lane holds up to 8 numbers, of two channels.
 
     With a longer span registers have no room for three warps on each quarter of a multiprocessor.
     """
@@ -72,12 +72,13 @@ def gradient_config(operands: SelectiveOperands) -> SelectiveConfig:
 
 
 def warps(config: SelectiveConfig, operands: SelectiveOperands) -> float:
-    """Return the number of warps for each quarter of a multiprocessor, where no sequence is cut."""
+    """Return the mean number of warps that a scan of whole sequences gives each quarter of a multiprocessor (four on each)."""
     return operands.states.shape[0] * -(-operands.A.shape[0] // config.channels) / (QUARTERS * multiprocessors())
 
 
 def wider(config: SelectiveConfig, operands: SelectiveOperands) -> SelectiveConfig | None:
-    """Return the config with twice the lanes to a channel, None if these were more than 32 or one held fewer than two numbers."""
+    """Return the config with twice the lanes for each channel. Return None if these would be more than 32, or if a lane would
+    hold fewer than two numbers of a state."""
     lanes = 2 * config.lanes
     return dataclasses.replace(config, lanes=lanes) if lanes <= min(WARP, bucket(operands.A.shape[1]) // 2) else None
 
@@ -85,9 +86,9 @@ def wider(config: SelectiveConfig, operands: SelectiveOperands) -> SelectiveConf
 def filling(config: SelectiveConfig, operands: SelectiveOperands) -> SelectiveConfig:
     """Return the config with segments, or with more lanes, if a quarter of a multiprocessor has few warps.
 
-    With fewer than two, sequences of 512 tokens or more on average are cut into segments of at least 256, such that a quarter
-    has up to 16 warps. All segments have one length, from the average: a long sequence among many short ones stays whole. If
-    nothing is cut, the lanes of a channel are doubled while that leaves at most one warp a quarter.
+    With fewer than two warps, sequences of 512 tokens or more on average are cut into segments of at least 256 tokens, such
+    that a quarter has up to 16 warps. All segments have one length, from the average: a long sequence among many short ones
+    stays whole. If nothing is cut, the lanes of a channel are doubled as long as a quarter then has at most one warp.
     """
     (G, T), sequences = operands.x.shape[:2], operands.states.shape[0]
     tokens = G * T // max(sequences, 1)  # of a sequence, on average

@@ -48,8 +48,8 @@ def product(a, b, c, D: tl.constexpr):
 
 @triton.jit
 def read(x, tokens, d, count, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Load x[tokens, d], [tokens, BLOCK], with x the address of token 0. Columns from WIDTH on are 0, and tokens from `count` on
-    with MASKED."""
+    """Load x[tokens, d], [tokens, BLOCK], from the address x of token 0 of an array [tokens, HEADS, WIDTH]. Channels from WIDTH
+    on are 0. With MASKED, tokens from `count` on are 0; without, all tokens must exist."""
     return read_columns(x, tokens, d, count, HEADS * WIDTH, WIDTH, BLOCK, MASKED)
 
 
@@ -57,7 +57,7 @@ def read(x, tokens, d, count, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: t
 def read_columns(
     x, tokens, d, count, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Do the same where the rows of two tokens are STRIDE numbers apart."""
+    """Load x[tokens, d] as `read` does, where the rows of two neighbouring tokens are STRIDE numbers apart."""
     p = x + STRIDE * tokens[:, None] + d[None, :]
     if MASKED and BLOCK == WIDTH:
         return tl.load(p, mask=(tokens < count)[:, None], other=0.0)
@@ -71,6 +71,8 @@ def read_columns(
 
 @triton.jit
 def stored(x, value, tokens, d, count, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    """Store value at x[tokens, d], from the address x of token 0 of an array [tokens, HEADS, WIDTH]. Tokens from `count` on and
+    channels from WIDTH on are not stored."""
     p = x + (HEADS * WIDTH) * tokens[:, None] + d[None, :]
     tl.store(p, value.to(x.dtype.element_ty), mask=(tokens < count)[:, None] & (d < WIDTH)[None, :])
 
@@ -84,13 +86,13 @@ def is_finite(x):
 
 @triton.jit
 def replaced(x, sound):
-    """Return x [rows, columns] with 0 in the rows that are not sound."""
+    """Return x [rows, columns] with 0 in the rows where sound [rows] is False."""
     return tl.where(sound[:, None], x, 0.0).to(x.dtype)
 
 
 @triton.jit
 def held(first, last, keys):
-    """Return whether the keys lie in the intervals. The shapes of all three are broadcast."""
+    """Return whether keys lie in intervals: first <= key <= last. The shapes of all three are broadcast."""
     return (keys >= first) & (keys <= last)
 
 
@@ -106,8 +108,11 @@ def block_number(keys, first, D: tl.constexpr):
 
 @triton.jit
 def bits_from(words, first, start, num_words, D: tl.constexpr):
-    """Return 32 bits of each row, of the block with key `start` and of the next ones. words: where the
-    num_words words of the row lie."""
+    """Return 32 bits for each row, as uint32: bit i says whether the row reads the i-th block of keys from the block that holds
+    key `start` on.
+
+    words: the addresses of the rows' words, of which each row has num_words. first: the first key of each row's interval.
+    """
     number = block_number(start, first, D)
     word, bit = (number // 32).to(tl.int32), number % 32
     low = tl.load(words + word, mask=word < num_words, other=0).to(tl.uint32, bitcast=True)
@@ -117,7 +122,8 @@ def bits_from(words, first, start, num_words, D: tl.constexpr):
 
 @triton.jit
 def reads(first, last, keys, bits, start, D: tl.constexpr):
-    """Return whether rows read keys. bits: with D.SIZE, as `bits_from` returns them. All shapes are broadcast."""
+    """Return whether rows read keys. first, last: the rows' intervals. keys: indices. bits: with D.SIZE, the result of
+    `bits_from` for the key `start`; else not read. All shapes are broadcast."""
     seen = held(first, last, keys)
     if D.SIZE:
         place = block_number(keys, first, D) - block_number(start, first, D)
@@ -127,10 +133,11 @@ def reads(first, last, keys, bits, start, D: tl.constexpr):
 
 @triton.jit
 def row_program(sizes, D: tl.constexpr):
-    """Return the batch element, the heads of q and k, and the number of the entry in the table of a program that owns rows.
+    """Return, of a program that owns rows: the batch element, the head of q, the head of k, and the number of its entry in the
+    table. sizes: an array that begins with the number of blocks of rows.
 
-    The heads that read one head of k are neighbours. Behind them vary the blocks, those with the most keys first where a row
-    reads the keys before it.
+    Neighbouring programs have the heads of q that read one head of k. Blocks of rows vary next, from the last to the first:
+    with causal intervals the last has the most keys.
     """
     program, count = tl.program_id(0), tl.load(sizes)
     block, other = count - 1 - program // D.GROUP % count, program // (D.GROUP * count)
@@ -140,7 +147,8 @@ def row_program(sizes, D: tl.constexpr):
 
 @triton.jit
 def masked_part(i, size, before, full):
-    """Return where part i of the parts that are masked begins: `before` of them come before `full` others."""
+    """Return the offset, in keys, of part i of those parts that need a mask. A part has `size` keys. `before` masked parts come
+    first, then `full` parts without a mask, then the other masked ones."""
     return tl.where(i < before, i, i + full) * size
 
 
@@ -152,8 +160,12 @@ def add_keys(
     highest, total, weighted, q, k, v, first, last, words, num_words, start, high, factor, D: tl.constexpr,
     MASKED: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums with those of C keys from `start` on added. highest is in the unit of products q . k.
-    words, num_words: as in `bits_from`, of the rows."""
+    """Return (highest, total, weighted) of `add_scores` with the terms of C keys from `start` on added.
+
+    q: a tile [ROWS, BK]. k, v: the addresses of key 0 of one head. first, last: the rows' intervals. high: keys from `high` on
+    are not loaded with MASKED. MASKED: whether some row may not read some key. CAREFUL: whether k and v may have rows that are
+    not finite. words, num_words: as in `bits_from`, of the rows. factor: scale times log2(e).
+    """
     own, ck, cv = tl.arange(0, D.C), tl.arange(0, D.BK), tl.arange(0, D.BV)
     kt = read(k + start.to(tl.int64) * (D.HK * D.K), own, ck, high - start, D.HK, D.K, D.BK, MASKED)
     scores = tl.dot(q, tl.trans(kt), input_precision=D.PRECISION)
@@ -171,7 +183,12 @@ def add_keys(
 
 @triton.jit
 def add_scores(highest, total, weighted, scores, v, factor, D: tl.constexpr):
-    """Return the sums with those of keys added, from their scores and values. Of a key with a score of -inf nothing is added."""
+    """Return (highest, total, weighted), the sums of rows over keys, with the terms of more keys added. A key with a score of
+    -inf adds nothing.
+
+    highest: [ROWS], the largest product q . k. total: [ROWS], the sum of 2^{factor (q . k - highest)}. weighted: [ROWS, BV],
+    the sum of values with these weights. scores: products q . k, [ROWS, C]. v: [C, BV]. factor: scale times log2(e).
+    """
     new = tl.maximum(highest, tl.max(scores, 1))
     unit = tl.where(new == float("-inf"), 0.0, new * factor)
     change = tl.exp2(highest * factor - unit)
@@ -182,20 +199,27 @@ def add_scores(highest, total, weighted, scores, v, factor, D: tl.constexpr):
 
 @triton.jit
 def outputs(q, k, v, first, last, table, sizes, scale, o, log_total, D: tl.constexpr):
-    """Compute o [B, T, HQ, V] and L [B, T, HQ]. A program has a block of rows of one head."""
+    """Compute o [B, T, HQ, V] and log_total, L [B, T, HQ]. A program has a block of rows of one head.
+
+    first, last: [B, T]. table: the result of `forward_table`. sizes: [blocks of rows, S]. scale: [1].
+    """
     row_outputs(q, k, v, first, last, first, first, table, sizes, scale, o, log_total, D)
 
 
 @triton.jit
 def chosen_outputs(q, k, v, first, last, words, tiles, table, sizes, scale, o, log_total, D: tl.constexpr):
-    """Compute the same of rows that read chosen blocks of keys, with D.SIZE. words: of `ReadBlocks`. tiles: places of `Tiles`.
-    Their count takes the fifth place of the table, which else says how many blocks of keys come before the full ones."""
+    """Compute o and log_total as `outputs` does, for rows that read chosen blocks of D.SIZE keys.
+
+    words: [B, T, W], of `ReadBlocks`. tiles: the places of `Tiles`, [B, blocks of rows, most]. table: the result of
+    `forward_table`, whose fifth column holds the count of `Tiles` instead. sizes: [blocks of rows, S, W, most].
+    """
     row_outputs(q, k, v, first, last, words, tiles, table, sizes, scale, o, log_total, D)
 
 
 @triton.jit
 def row_outputs(q, k, v, first, last, words, tiles, table, sizes, scale, o, log_total, D: tl.constexpr):
-    """Do what `outputs` does, or with D.SIZE `chosen_outputs`. Without it words and tiles are any arrays, which are not read."""
+    """Compute the results of `outputs`, or with D.SIZE of `chosen_outputs`, for one program. Without D.SIZE, words and tiles
+    are any arrays, which are not read."""
     b, hq, hk, number = row_program(sizes, D)
     entry = table + number * 6
     start, count, low, high = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
@@ -248,7 +272,8 @@ def add_query_gradient(
     dq, q, d_o, logs, shifts, k, v, first, last, words, num_words, start, high, factor, D: tl.constexpr, MASKED: tl.constexpr,
     CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Return dq / scale with the terms of C keys from `start` on added. words, num_words: as in `add_keys`."""
+    """Return dq / scale [ROWS, BK] with the terms of C keys from `start` on added. d_o: [ROWS, BV]. logs, shifts: L and d_o . o
+    of the rows, [ROWS]. The other arguments are those of `add_keys`."""
     own, ck, cv = tl.arange(0, D.C), tl.arange(0, D.BK), tl.arange(0, D.BV)
     kt = read(k + start.to(tl.int64) * (D.HK * D.K), own, ck, high - start, D.HK, D.K, D.BK, MASKED)
     vt = read(v + start.to(tl.int64) * (D.HK * D.V), own, cv, high - start, D.HK, D.V, D.BV, MASKED)
@@ -267,7 +292,8 @@ def add_query_gradient(
 def query_gradient(
     q, k, v, first, last, table, sizes, scale, log_total, shift, d_o, d_q, D: tl.constexpr
 ):  # fmt: skip
-    """Compute d_q [B, T, HQ, K]. A program has a block of rows of one head. log_total is NaN where d_o or o is not finite."""
+    """Compute d_q [B, T, HQ, K]. A program has a block of rows of one head. log_total, shift: L and d_o . o, [B, T, HQ];
+    log_total is NaN where d_o or o is not finite. The first arguments are those of `outputs`."""
     row_query_gradient(q, k, v, first, last, first, first, table, sizes, scale, log_total, shift, d_o, d_q, D)
 
 
@@ -283,7 +309,8 @@ def chosen_query_gradient(
 def row_query_gradient(
     q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_q, D: tl.constexpr
 ):  # fmt: skip
-    """Do what `query_gradient` does, or with D.SIZE `chosen_query_gradient`. words, tiles: as in `row_outputs`."""
+    """Compute d_q as `query_gradient`, or with D.SIZE as `chosen_query_gradient`, for one program. words, tiles: as in
+    `row_outputs`."""
     b, hq, hk, number = row_program(sizes, D)
     entry = table + number * 6
     start, count, low, high = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
@@ -335,8 +362,14 @@ def add_key_gradient(
     dk, dv, k, v, keys, q, d_o, log_total, shift, first, last, words, num_words, start, stop, hq, factor, D: tl.constexpr,
     MASKED: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Return dk / scale and dv with the terms of ROWS rows from `start` on added: dk with D.KEY, dv with D.VALUE. With MASKED,
-    rows from `stop` on have none. keys: of the program, from a multiple of C on. num_words: the words of a row."""
+    """Return (dk / scale, dv), [C, BK] and [C, BV], with the terms of ROWS rows from `start` on added: dk with D.KEY, dv with
+    D.VALUE.
+
+    k, v: the program's keys and values, [C, BK] and [C, BV]. keys: their indices, from a multiple of C on. q, d_o, log_total,
+    shift, first, last, words: whole arrays in device memory. start, stop: rows of [B T]. MASKED: whether some row may not read
+    some key; then rows from `stop` on have no terms. CAREFUL: whether rows may be not finite. num_words: the words of a row.
+    hq: the head of q.
+    """
     own, ck, cv, count = tl.arange(0, D.ROWS), tl.arange(0, D.BK), tl.arange(0, D.BV), stop - start
     qt = read(at(q, start, hq, D.HQ, D.K), own, ck, count, D.HQ, D.K, D.BK, MASKED)
     d_ot = read(at(d_o, start, hq, D.HQ, D.V), own, cv, count, D.HQ, D.V, D.BV, MASKED)
@@ -398,7 +431,8 @@ def chosen_key_gradient(
 def key_gradients(
     q, k, v, first, last, words, tiles, table, sizes, scale, log_total, shift, d_o, d_k, d_v, D: tl.constexpr
 ):  # fmt: skip
-    """Do what `key_gradient` does, or with D.SIZE `chosen_key_gradient`. words, tiles: as in `row_outputs`."""
+    """Compute the results of `key_gradient`, or with D.SIZE of `chosen_key_gradient`, for one program. words, tiles: as in
+    `row_outputs`."""
     program, blocks, S = tl.program_id(0), tl.load(sizes), tl.load(sizes + 1)
     block, other = program % blocks, program // blocks
     hk, b = other % D.HK, other // D.HK
@@ -492,7 +526,8 @@ CHOSEN = chosen_outputs, chosen_query_gradient, chosen_key_gradient, chosen_key_
 
 
 def dimensions(operands: SoftmaxOperands) -> dict:
-    """Return the constants of all kernels: heads, widths, precision, and the size of chosen blocks."""
+    """Return those constants of `Dimensions` that all kernels have, by name: heads, widths, precision, and SIZE where rows read
+    chosen blocks."""
     (HQ, K), (HK, V) = operands.q.shape[2:], operands.v.shape[2:]
     sizes: dict = dict(K=K, V=V, BK=width(K), BV=width(V))
     sizes |= {} if operands.blocks is None else dict(SIZE=operands.blocks.size)
@@ -500,7 +535,8 @@ def dimensions(operands: SoftmaxOperands) -> dict:
 
 
 def row_arguments(operands: SoftmaxOperands, rows: int, keys: int) -> tuple[tuple, int]:
-    """Return the first arguments of a kernel whose programs own rows, up to the sizes, and how many programs a head has."""
+    """Return (the first arguments of a kernel whose programs own rows, up to `sizes`; the number of blocks of rows). rows,
+    keys: the sizes of a program's tile."""
     (*arrays, _, chosen), blocks = operands, row_blocks(operands, rows)
     table = forward_table(blocks, operands.q.shape[1], keys)
     programs, S = table.shape[1], operands.k.shape[1]
@@ -513,7 +549,7 @@ def row_arguments(operands: SoftmaxOperands, rows: int, keys: int) -> tuple[tupl
 
 
 def key_arguments(operands: SoftmaxOperands, config: SoftmaxGradientConfig) -> tuple[tuple, int]:
-    """Return the first arguments of a kernel whose programs own keys, up to the sizes, and how many programs a head has."""
+    """Return (the first arguments of a kernel whose programs own keys, up to `sizes`; the number of blocks of keys)."""
     *arrays, _, chosen = operands
     (B, T), S = operands.first.shape, operands.k.shape[1]
     if chosen is None:
@@ -533,7 +569,8 @@ def key_arguments(operands: SoftmaxOperands, config: SoftmaxGradientConfig) -> t
 def forward(
     operands: SoftmaxOperands, scale: float, config: SoftmaxConfig
 ) -> tuple[Float[Array, "B T Hq V"], Float[Array, "B T Hq"]]:
-    """Return o, and log2 of the sums of e^{scores}."""
+    """Return (o, L), where L is log2 of the sum of e^{scores} of each row, in float32. Raises ValueError if config.keys are too
+    many for chosen blocks."""
     q, v = operands.q, operands.v
     B, T, HQ, _ = q.shape
     check_keys(operands, keys=config.keys)
@@ -548,7 +585,8 @@ def forward(
 
 
 def gradient(operands: SoftmaxOperands, o, log_total, d_o, scale: float, config: SoftmaxGradientConfig):
-    """Return dq, dk and dv. o, log_total: of `forward`."""
+    """Return [dq, dk, dv] in the dtypes of q, k and v. o, log_total: the results of `forward`. d_o: the gradient of o. Raises
+    ValueError if the config's keys are too many for chosen blocks."""
     q, k, v = operands[:3]
     (B, _, HQ, _), HK = q.shape, v.shape[2]
     check_keys(operands, keys=config.keys, own_keys=config.own_keys)

@@ -43,8 +43,8 @@ class SoftmaxGradientConfig(Config):
 
     rows, keys, warps, stages: as in `SoftmaxConfig`, for the kernel that forms dq. own_keys, read_rows, key_warps, key_stages:
     the keys, rows, warps and stages of the kernel that forms dk and dv, whose programs own keys and read rows. read_rows
-    divides rows. apart: whether that kernel runs twice, for dk and for dv, which takes a fifth product but half of the
-    registers.
+    divides rows. apart: whether that kernel runs twice, once for dk and once for dv, which takes five products in place of
+    four, but half of the registers.
     """
 
     rows: int = 64
@@ -86,13 +86,15 @@ class SoftmaxStepConfig(Config):
 
 
 def widest(operands: SoftmaxOperands) -> int:
+    """Return the larger of the widths of a head of keys and of values."""
     return max(operands.q.shape[-1], operands.v.shape[-1])
 
 
 def most_keys(operands: SoftmaxOperands, keys: int) -> int:
-    """Return `keys`, or if rows read chosen blocks the largest power of two up to `keys` and 31 size + 1.
+    """Return the most keys, up to `keys`, that a program may take together: `keys` itself if rows read whole intervals. If rows
+    read chosen blocks, it is the largest power of two up to `keys` and 31 size + 1, with `size` the keys of a block.
 
-    So many keys touch at most 32 blocks, and a word of 32 bits has one for each of them.
+    So many keys touch at most 32 blocks, and a word of 32 bits has a bit for each of these.
     """
     if operands.blocks is None:
         return keys
@@ -100,7 +102,8 @@ def most_keys(operands: SoftmaxOperands, keys: int) -> int:
 
 
 def check_keys(operands: SoftmaxOperands, **sizes: int):
-    """Raise ValueError, which names the field of a config, if it has more keys than `most_keys` allows."""
+    """Raise ValueError if one of `sizes`, {name of a config's field: its number of keys}, is more than `most_keys` allows. The
+    message has the name."""
     for name, keys in sizes.items():
         if keys > (most := most_keys(operands, keys)):
             size = getattr(operands.blocks, "size", None)
@@ -108,13 +111,14 @@ def check_keys(operands: SoftmaxOperands, **sizes: int):
 
 
 def forward_config(operands: SoftmaxOperands) -> SoftmaxConfig:
-    """Return the block sizes of the forward for the widths and dtype of a call, for which few registers are spilled between its
-    loops."""
+    """Return the block sizes of the forward for the widths and dtype of a call. They let few registers spill, and only between
+    the kernel's loops."""
     found = forward_sizes(operands)
     return dataclasses.replace(found, keys=most_keys(operands, found.keys))
 
 
 def forward_sizes(operands: SoftmaxOperands) -> SoftmaxConfig:
+    """Return the config of the forward for rows that read whole intervals: the sizes before `most_keys` limits the keys."""
     is_narrow = widest(operands) <= 128
     if operands.q.dtype == "float32":
         return SoftmaxConfig(32, 32, 4, 2)
@@ -124,14 +128,15 @@ def forward_sizes(operands: SoftmaxOperands) -> SoftmaxConfig:
 
 
 def gradient_config(operands: SoftmaxOperands) -> SoftmaxGradientConfig:
-    """Return the block sizes of the gradient for the widths and dtype of a call, for which few registers are spilled between
-    its loops."""
+    """Return the block sizes of the gradient for the widths and dtype of a call. They let few registers spill, and only between
+    the kernels' loops."""
     found = gradient_sizes(operands)
     keys, own_keys = most_keys(operands, found.keys), most_keys(operands, found.own_keys)
     return dataclasses.replace(found, keys=keys, own_keys=own_keys)
 
 
 def gradient_sizes(operands: SoftmaxOperands) -> SoftmaxGradientConfig:
+    """Return the config of the gradient for rows that read whole intervals: the sizes before `most_keys` limits the keys."""
     is_narrow = widest(operands) <= 128
     if operands.q.dtype == "float32":
         return SoftmaxGradientConfig(32, 32, 8, 1, 32, 32, 8, 1)
@@ -143,14 +148,16 @@ def gradient_sizes(operands: SoftmaxOperands) -> SoftmaxGradientConfig:
 
 
 def step_config(operands: StepOperands, value_width: int) -> SoftmaxStepConfig:
-    """Return the sizes of a step. Keys are cut into as many parts as let all programs run at the same time, with at least
-    PART_KEYS rows of the cache for each. A multiprocessor runs two programs of at most 32 heads of q if it has memory for both
-    and values are at most 256 wide, and else one.
+    """Return the sizes of a step. value_width: V, the channels of a value.
+
+    Keys are cut into as many parts as let all programs run at the same time, with at least PART_KEYS rows of the cache for
+    each. A multiprocessor runs two programs of at most 32 heads of q if it has memory for both and values are at most 256 wide,
+    and else one.
 
     A block has 32 keys, or 16 where 32 would take more than 40 KB. A program has up to 64 heads of q, 32 on GPUs without large
-    tiles, and 16 in float32, of which its registers hold no more. Values wider than 256 columns leave registers for 16 as well,
-    but on GPUs with large tiles it has 64 where more than 16 read one head of k: products then read keys of two bytes from shared
-    memory.
+    tiles, and 16 in float32, because its registers hold no more. With values wider than 256 columns a program has 16 heads of q
+    as well. On GPUs with large tiles it has 64 where more than 16 heads of q read one head of k: products then read keys of two
+    bytes from shared memory.
     """
     q, k = operands.q, operands.k
     group, columns = q.shape[2] // k.shape[2], k.shape[3] + (0 if operands.v is None else value_width)
@@ -174,8 +181,8 @@ def step_config(operands: StepOperands, value_width: int) -> SoftmaxStepConfig:
 
 
 def shape_refusal(sizes, got: str) -> str | None:
-    """Return why a kernel refuses arrays of these sizes: one is a symbol, or 0; None if neither. got: the call's shapes, for
-    the text."""
+    """Return why a kernel refuses arrays of these sizes: one of the sizes is a symbol, or 0. Return None if none is. got: the
+    call's shapes, for the text."""
     if any(is_symbol(n) for n in sizes):
         return "takes shapes that are known while tracing, got symbols"
     return f"takes arrays with elements, got {got}" if 0 in sizes else None

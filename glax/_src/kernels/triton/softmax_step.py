@@ -28,10 +28,11 @@ from glax._src.kernels.triton.tiles import LOG2E, at
 def add_keys(
     highest, total, weighted, q, rest, k, v, start, end, factor, D: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """Return the running sums (highest, total, weighted) with the terms of the keys `start` to start + C added.
+    """Return the running sums (highest, total, weighted) of `triton.softmax.add_scores` with the terms of the keys `start` to
+    start + C added.
 
-    With MASKED, the keys end before `end`. highest is in the unit of products q . k. rest: the channels of q behind the first
-    V, if D.VALUE is False.
+    q: [ROWS, channels]. k, v: the addresses of key 0 of one slot and head of the caches. rest: the channels of q behind the
+    first V, read if D.VALUE is False. With MASKED, only keys below `end` count. factor: scale times log2(e).
     """
     own, cv = tl.arange(0, D.C), tl.arange(0, D.BV)
     kh = k + start.to(tl.int64) * (D.HK * D.K)
@@ -54,7 +55,8 @@ def add_keys(
 
 @triton.jit
 def part_outputs(q, k, v, first, last, slots, sizes, scale, o, log_total, D: tl.constexpr):
-    """Store the outputs o [PARTS, B, HQ, V] and log totals L [PARTS, B, HQ] of each part of the keys. sizes: (P, S, B)."""
+    """Store the outputs o [PARTS, B, HQ, V] and log totals L [PARTS, B, HQ] of each part of the keys, -inf for a part without
+    keys. sizes: [3], the numbers P, S and B. slots: [B], a number outside of 0 to P - 1 for none."""
     program, blocks = tl.program_id(0), tl.cdiv(D.GROUP, D.ROWS)
     part, other = program % D.PARTS, program // D.PARTS
     block, other = other % blocks, other // blocks
@@ -120,7 +122,8 @@ def forward(
 
 
 def joined(o: Float[Array, "parts B Hq V"], log_total: Float[Array, "parts B Hq"]) -> Float[Array, "B Hq V"]:
-    """Return the outputs of all parts joined: sum_p 2^{L_p} o_p / sum_p 2^{L_p}. log_total: L, -inf for a part without keys."""
+    """Return the outputs of all parts joined: sum_p 2^{L_p} o_p / sum_p 2^{L_p}, 0 for a row without keys. log_total: L, -inf
+    for a part without keys."""
     highest = log_total.max(0)
     weights = jnp.exp2(log_total - jnp.where(highest == -jnp.inf, 0, highest))
     total = weights.sum(0)

@@ -48,15 +48,16 @@ def merged(L: Float[Array, "B H C C"]) -> Float[Array, "B H C C"]:
 
 
 def diagonal_blocks(L: Float[Array, "B H C C"], size: int, below: int) -> Float[Array, "B H n size size"]:
-    """Return the blocks of L on its diagonal, [B, H, n, size, size]; for `below` = 1, the blocks below every second of
-    these."""
+    """Return blocks of `size` x `size` of L: for below = 0 all n blocks on the diagonal, [B, H, n, size, size]; for below = 1
+    the blocks directly below the first, third, fifth ... of these, [B, H, n / 2, size, size]."""
     n, step = L.shape[-1] // size, 1 + below
     parts = [L[..., (i + below) * size : (i + below + 1) * size, i * size : (i + 1) * size] for i in range(0, n, step)]
     return jnp.stack(parts, axis=2)
 
 
 def substituted(L: Float[Array, "B H n C C"]) -> Float[Array, "B H n C C"]:
-    """Compute (I + L)^-1 row by row: row i is row i of I minus the sum over j < i of L_ij times row j."""
+    """Compute (I + L)^-1 of each block row by row: row i is row i of I minus the sum over j < i of L_ij times row j of the
+    inverse."""
     C = L.shape[-1]
     identity = jnp.asarray(np.eye(C), L.dtype)
 

@@ -41,10 +41,10 @@ def inner(x: Float[Array, "B N I D"], y: Float[Array, "B N J D"]) -> Float[Array
 
 
 def total(x: Array, axis: int) -> Array:
-    """Sum x over one axis, 2 or 3, by a product with ones.
+    """Return the sum of x [B, H, C, D] over one axis, 2 or 3, computed as a product with ones.
 
-    XLA for CPUs fuses a reduction with the matrix product beside it, and runs both on one core. It does not fuse a product of
-    a matrix and a vector.
+    XLA for CPUs fuses a reduction with the matrix product beside it, and runs both on one core. It does not fuse a product of a
+    matrix and a vector.
     """
     if axis == 3:
         return jnp.einsum("bhcd,d->bhc", x, jnp.ones(x.shape[3], x.dtype), precision=lax.Precision.HIGHEST)
@@ -132,9 +132,9 @@ class Factors(NamedTuple):
         added to the state       (k * outward)^T v
         pairs of tokens          sum over levels of (q * up) (k * down)^T * between, masked
 
-    inward, outward, up, down: [B, H, C, D], or [B, H, C, 1] for a per-head gate. between: [B, H, C, C], for a per-head gate only.
-    before: the factors of what reads the state before each token's own decay: row i has G_{i-1} in the place of G_i. It has no
-    `outward`; None where nothing reads so.
+    inward, outward: [B, H, C, D], or [B, H, C, 1] for a per-head gate. up, down: one such array for each level. between: [B, H,
+    C, C], for a per-head gate only. before: the factors of what reads the state before each token's own decay: row i has
+    G_{i-1} in the place of G_i. These have no `outward`; `before` is None where nothing reads so.
     """
 
     inward: Array | None = None
@@ -146,15 +146,16 @@ class Factors(NamedTuple):
 
     @property
     def erasing(self) -> "Factors":
-        """Return the factors with which erase vectors read: `before` if there is one, else these."""
+        """Return the factors of the rows of erase vectors: `before` if there is one, else this `Factors` itself."""
         return self if self.before is None else self.before
 
 
 def sums(matrix: np.ndarray, x: Float[Array, "B H C D"]) -> Float[Array, "B H I D"]:
-    """Compute matrix @ x in each sequence and head.
+    """Return matrix @ x for each sequence and head. matrix: [I, C].
 
-    The matrix is copied for each of them, so that the product is a batched one, which XLA runs without transposes. If the matrix
-    has 64 rows or more, and each quarter off the diagonal is constant, only the quarters on the diagonal are multiplied.
+    The matrix is copied for each sequence and head, so that the product is a batched one, which XLA runs without transposes. If
+    the matrix is square with an even number of at least 64 rows, and each quarter off the diagonal is constant, only the
+    quarters on the diagonal are multiplied.
     """
     C, half = x.shape[2], x.shape[2] // 2
     above, below = matrix[:half, half:], matrix[half:, :half]
@@ -171,15 +172,17 @@ def sums(matrix: np.ndarray, x: Float[Array, "B H C D"]) -> Float[Array, "B H I 
 
 
 def copies(matrix: np.ndarray, x: Float[Array, "B H C D"]) -> Array:
+    """Return the matrix, or stack of matrices, once for each sequence and head of x, in the dtype of x: [B, H,
+    *matrix.shape]."""
     return jnp.broadcast_to(jnp.asarray(matrix, x.dtype), (*x.shape[:2], *matrix.shape))
 
 
 def fast(g: Geometry, gates: Float[Array, "B H C D"] | None, before: bool = False) -> Factors:
     """Compute the factors of e^{G_i - G_j} = e^{M_i} e^{-M_j}, where M is G minus G at the chunk's middle.
 
-    The form needs two exponentials per element. It is exact while |M|, summed over the rows' and the columns' gates, is at most
-    `fast_limit`: no factor, and no product of a row's and a column's factor, then overflows or underflows. `before`: with the
-    factors before each token's own decay.
+    gates: log decays, or None for no decay. The form needs two exponentials per element. It is exact while |M|, summed over the
+    rows' and the columns' gates, is at most `fast_limit`: no factor, and no product of a row's and a column's factor, then
+    overflows or underflows. before: whether the result also has the factors before each token's own decay.
     """
     if gates is None:
         return Factors()
@@ -195,22 +198,24 @@ def fast(g: Geometry, gates: Float[Array, "B H C D"] | None, before: bool = Fals
 
 
 def max_abs_cumsum(g: Geometry, gates: Float[Array, "B H C D"]) -> Array:
-    """Bound |M| of `fast`: return the largest sum of |gates| over either half of the chunk, a scalar."""
+    """Return an upper bound of |M| of `fast`, a scalar: the largest sum of |gates| over either half of the chunk."""
     half = g.size // 2 if g.begin == 0 else g.size - g.size // 2
     return jnp.maximum(jnp.abs(gates[:, :, :half]).sum(2), jnp.abs(gates[:, :, half:]).sum(2)).max()
 
 
 def fast_limit(dtype) -> float:
-    """Return the limit on |M| for `fast`. `common.limits` derives it for float32; float64 ends at e^709."""
+    """Return the largest |M| for which `fast` is exact: in float32 the FAST_LIMIT of `common.limits`, in float64 500, as
+    float64 ends at e^709."""
     return FAST_LIMIT if dtype == jnp.float32 else 500.0
 
 
 def exact(g: Geometry, gates: Float[Array, "B H C D"] | None, with_self: bool, before: bool = False) -> Factors:
     """Compute the factors of e^{G_i - G_j} = e^{G_i - R} e^{R - G_j}, where the reference R lies between tokens j and i.
 
-    No exponent is positive for gates <= 0. Repeated halving finds a reference for every pair: two tokens in different halves of
-    a block share the block's middle. There are log2(C) levels with one exponential per element each. `with_self` adds a level
-    without factors, for the pair of each token with itself. `before`: with the factors before each token's own decay.
+    gates: log decays, or None for no decay. No exponent is positive for gates <= 0. Repeated halving finds a reference for
+    every pair: two tokens in different halves of a block share the block's middle. There are log2(C) levels with one
+    exponential per element each. `with_self` adds a level without factors, for the pair of each token with itself. before:
+    whether the result also has the factors before each token's own decay.
     """
     levels, self_level = len(g.halvings), (None,) * with_self
     if gates is None:
@@ -229,8 +234,8 @@ def exact(g: Geometry, gates: Float[Array, "B H C D"] | None, with_self: bool, b
 def per_head(g: Geometry, gates: Float[Array, "B H C 1"], before: bool = False) -> Factors:
     """Compute the factors of a per-head gate: e^{G_i - G_j} is a matrix [B, H, C, C], exact for all gates.
 
-    Each entry (i, j) is the exponential of a separate sum, over the tokens after j through i. `before`: with the factors before
-    each token's own decay, which sum over the tokens between j and i.
+    Each entry (i, j) is the exponential of a separate sum, over the tokens after j through i. before: whether the result also
+    has the factors before each token's own decay, whose sums are over the tokens between j and i.
     """
     inward, outward = jnp.split(jnp.exp(sums(np.concatenate([g.prefix, g.suffix]), gates)), 2, axis=2)
     between = jnp.exp(sums(g.prefix, jnp.where(g.earlier, gates, 0)))
@@ -242,12 +247,13 @@ def per_head(g: Geometry, gates: Float[Array, "B H C 1"], before: bool = False) 
 
 
 def edges(g: Geometry, gates: Float[Array, "B H C D"] | None) -> Factors:
-    """Return the factors `inward` and `outward` of the state's edges only, which `added` needs. They are exact for all gates,
-    with one exponential per element."""
+    """Return the factor `outward` alone, which `added` needs: the decay from each token to the end of the chunk. It is exact
+    for all gates, with one exponential per element. gates: log decays, or None for no decay."""
     return Factors() if gates is None else Factors(outward=jnp.exp(sums(g.suffix, gates)))
 
 
 def times(x: Array, factor: Array | None) -> Array:
+    """Return x * factor; x itself for None."""
     return x if factor is None else x * factor
 
 
@@ -272,15 +278,18 @@ class StateDecay(NamedTuple):
 
     @classmethod
     def of(cls, log: Array) -> "StateDecay":
+        """Return the decay e^log."""
         is_mild = jnp.abs(log) < 0.5
         return cls(jnp.where(is_mild, 1, jnp.exp(log)), jnp.where(is_mild, jnp.expm1(log), 0))
 
     def times(self, other: "StateDecay") -> "StateDecay":
+        """Return the product of two decays."""
         return StateDecay(self.base * other.base, self.rest * other.base + other.rest * (self.base + self.rest))
 
 
 def state_decay(*logs: Array | None) -> StateDecay | None:
-    """Return the decay e^(sum of logs); None without logs. Each log that is not None has a shape that multiplies the state."""
+    """Return the decay e^(sum of logs), where None is a log of 0; None if all are None. The shape of each log broadcasts with
+    that state: [B, H, K, 1] or [B, H, 1, V], for example."""
     present = [StateDecay.of(log) for log in logs if log is not None]
     return functools.reduce(StateDecay.times, present) if present else None
 
@@ -357,8 +366,9 @@ def log_gradient(
     """Compute dg_t = <S, dS>_{before the chunk} - sum over earlier s in the chunk of (q_s dq_s - k_s dk_s), [B, H, C, D or 1].
 
     terms: q_s dq_s - k_s dk_s for every token. edge: S dS before the chunk, summed over the other side of the state. For
-    per-value gates, o and v take the places of q and k. own: [B, H, C, D], the term of token t itself that the sum includes:
-    e_t de_t where e reads the state before the token's decay; None for no term. `per_head` sums all over D.
+    per-value gates, o and v take the places of q and k. own: [B, H, C, D], the term e_t de_t of token t itself, where e reads
+    the state before the token's decay; it is subtracted too. None for no such term. per_head: whether the gradient is summed
+    over D.
 
     In the sum, the pairs of tokens that do not span t cancel. It starts again at every chunk, so its rounding error does not
     grow with T.

@@ -49,7 +49,8 @@ BLOCK = 2**19
 
 
 def block(r: Recurrence, size: int) -> int:
-    """Return the number of tokens in a block: as many as hold at most BLOCK elements, but at least one chunk per group."""
+    """Return the number of tokens in a block: the most that hold at most BLOCK elements, in whole groups of chunks that divide
+    T, but at least one chunk per group. size: the tokens of a chunk."""
     groups = r.q.shape[1] // (GROUPS * size)
     fit = [n for n in range(1, groups + 1) if groups % n == 0 and elements(r, size, n * GROUPS * size) <= BLOCK]
     return max(fit, default=1) * GROUPS * size
@@ -62,9 +63,11 @@ def elements(r: Recurrence, size: int, tokens: int) -> int:
 
 
 def suits(r: Recurrence, size: int = CHUNK) -> bool:
-    """Return whether this form supports r in chunks of `size`: on CPUs, unpacked, whole chunks, without per-value gates.
+    """Return whether this form supports r in chunks of `size` tokens: on CPUs, unpacked, with whole chunks, without per-value
+    gates, and with at most 2 BLOCK elements in the smallest block.
 
-    Calls whose heads share both queries and keys are left to the scan: this form would repeat the rows of both for every head.
+    Calls in which several heads of the state share a query and also share a key are left to the scan: this form would repeat
+    the rows of both for every head.
     """
     if r.is_symbolic:
         return False
@@ -75,7 +78,8 @@ def suits(r: Recurrence, size: int = CHUNK) -> bool:
 
 
 def groups_heads(r: Recurrence, size: int) -> bool:
-    """Return whether the groups are groups of heads: per-head gates, one block, and at most `size` chunks.
+    """Return whether the groups are groups of heads: gates are not per-key, GROUPS divides the heads, all of T is one block,
+    and a head has at most `size` chunks.
 
     The matrices of decays between chunks are then no larger than those between the tokens of a chunk. The forward saves no
     states, because the gradient recomputes them by the same two products per group.
@@ -101,11 +105,12 @@ def in_range(r: Recurrence, size: int) -> Bool[Array, ""]:
 
 
 def where_exact(exact: Bool[Array, ""], r: Recurrence, size: int, together, otherwise, trains: bool):
-    """Return together() if `exact`, else otherwise().
+    """Return together() if `exact`, else otherwise(). size: the tokens of a chunk. trains: whether the call is part of a
+    gradient.
 
     lax.cond copies the operands of its branches, and shares nothing inside of a branch with the code outside. Forward and
-    gradient have factors and rows in common. If the call `trains` and all chunks are one block, together() is therefore computed
-    outside. Where `exact` is False its result may be NaN, and otherwise() takes its place, in a loop of one iteration.
+    gradient have factors and rows in common. If the call `trains` and all chunks are one block, together() is therefore
+    computed outside. Where `exact` is False its result may be NaN, and otherwise() takes its place, in a loop of one iteration.
     """
     if not trains or block(r, size) < r.q.shape[1]:
         return lax.cond(exact, together, otherwise)
@@ -165,6 +170,7 @@ class GroupedChunks:
         return x.reshape(x.shape[0], -1, self.r.num_heads, *x.shape[2:]).transpose(0, 1, 3, 2, 4)
 
     def states(self, x: Float[Array, "B nH K V"]) -> Float[Array, "B n H K V"]:
+        """Return x in the shape of the states of a group of time, with an axis of chunks."""
         return x.reshape(x.shape[0], -1, *self.r.state_shape[1:])
 
 
@@ -188,12 +194,13 @@ class Factors(NamedTuple):
 
     @property
     def between_chunks(self) -> ChunkDecays:
-        """Return `decays`, which is not None for groups of heads. It must not be called for groups of time."""
+        """Return `decays`, which groups of heads have. Raises AssertionError for groups of time, where it is None."""
         assert self.decays is not None
         return self.decays
 
 
 def factors(p: GroupedChunks) -> list[Factors]:
+    """Return the decays of each group. Without gates they are all None, but for `decays` of groups of heads."""
     log, found = log_decays(p.r), []
     if log is None:
         B, T, H = (*p.r.q.shape[:2], p.r.num_heads)
@@ -224,6 +231,7 @@ class Rows(NamedTuple):
 
 
 def rows(p: GroupedChunks, f: list[Factors]) -> list[Rows]:
+    """Return the rows of each group. f: the result of `factors`."""
     found = []
     for q, k, v, factor in zip(p.split(p.r.q), p.split(p.r.k), p.split(p.r.v), f, strict=True):
         q, k, v = (p.by_head(times(*x)) for x in ((q * p.scale, factor.q), (k, factor.k), (v, factor.v)))
@@ -238,7 +246,8 @@ def flat(X: list[Float[Array, "B n H K V"]]) -> list[Float[Array, "B nH K V"]]:
 
 
 def states(p: GroupedChunks, f: list[Factors], rows: list[Rows]) -> tuple[list[Array], Array]:
-    """Return S before each chunk, [B, N, K, V] for each group, and the final S, [B, H, K, V]."""
+    """Return S before each chunk, [B, N, K, V] for each group, and the final S, [B, H, K, V]. f, rows: the decays and rows of
+    each group."""
     added = [outer(x.leave_k, x.leave_v) for x in rows]
     if p.of_heads:
         initial = jnp.split(p.r.start_state, GROUPS, axis=1)
@@ -252,8 +261,11 @@ def states(p: GroupedChunks, f: list[Factors], rows: list[Rows]) -> tuple[list[A
 
 
 def adjoints(p: GroupedChunks, f: list[Factors], rows: list[Rows], do, d_final, S: list[Array]):
-    """Return (D after each chunk and S dS before it, both [B, N, K, V] for each group, and the gradient of the initial S). S:
-    the states before chunks."""
+    """Return (D after each chunk and S dS before it, both [B, N, K, V] for each group, and the gradient of the initial S).
+
+    f, rows: the decays and rows of each group. do: the rows of d_output of each group, [B, N, C, V]. d_final: [B, H, K, V]. S:
+    the states before chunks of each group, [B, N, K, V].
+    """
     added = [outer(x.enter_q, do) for x, do in zip(rows, do, strict=True)]
     if p.of_heads:
         initial = jnp.split(d_final, GROUPS, axis=1)
@@ -281,7 +293,8 @@ def forward(p: GroupedChunks) -> tuple[list[Array], Array, list[Array]]:
 
 
 class Gradient(NamedTuple):
-    """Hold the gradient of one block, as a list over groups. `log` is the gradient of `log_decays`, empty without decay."""
+    """Hold the gradient of the rows of one block: q, k and v, and `log`, the gradient of `log_decays`, empty without decay.
+    Each is a list over groups of arrays [B, n, C, H, D]."""
 
     q: list[Array]
     k: list[Array]
@@ -292,9 +305,10 @@ class Gradient(NamedTuple):
 def backward(
     p: GroupedChunks, d_output, d_final, saved: Array | None
 ) -> tuple[Gradient, Float[Array, "B H K V"], Float[Array, "B"]]:
-    """Return the gradients of one block's rows, of its initial states and of the scale.
+    """Return (the gradient of one block's rows, dL/dS before the block, the gradient of the scale).
 
-    saved: the states before each chunk, [B, chunks, H, K, V]; None recomputes them.
+    d_output: the block's rows. d_final: dL/dS after the block. saved: the states before each chunk, [B, chunks, H, K, V]; None
+    recomputes them.
     """
     r, g, f = p.r, p.g, factors(p)
     all_rows = rows(p, f)
@@ -325,7 +339,8 @@ def backward(
 
 
 def write(buffer: Float[Array, "B T heads D"], parts: list[Float[Array, "B n C H D"]], at) -> Array:
-    """Write the groups of one block to buffer[:, at:], one by one. XLA would write a joined array once more, on one core."""
+    """Return the buffer with the groups of one block, `parts`, written to its rows from `at` on, one by one. Heads that share a
+    row are summed. XLA would write a joined array once more, on one core."""
     parts = [sum_heads(x.reshape(x.shape[0], -1, *x.shape[3:]), buffer.shape[2]).astype(buffer.dtype) for x in parts]
     if buffer.shape[1] == len(parts) * parts[0].shape[1]:
         return jnp.concatenate(parts, axis=1)
@@ -335,7 +350,7 @@ def write(buffer: Float[Array, "B T heads D"], parts: list[Float[Array, "B n C H
 
 
 def join(parts: list[Float[Array, "B n C H D"]], heads: int, dtype) -> Float[Array, "B T heads D"]:
-    """Join groups of heads and sum them to `heads` heads."""
+    """Return groups of heads as one array, with heads summed to `heads` heads, in `dtype`."""
     whole = jnp.concatenate([part.reshape(part.shape[0], -1, *part.shape[3:]) for part in parts], axis=2)
     return sum_heads(whole, heads).astype(dtype)
 
@@ -363,7 +378,8 @@ def scan_blocks(r: Recurrence, size: int, body, carry, backwards: bool):
 
 
 def solve(r: Recurrence, size: int) -> tuple[Outputs, Float[Array, "B chunks H K V"] | None]:
-    """Return the outputs and the state before each chunk; None in place of the states for groups of heads."""
+    """Return the outputs, and the state before each chunk of `size` tokens, or None in place of the states for groups of
+    heads."""
     (B, T), (H, K, V) = r.q.shape[:2], r.state_shape[1:]
     if groups_heads(r, size):
         parts, final, _ = forward(GroupedChunks(r, size, of_heads=True))
@@ -381,7 +397,8 @@ def solve(r: Recurrence, size: int) -> tuple[Outputs, Float[Array, "B chunks H K
 
 
 def vjp(r: Recurrence, size: int, d_output, d_final, saved: Float[Array, "B chunks H K V"] | None) -> Recurrence:
-    """Return the gradient of every input from the states that `solve` returned; None recomputes them."""
+    """Return the gradient of every input. size: the tokens of a chunk. saved: the states that `solve` returned; None recomputes
+    them."""
     d_final = d_final.astype(r.dtype)
     log = log_decays(r)
     if groups_heads(r, size):
@@ -409,7 +426,8 @@ def vjp(r: Recurrence, size: int, d_output, d_final, saved: Float[Array, "B chun
 
 
 def assembled(r: Recurrence, dq, dk, dv, d_log, d_state, d_scale) -> Recurrence:
-    """Assemble the gradient of r, with d_log [B, T, H, D] the gradient of `log_decays`."""
+    """Return the gradient of r from its parts. d_log [B, T, H, D]: the gradient of `log_decays`. d_state: of the initial
+    states."""
     decay = Decay(
         constant=None if r.decay.constant is None else d_log.sum((1, 3)),
         head=None if r.decay.head is None else d_log[..., 0],

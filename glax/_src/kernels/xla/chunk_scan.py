@@ -31,8 +31,8 @@ from glax._src.kernels.xla.recurrent import recurrent, stays_in_cache
 class ChunkedConfig(Config):
     """Configure XLA's kernels over chunks. chunk: the number of tokens per chunk, from 1 to 4096.
 
-    The operations grow with it, and the memory of a chunk's pairs with its square. The numbers of steps and of stored states
-    shrink with it. Raises ValueError for any other chunk.
+    The number of operations grows with the chunk, and the memory of its pairs of tokens with the square. The numbers of steps
+    and of stored states shrink with a larger chunk. Raises ValueError for any other chunk.
 
     >>> q = jnp.ones((1, 8, 2, 4))
     >>> glax.recurrent(q, q, q, platform="xla", cfg=glax.configs.ChunkedConfig(chunk=4)).output.shape
@@ -68,10 +68,12 @@ class ChunkedConfig(Config):
 
 
 def solve(r: Recurrence, config: ChunkedConfig, save_states: bool) -> tuple[Outputs, Array | None, Array]:
-    """Compute the outputs in the chunk-parallel form where it supports r and is exact for all gates, else by the scan.
+    """Compute the outputs in the chunk-parallel form where it supports r and is exact for all gates, else by the scan. A
+    recurrence with an erasure takes the scan of `delta_chunk`.
 
-    Returns (outputs, states, is_blank). states: the states before each chunk, [B, chunks, H, K, V], if `save_states` and not
-    groups of heads; else None. is_blank: whether the states are zeros without meaning, a boolean scalar.
+    Returns (outputs, states, is_blank). states: the states before each chunk, [B, chunks, H, K, V]; None without `save_states`,
+    and where the chunk-parallel form has groups of heads. is_blank: whether the states are zeros without meaning, a boolean
+    scalar.
     """
     if r.erasure is not None:
         return *delta_chunk.forward_by_scan(r, config.chunk, save_states), jnp.zeros((), bool)
@@ -101,7 +103,8 @@ def solve(r: Recurrence, config: ChunkedConfig, save_states: bool) -> tuple[Outp
 
 
 def scan_config(r: Recurrence, config: ChunkedConfig) -> ChunkedConfig:
-    """Return the config of a scan that replaces the chunk-parallel form: the scan's heuristic, but no larger chunk."""
+    """Return the config of a scan that replaces the chunk-parallel form: the chunk of `ChunkedConfig.for_scan`, but no larger
+    than config.chunk."""
     return ChunkedConfig(min(config.chunk, ChunkedConfig.for_scan(r).chunk))
 
 
@@ -117,7 +120,9 @@ def forward_by_scan(r: Recurrence, config: ChunkedConfig, save_states: bool) -> 
 
 
 def count_determines_size(r: Recurrence, size: int) -> bool:
-    """Return whether the number of chunks determines their size. The gradient may have another config than the forward."""
+    """Return whether the number of chunks determines their size: `size` tokens are a power of two or the whole unpacked
+    sequence. The gradient may have another config than the forward, and recognizes by the number whether the saved states are
+    those of its own chunks."""
     return size & (size - 1) == 0 or (r.boundaries is None and size == r.q.shape[1])
 
 
@@ -125,9 +130,9 @@ def chunked_with_residuals(r: Recurrence, *, config: ChunkedConfig) -> tuple[Out
     """Compute the outputs and final states, and the residuals: the state before each chunk, and a flag that is 1 if these
     states are blank.
 
-    Groups of heads, and chunks whose size does not follow from their number, save a single state [B, 1, H, K, V]. A gradient
-    uses residuals with as many states as it has chunks. Without packing, the saved state is the initial state, which is right
-    for a gradient of one chunk. A packed gradient never has a single chunk.
+    A single state [B, 1, H, K, V] is saved where the chunk-parallel form has groups of heads, and for chunks whose size does
+    not follow from their number. A gradient uses residuals with as many states as it has chunks. Without packing, the saved
+    state is the initial state, which is right for a gradient of one chunk. A packed gradient never has a single chunk.
     """
     determined = count_determines_size(r, min(config.chunk, r.q.shape[1]))
     outputs, states, blank = solve(r, config, save_states=determined)
@@ -153,7 +158,8 @@ def chunked_with_residuals(r: Recurrence, *, config: ChunkedConfig) -> tuple[Out
     isolate=isolate,
 )
 def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
-    """Compute the outputs and final states in chunks. At a time, memory holds one state per head, or those of one block."""
+    """Compute the outputs and final states in chunks. The scan holds one state for each head in memory at a time, the
+    chunk-parallel form the states of one block of chunks."""
     return solve(r, config, save_states=False)[0]
 
 
@@ -172,9 +178,10 @@ def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
 def chunked_vjp(
     r: Recurrence, d_output, d_final, residuals: Residuals | None = None, *, config: ChunkedConfig
 ) -> Recurrence:
-    """Compute the gradient of every input, from d_output [B, T, H, V] and d_final [N, H, K, V] or None.
+    """Compute the gradient of every input, from d_output [B, T, H, V] and d_final [N, H, K, V].
 
-    It uses the residuals' states if these belong to the chunks of this config, and else forms them again.
+    The states of `residuals` are used if they belong to the chunks of this config. Otherwise, and for None, they are formed
+    again.
     """
     chunks, g = start(r, config.chunk)
     if residuals is not None:

@@ -47,12 +47,14 @@ class StateStore:
         self.arrays = [] if self.in_rows else [jnp.zeros(self.shape, r.dtype)]
 
     def put(self, w: ChunkWindow, i, buffers: list[Array], S: Float[Array, "B H V K"]) -> list[Array]:
+        """Return the buffers with S, the state before chunk i, stored. w: the window of chunk i."""
         if not self.in_rows:
             return [lax.dynamic_update_index_in_dim(buffers[0], S, i, 0)]
         S = jnp.pad(S, ((0, 0), (0, 0), (0, 2 * self.C - self.V), (0, 0)))
         return [w.write(rows, part) for rows, part in zip(buffers, jnp.split(S, 2, axis=2), strict=True)]
 
     def get(self, w: ChunkWindow, i, buffers: list[Array]) -> Float[Array, "B H V K"]:
+        """Return the state before chunk i from the buffers, [B, H, V, K]. w: the window of chunk i."""
         if not self.in_rows:
             return lax.dynamic_index_in_dim(buffers[0], i, keepdims=False)
         return jnp.concatenate([w.read(rows) for rows in buffers], axis=2)[:, :, : self.V]
@@ -64,10 +66,10 @@ ReadState = Callable[[ChunkWindow, Any, list[Array]], Array]
 def states_before(
     r: Recurrence, chunks: Chunks, g: chunk_math.Geometry, d_qk: list[Array]
 ) -> tuple[ReadState, list[Array]]:
-    """Scan forward and store the state before each chunk.
+    """Scan forward and store the state before each chunk. d_qk: the buffers of dq and dk.
 
-    Returns (read, d_qk): read(window, i, d_qk) returns the state before chunk i, [B, H, V, K], and d_qk are the buffers of dq
-    and dk, which may hold the states.
+    Returns (read, d_qk): read(window, i, d_qk) returns the state before chunk i, [B, H, V, K], and the new d_qk are the buffers
+    of dq and dk, which may hold the states.
     """
     stored, first = StateStore(r, chunks), r.start_state.mT
 
@@ -89,10 +91,11 @@ def states_before(
 
 
 def result_buffers(r: Recurrence):
-    """Return a generator of functions x -> a buffer of x's shape and dtype, one for each result.
+    """Return a generator of functions x -> a new array of x's shape and dtype, one function for each result.
 
-    Without packing, every row is overwritten, and each buffer is filled with a different number: XLA would merge buffers with
-    the same number into one, and copy it on one core. With packing, rows outside all sequences are not written, so they are 0.
+    Without packing, every row is overwritten later, and each array is filled with a different number: XLA would merge arrays
+    with the same number into one, and copy it on one core. With packing, rows outside all sequences are not written, so arrays
+    are filled with 0.
     """
     for number in itertools.count(1):
         yield functools.partial(jnp.full_like, fill_value=number if r.boundaries is None else 0)
@@ -101,7 +104,8 @@ def result_buffers(r: Recurrence):
 def vjp_by_scan(r: Recurrence, size: int, d_output, d_final, states: Array | None) -> Recurrence:
     """Compute the gradient of every input by a reverse scan over chunks of `size` tokens.
 
-    states: the states before each chunk, [B, chunks, H, K, V]; None recomputes them by a forward scan.
+    d_output: [B, T, H, V]. d_final: [N, H, K, V]. states: the states before each chunk, [B, chunks, H, K, V]; None recomputes
+    them by a forward scan.
     """
     original, (chunks, g) = r, start(r, size)
     r, d_output = pad_to_chunk(r, chunks.size), pad_rows(d_output, chunks.size)
@@ -163,9 +167,11 @@ def saved_states(states: Float[Array, "B chunks H K V"]) -> ReadState:
 
 
 def decay_gradient(w: ChunkWindow, g: chunk_math.Geometry, d_decay: Decay, row_side, column_side) -> Decay:
-    """Write the gradient of one chunk's log decays to d_decay.
+    """Return d_decay, a `Decay` of buffers, with the gradient of the log decays of one chunk written to the chunk's rows, or
+    added for constant decays.
 
-    Each side is (terms [B, H, C, D], edge [B, H, D], and own [B, H, C, D] if any), the arguments of `chunk_math.log_gradient`.
+    row_side, column_side: (terms [B, H, C, D], edge [B, H, D], and own [B, H, C, D] if any), the arguments of
+    `chunk_math.log_gradient` for the gates of the state's rows and of its columns.
     """
     per_channel, per_head = (functools.partial(chunk_math.log_gradient, g, per_head=x) for x in (False, True))
     if d_decay.constant is not None:

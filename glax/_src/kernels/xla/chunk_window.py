@@ -23,7 +23,11 @@ Carried = TypeVar("Carried", Array, chunk_math.State)  # what a scan passes from
 
 
 class ChunkWindow:
-    """Read and write the rows of chunk i. All C rows of a window are in bounds, and rows outside the chunk read as 0."""
+    """Read and write the rows of chunk i. A window is C consecutive rows within the array, and holds the chunk. Its rows
+    outside the chunk are read as 0, and not written.
+
+    begins: whether chunk i is the first of its sequence in the scan.
+    """
 
     def __init__(self, r: Recurrence, chunks: Chunks, i, begins):
         C, T = chunks.size, r.q.shape[1]
@@ -39,16 +43,19 @@ class ChunkWindow:
         self.batch = r.q.shape[0]
 
     def rows(self, x: Float[Array, "B T H D"]) -> Float[Array, "B C H D"]:
+        """Return the window's rows of x in the dtype of sums, with 0 outside the chunk."""
         window = lax.dynamic_slice_in_dim(x, self.start, self.C, 1).astype(self.r.dtype)
         return window if self.in_chunk is None else jnp.where(self.in_chunk[:, None, None], window, 0)
 
     def read(self, x: Float[Array, "B T heads D"]) -> Float[Array, "B H C D"]:
+        """Return the window's rows of x with a head for each head of the state, in the order of the products, with 0 outside
+        the chunk."""
         x = spread_heads(self.rows(x), self.r.num_heads).transpose(0, 2, 1, 3)
         # Without the barrier, XLA reads the rows again for every use, transposed for each product.
         return lax.optimization_barrier(x)
 
     def read_all(self, *arrays: Float[Array, "B T _ _"]) -> list[Float[Array, "B H C _"]]:
-        """Read the chunk's rows of each array.
+        """Return `read` of each array.
 
         On CPUs, arrays of one width are read as one array. XLA then reads their rows once, and not in every kernel that uses
         them. The loop also begins with so few kernels that XLA wakes no other core for small ones.
@@ -64,13 +71,14 @@ class ChunkWindow:
         return [read[i] for i in range(len(windows))]
 
     def write(self, buffer: Float[Array, "B T heads D"], x: Float[Array, "B H C D"]) -> Array:
+        """Return the buffer with x written to the chunk's rows, summed over the heads that share a head of the buffer."""
         x = sum_heads(x.transpose(0, 2, 1, 3), buffer.shape[2]).astype(buffer.dtype)
         if self.in_chunk is not None:
             x = jnp.where(self.in_chunk[:, None, None], x, lax.dynamic_slice_in_dim(buffer, self.start, self.C, 1))
         return lax.dynamic_update_slice_in_dim(buffer, x, self.start, 1)
 
     def read_state(self, states: Float[Array, "N *rest"]) -> Float[Array, "B *rest"]:
-        """Return the entry of this chunk's sequence, [1, ...]; without packing, the entries of all B sequences."""
+        """Return the entry of this chunk's sequence, [1, *rest]; without packing, the entries of all B sequences."""
         return states if self.r.boundaries is None else lax.dynamic_slice_in_dim(states, self.sequence, self.batch, 0)
 
     @property
@@ -84,7 +92,8 @@ class ChunkWindow:
         return self.read_state(self.r.scale)[:, None, None, None]
 
     def carry_or_start(self, carried: Carried, states: Float[Array, "N *rest"] | None) -> Carried:
-        """Return `carried` from the previous chunk; where a packed sequence begins, its entry of `states`, or 0 for None.
+        """Return `carried`, the value from the previous chunk. Where a packed sequence begins, return instead its entry of
+        `states`, or 0 if states is None.
 
         The loop therefore never reads the array that it writes its states to. XLA would copy all N states at every chunk.
         """
@@ -96,6 +105,7 @@ class ChunkWindow:
         return jnp.where(self.begins, first, carried)
 
     def write_state(self, states, x):
+        """Return `states` with x as the entry of this chunk's sequence; without packing, return x."""
         return x if self.r.boundaries is None else lax.dynamic_update_slice_in_dim(states, x, self.sequence, 0)
 
     def gates(self) -> tuple[Array | None, Array | None]:
@@ -116,9 +126,10 @@ class ChunkWindow:
 
 
 def log_through(gates: tuple[Array | None, Array | None], transposed: bool = False) -> list[Array | None]:
-    """Sum the gates of a chunk: the log decays of the state's rows, [B, H, K, 1], and columns, [B, H, 1, V].
+    """Return the sums of the gates of a chunk: the log decays of the state's rows, [B, H, K, 1], and columns, [B, H, 1, V],
+    each None without gates. gates: the result of `ChunkWindow.gates`.
 
-    `transposed`: those of the transposed state, [B, H, 1, K] and [B, H, V, 1].
+    transposed: whether the sums are those of the transposed state, [B, H, 1, K] and [B, H, V, 1].
     """
     key, value = (None if x is None else chunk_math.total(x, 2)[:, :, None] for x in gates)
     if transposed:
@@ -132,11 +143,12 @@ def log_of_zero(dtype) -> float:
 
 
 def select_form(g: chunk_math.Geometry, r: Recurrence, gates, with_self: bool, evaluate, *operands):
-    """Return evaluate(key factors, value factors, masks, *operands), in the fast form if it is exact for this chunk.
+    """Return evaluate(key factors, value factors, masks, *operands), in the fast form if it is exact for this chunk, else in
+    the exact form. gates: the result of `ChunkWindow.gates`.
 
-    The masks hold the pairs of each token with the earlier tokens and, `with_self`, the pair with itself. `evaluate` should read
-    the chunk's rows inside, because lax.cond copies the operands of its branches. The key factors have `before` where r erases
-    before the decay.
+    The masks hold the pairs of each token with the earlier tokens and, `with_self`, the pair with itself. `evaluate` should
+    read the chunk's rows inside, because lax.cond copies the operands of its branches. The key factors have `before` where r
+    erases before the decay.
     """
     decay, before = r.decay, r.erasure is not None and r.erasure.before_decay
     pairs = (g.causal if with_self else g.earlier,)
@@ -181,8 +193,8 @@ def scan_chunks(r: Recurrence, chunks: Chunks, body, carry, backwards: bool):
 
 
 def initial_state_of(states: Float[Array, "N *rest"], B: int) -> chunk_math.State:
-    """Return the state that a scan carries before its first chunk: `states`, or zeros for several packed sequences, because
-    each one's first chunk reads its own."""
+    """Return the state that a scan carries before its first chunk: `states`, or zeros where N is not B: `carry_or_start` then
+    reads the entry of each packed sequence at its first chunk. B: the batch size."""
     same = states.shape[0] == B
     return chunk_math.State.of(states if same else jnp.zeros((B, *states.shape[1:]), states.dtype))
 

@@ -68,7 +68,11 @@ CHUNK = 64  # the tokens of a chunk where no config says otherwise
 
 
 def scores(x, k, key: Factors, masks) -> Float[Array, "B H C C"]:
-    """Return the scores of x with k, [B, H, C, C]: the sum over levels of mask * ((x * up) (k * down)^T * between)."""
+    """Return the scores of x with k, [B, H, C, C]: the sum over levels of mask * ((x * up) (k * down)^T * between).
+
+    x: queries or erase vectors, [B, H, C, K]. k: [B, H, C, K]. key: the factors with which x is read. masks: [C, C] each, one
+    per level.
+    """
     pairs = jnp.zeros((*x.shape[:3], k.shape[2]), x.dtype)
     for up, down, mask in zip(key.up, key.down, masks, strict=True):
         if mask.any():
@@ -77,7 +81,8 @@ def scores(x, k, key: Factors, masks) -> Float[Array, "B H C C"]:
 
 
 def scores_gradient(d_pairs, x, k, key: Factors, masks) -> tuple[Array, Array]:
-    """Return the gradients of x and k. d_pairs: the gradient of the result of `scores`, [B, H, C, C]."""
+    """Return the gradients of x and k. d_pairs: the gradient of the result of `scores`, [B, H, C, C]. The other arguments are
+    those of `scores`."""
     dx, dk = jnp.zeros_like(x), jnp.zeros_like(k)
     for up, down, mask in zip(key.up, key.down, masks, strict=True):
         if mask.any():
@@ -88,7 +93,7 @@ def scores_gradient(d_pairs, x, k, key: Factors, masks) -> tuple[Array, Array]:
 
 
 def read_erasure(w: ChunkWindow, erasure: Erasure) -> Erasure:
-    """Read the chunk's rows of each array, [B, H, C, width]; beta has a width of 1."""
+    """Return the erasure with the chunk's rows of each array, [B, H, C, width]; beta has a width of 1."""
     if erasure.beta is not None:
         return erasure.replace(beta=w.read(erasure.beta[..., None]))
     return jax.tree.map(w.read, erasure)
@@ -100,8 +105,8 @@ Written = list[tuple[Array, Array]]
 def written(S, k, v, e, w, along, key: Factors, g: chunk_math.Geometry, masks) -> tuple[Array, Written]:
     """Return ((I + L)^-1 [B, H, C, C] of a chunk, its writes), where S [B, H, K, V] is the state before it.
 
-    The writes are pairs of keys [B, H, C, K] and values [B, H, C, V]: (k, U), or with `along` (k, w * v) and (along, U). The
-    inverse forms the values of the last pair.
+    k, e, along: [B, H, C, K], v: [B, H, C, V], w: the write gate or None. The writes are pairs of keys [B, H, C, K] and values
+    [B, H, C, V]: (k, U), or with `along` (k, w * v) and (along, U). The values of the last pair are the inverse times X.
     """
     reads, earlier = key.erasing, [mask & g.earlier for mask in masks]
     L = scores(e, k if along is None else along, reads, earlier)
@@ -118,12 +123,13 @@ def summed(terms: Iterable[Array]) -> Array:
 
 
 def added(write: Written, key: Factors) -> Float[Array, "B H K V"]:
-    """Return the term of a chunk's writes in the state after it, the sum over pairs of (keys * outward)^T values."""
+    """Return what a chunk's writes add to the state after the chunk: the sum over pairs of (keys * outward)^T values."""
     return summed([chunk_math.added(k, x, key, Factors()) for k, x in write])
 
 
 def forward_by_scan(r: Recurrence, size: int, save_states: bool) -> tuple[Outputs, Array | None]:
-    """Compute the outputs, and the states before each chunk, [B, chunks, H, K, V], if `save_states`."""
+    """Compute the outputs and final states, and with `save_states` the states before each chunk, [B, chunks, H, K, V], else
+    None. size: the tokens of a chunk."""
 
     def evaluate(r: Recurrence, w: ChunkWindow, g, key, _, masks, S):
         q, k, v = w.read_all(r.q, r.k, r.v)
@@ -161,12 +167,13 @@ def states_before(r: Recurrence, size: int) -> Float[Array, "B chunks H K V"]:
 
 
 def chunk_gradient(S, dS, rows, erasure: Erasure, is_first, key: Factors, g: chunk_math.Geometry, masks):
-    """Compute the gradient of one chunk from S before the chunk and dS = dL/dS after it.
+    """Compute the gradient of one chunk from S before the chunk and dS = dL/dS after it, [B, H, K, V] each.
 
-    Returns a tuple: the terms of the chunk's tokens in dL/dS before it; those of them that pass no gate, or None; dq; dk; dv;
-    the gradient of the erasure; and `terms` [B, H, C, K] and `own` of `chunk_math.log_gradient`, the latter or None.
-    rows: q, multiplied by the scale, k, v and do. is_first: [C, 1], whether a row is the chunk's first token in the scan.
-    `masks` exclude the pair of a token with itself.
+    Returns ((d_added, through_no_gate), dq, dk, dv, d_erasure, (terms, own)). d_added: the terms of the chunk's tokens in dL/dS
+    before it, less through_no_gate. through_no_gate: those of these terms that pass no gate, or None. terms [B, H, C, K], own:
+    the arguments of `chunk_math.log_gradient`; own may be None. rows: q, multiplied by the scale, k, v and do. erasure: the
+    chunk's rows. is_first: [C, 1], whether a row is the chunk's first token in the scan. `masks` exclude the pair of a token
+    with itself.
     """
     q, k, v, do = rows
     (e, write), reads, along = erasure.vectors(k), key.erasing, erasure.along
@@ -217,7 +224,8 @@ def chunk_gradient(S, dS, rows, erasure: Erasure, is_first, key: Factors, g: chu
 def vjp_by_scan(r: Recurrence, size: int, d_output, d_final, states: Array | None) -> Recurrence:
     """Compute the gradient of every input by a reverse scan over chunks of `size` tokens.
 
-    states: the states before each chunk, [B, chunks, H, K, V]; None recomputes them by a forward scan.
+    d_output: [B, T, H, V]. d_final: [N, H, K, V]. states: the states before each chunk, [B, chunks, H, K, V]; None recomputes
+    them by a forward scan.
     """
     original, (chunks, g) = r, start(r, size)
     r, d_output = pad_to_chunk(r, chunks.size), pad_rows(d_output, chunks.size)

@@ -46,8 +46,8 @@ SEGMENT = 64  # tokens between two states that the gradient stores
 class Tokens(NamedTuple):
     """Hold the arrays of r with time first, [T, B, heads, ...], and the position of each row in its sequence.
 
-    begins, ends: whether a packed sequence's scan begins or ends at a row. sequence: a row's sequence, N for padding. All three
-    are None without packing. resets: [T, B], whether a token starts from a state of zeros; None if none does.
+    begins, ends: [T], whether a packed sequence's scan begins or ends at a row. sequence: a row's sequence, N for padding. All
+    three are None without packing. resets: [T, B], whether a token starts from a state of zeros; None if none does.
     """
 
     q: Array
@@ -62,10 +62,10 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(r: Recurrence, resets: Bool[Array, "B T"] | None = None) -> Tokens:
-    """Return the arrays of r with time first and zeros in padding rows. A row of zeros leaves the state unchanged.
+    """Return the arrays of r with time first and zeros in padding rows. A row of zeros leaves the state unchanged. resets: the
+    tokens that start from a state of zeros, or None.
 
-    Raises UnsupportedError for a form of decay that `token_of` does not read, also where a kernel, the derived gradient or
-    `isolated.py` comes here with one that it has learned.
+    Raises UnsupportedError for a form of decay that `token_of` does not read, whatever caller comes with such a form.
     """
     check_form(r, "the scan token by token with an erasure, or apart from what is not finite,")
     if r.boundaries is None:
@@ -88,8 +88,8 @@ def tokens_of(r: Recurrence, resets: Bool[Array, "B T"] | None = None) -> Tokens
 
 
 class Token(NamedTuple):
-    """Hold one token in the dtype of sums, with a head for each head of the states. w is None where it is 1; decay is None
-    without gates."""
+    """Hold one token of all B sequences in the dtype of sums, with a head for each head of the states. e: the erase vector. w:
+    the write gate, None for 1. decay: None without gates. erasure: the token's arrays; beta is [B, H, 1]."""
 
     q: Float[Array, "B H K"]
     k: Float[Array, "B H K"]
@@ -101,6 +101,7 @@ class Token(NamedTuple):
 
 
 def token_of(r: Recurrence, row: Tokens) -> Token:
+    """Return the token of one row of `Tokens`."""
     q, k, v = (spread_heads(x.astype(r.dtype), r.num_heads, axis=1) for x in (row.q, row.k, row.v))
     erasure = jax.tree.map(lambda x: x.astype(r.dtype), row.erasure)
     if erasure.beta is not None:
@@ -134,12 +135,13 @@ def outer(x: Float[Array, "B H K"], y: Float[Array, "B H V"]) -> Float[Array, "B
 
 
 def decayed(S: Array, decay: StateDecay | None) -> Array:
+    """Return the state S times the decay; S itself for None."""
     return S if decay is None else S * decay.base + S * decay.rest
 
 
 def advance(S: Float[Array, "B H K V"], t: Token):
-    """Return (S_bar, u, y, S) of a token from the state S before it. y: -S_bar^T e, what it erases, if that is written along
-    another key; else None."""
+    """Return (S_bar, u, y, S) of a token, as the module defines them, from the state S before the token. y: -S_bar^T e if that
+    is written along another key, else None."""
     S_bar = decayed(S, t.decay)
     u, erased = t.v if t.w is None else t.w * t.v, read(S if t.erasure.before_decay else S_bar, t.e)
     if t.erasure.along is None:
@@ -153,6 +155,7 @@ def advance(S: Float[Array, "B H K V"], t: Token):
 
 
 def each(x: Shaped[Array, "N"], like: Array) -> Array:
+    """Return x with axes of size 1 behind its own, to multiply arrays of the rank of `like`."""
     return x.reshape(-1, *[1] * (like.ndim - 1))
 
 
@@ -162,9 +165,10 @@ def cleared(S: Float[Array, "B *rest"], row: Tokens) -> Array:
 
 
 def enter(states: Array, carried: Array, begins, sequence) -> Array:
-    """Return `carried` [1, ...], or the entry `sequence` of `states` [N, ...] where a packed sequence begins at this row.
+    """Return `carried` [1, ...], the state behind the last row, or the entry `sequence` of `states` [N, ...] where a packed
+    sequence begins at this row.
 
-    begins: whether one does; None if the call is not packed.
+    begins: whether a sequence begins here; None if the call is not packed, where `carried` is returned.
     """
     if begins is None:
         return carried
@@ -178,14 +182,14 @@ def of_tokens(r: Recurrence, sequence, x):
 
 
 def write_state(states: Array, x: Array, sequence) -> Array:
-    """Return x, the state. For packed sequences return `states` with x as the entry of the row's sequence; padding writes
-    nothing."""
+    """Return x, the state, if the call is not packed (sequence is None). For packed sequences return `states` with x as the
+    entry of the row's sequence; padding writes nothing."""
     return x if sequence is None else states.at[sequence].set(x[0], mode="drop")
 
 
 def first_carry(r: Recurrence, states: Float[Array, "N *rest"]) -> Array:
-    """Return the state that a scan carries before its first row: `states`, or zeros if packed, because each sequence then reads
-    its own entry where it begins."""
+    """Return the state that a scan carries before its first row: `states`, or zeros for packed sequences, each of which reads
+    its own entry of `states` where it begins."""
     return states if r.boundaries is None else jnp.zeros_like(states, shape=(1, *states.shape[1:]))
 
 
@@ -211,9 +215,10 @@ def delta_by_token(r: Recurrence, resets: Bool[Array, "B T"] | None = None) -> O
 
 
 def in_segments(r: Recurrence, tokens):
-    """Return the tokens with the time axis [T] cut into [segments, SEGMENT], filled up with rows of zeros.
+    """Return `tokens`, any tree of arrays [T, ...], with the time axis cut into [segments, SEGMENT], filled up with rows of
+    zeros.
 
-    The field `sequence` of these rows is the number of sequences, which marks padding.
+    The field `sequence` of the rows that fill is the number of sequences, which marks padding.
     """
     length = min(SEGMENT, r.q.shape[1])
     missing = -r.q.shape[1] % length
@@ -227,7 +232,8 @@ def in_segments(r: Recurrence, tokens):
 
 
 def delta_gradient_by_token(r: Recurrence, d_output, d_final, resets: Bool[Array, "B T"] | None = None) -> Recurrence:
-    """Compute the gradient in every array of r. It stores the inputs, and one state for every SEGMENT tokens.
+    """Compute the gradient in every array of r. Memory holds the inputs, one state for every SEGMENT tokens, and the states of
+    one segment.
 
     A forward scan stores the state before each segment. The reverse scan recomputes the states of one segment at a time.
     resets: [B, T], the tokens that start from a state of zeros.
@@ -287,9 +293,10 @@ class TokenGradient(NamedTuple):
 
 
 def token_gradient(r: Recurrence, row: Tokens, do, before, G):
-    """Return (dL/dS before the token, the gradient of its arrays).
+    """Return (dL/dS before the token, the gradient of the token's arrays as `TokenGradient`).
 
-    before: the state before the token. G: dL/dS after the token, without the term of its output.
+    do: the gradient of the token's output, [B, H, V]. before: the state before the token. G: dL/dS after the token, without the
+    term of the token's output.
     """
     t, n = token_of(r, row), row.sequence
     S_bar, u, y, S = advance(before, t)

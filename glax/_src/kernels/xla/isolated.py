@@ -24,8 +24,8 @@ Resets = Bool[Array, "B T"] | None
 
 
 def isolate(run: Callable[..., Any], r: Recurrence, *given) -> Any:
-    """Return run(r, *given). If r is packed and the backend is a GPU, results that are not finite are computed again token by
-    token.
+    """Return run(r, *given). If r is packed and the backend is a GPU, results that are not all finite are computed again token
+    by token. run, given: as in `run_checked`.
 
     On GPUs, NaN of one sequence could otherwise reach others.
     """
@@ -35,10 +35,11 @@ def isolate(run: Callable[..., Any], r: Recurrence, *given) -> Any:
 
 
 def run_checked(run: Callable[..., Any], r: Recurrence, *given, resets: Resets = None, axis=None) -> Any:
-    """Return run(r, *given), computed again token by token where it is not finite.
+    """Return run(r, *given), computed again token by token if a number of the result is not finite.
 
-    run: (r) -> Outputs or (Outputs, Residuals), or (r, d_output, d_final, *residuals) -> Recurrence. resets: [B, T], the tokens
-    that start from a state of zeros; None if there are none. axis: axes of a mesh along which all shards must be finite.
+    run: (r) -> Outputs or (Outputs, Residuals), or (r, d_output, d_final, *residuals) -> Recurrence, the gradient. given:
+    empty, or the arguments behind r. resets: [B, T], the tokens that start from a state of zeros; None if there are none. axis:
+    axes of a mesh along which all shards must be finite.
     """
     found = run(r, *given)
     if given:
@@ -70,7 +71,8 @@ def if_finite(found: Tree, again: Callable[[], Tree], axis: str | tuple[str, ...
 
 
 def all_finite(tree, axis: str | tuple[str, ...] | None = None) -> Bool[Array, ""]:
-    """Return whether all numbers of a tree's arrays are finite, on all shards along an axis."""
+    """Return whether all numbers of a tree's arrays are finite. axis: axes of a mesh, of which all shards must be finite; None
+    for one device."""
     # x - x is 0 where x is finite, else NaN. XLA for CPUs forms such a sum in vectors, unlike a reduction of booleans. For x * 0
     # it would read an array of zeros too.
     sums = [(x - x).sum(dtype=jnp.promote_types(x.dtype, jnp.float32)) for x in jax.tree.leaves(tree)]
@@ -79,8 +81,8 @@ def all_finite(tree, axis: str | tuple[str, ...] | None = None) -> Bool[Array, "
 
 
 def isolated_outputs(r: Recurrence, resets: Resets) -> Outputs:
-    """Compute the outputs and final states of r. resets: tokens that start from a state of zeros; their gates are -inf. None if
-    there are none."""
+    """Compute the outputs and final states of r token by token. resets: [B, T], the tokens that start from a state of zeros,
+    whose gates are -inf; None if there are none."""
     return delta_by_token(erasing_nothing(r), resets)
 
 

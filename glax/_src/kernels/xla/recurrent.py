@@ -21,8 +21,8 @@ from glax._src.kernels.xla.isolated import isolate
 
 
 def priority(r: Recurrence) -> int:
-    """Return a priority above `chunked` for fewer than 16 tokens, and, without an erasure, where the chunk scan would be slower
-    (`stays_in_cache`)."""
+    """Return 2, above the 1 of `chunked`, for fewer than 16 tokens, and without an erasure also where the chunk scan would be
+    slower (`stays_in_cache`) and the chunk-parallel form does not run. Return 0 otherwise."""
     T = r.q.shape[1]
     if r.erasure is not None:
         return 2 if not is_symbol(T) and T < 16 else 0
@@ -34,8 +34,8 @@ LONGEST = 2**12
 
 
 def stays_in_cache(r: Recurrence) -> bool:
-    """Return whether the state is small enough to stay in a CPU core's cache up to LONGEST tokens: there this kernel is faster
-    than the chunk scan.
+    """Return whether, on a CPU and without packing, the state is small enough to stay in a core's cache and T is at most
+    LONGEST: there this kernel is faster than the chunk scan.
 
     The bounds, 2^12 elements per head and 2^15 in all, were measured in float32 on a machine with two cores.
     """
@@ -48,11 +48,11 @@ def stays_in_cache(r: Recurrence) -> bool:
 
 
 def split_decay(log: Float[Array, "T *rest"]) -> tuple[Array, Array | None]:
-    """Split exp(log) into (whole, rest), such that S exp(log) = S whole + S rest. rest is None where it is 0.
+    """Return exp(log) as (whole, rest), such that S exp(log) = S whole + S rest. rest is None where it is 0.
 
-    A call with a single token is a decode step. Decode steps may repeat the same gate, whose exp(log) rounds alike in each: after
-    1e5 steps with gates of -9e-6 the state is wrong by 3e-3. S whole + S rest rounds differently for every S. Calls with more
-    tokens use `decay_by_token`.
+    A call with a single token is a decode step. Decode steps may repeat the same gate, whose exp(log) rounds alike in each:
+    after 1e5 steps with gates of -9e-6 the state is wrong by 3e-3. S whole + S rest rounds differently for every S. Calls with
+    more tokens use `decay_by_token`.
     """
     if log.shape[0] != 1 or log.dtype != jnp.float32:
         return decay_by_token(log), None
@@ -61,7 +61,8 @@ def split_decay(log: Float[Array, "T *rest"]) -> tuple[Array, Array | None]:
 
 
 def clear_padding(x, blank, is_token):
-    """Return x, or each element of the tuple x, where the row is a token, and the neutral value `blank` elsewhere."""
+    """Return x where is_token is True, and the neutral value `blank` elsewhere; None for None. If x is a tuple, blank is a
+    tuple too, and each element is treated so."""
     if isinstance(x, tuple):
         return tuple(clear_padding(part, value, is_token) for part, value in zip(x, blank, strict=True))
     return None if x is None else jnp.where(is_token, x, blank)
@@ -73,10 +74,10 @@ def mild_expm1(log: Array) -> Array:
 
 
 def advance(S: Float[Array, "B H K V"], added: Float[Array, "B H K V"], decays) -> Float[Array, "B H K V"]:
-    """Compute S exp(sum of logs) + added, [B, H, K, V].
+    """Return S times the decays, plus `added`: [B, H, K, V].
 
-    decays: pairs (split decay or None, the axes of S that the decay lacks). S * rest is added to `added` first: it may be less
-    than half a digit of S, and would be rounded away at every token if it were added to S alone.
+    decays: pairs (result of `split_decay` for one token or None, the axes of S that the decay lacks). S * rest is added to
+    `added` first: it may be less than half a digit of S, and would be rounded away at every token if it were added to S alone.
     """
     split = [
         (jnp.expand_dims(whole, axes), None if rest is None else jnp.expand_dims(rest, axes))
@@ -92,11 +93,11 @@ def advance(S: Float[Array, "B H K V"], added: Float[Array, "B H K V"], decays) 
 
 
 def decay_by_token(log: Float[Array, "T *rest"]) -> Float[Array, "T *rest"]:
-    """Compute exp(log) [T, ...], where |log| < 1/64 with a rounding that varies from token to token.
+    """Return exp(log) [T, ...]; in float32, where |log| < 1/64, with a rounding that varies from token to token.
 
-    Equal gates round alike, so the error grows with the number of tokens: the product of 2600 rounded decays e^-1e-6 is wrong by
-    3e-5. Before 1 + expm1(log) is rounded, a different fraction of the last digit is therefore added at each token. The roundings
-    up and down balance over any range of tokens. A gate of 0 gives exactly 1.
+    Equal gates round alike, so the error grows with the number of tokens: the product of 2600 rounded decays e^-1e-6 is wrong
+    by 3e-5. Before 1 + expm1(log) is rounded, a different fraction of the last digit is therefore added at each token. The
+    roundings up and down balance over any range of tokens. A gate of 0 gives exactly 1.
     """
     if log.dtype != jnp.float32:
         return jnp.exp(log)
@@ -156,6 +157,8 @@ def recurrent(r: Recurrence, *, config) -> Outputs:
 
 
 def vjp_supports(r: Recurrence) -> str | None:
+    """Return why this kernel does not compute the gradient of r, or None: r must have an erasure, and T must not be a
+    symbol."""
     if r.erasure is None:
         return "takes recurrences that erase; the gradient of others is chunked's"
     return "takes a T that is known while tracing, not a symbol" if is_symbol(r.q.shape[1]) else None

@@ -46,7 +46,11 @@ def chunk_size(T: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Arrange the rows of a batch in chunks. M is the number of chunks of a row, c the rows of a chunk, and G the batch."""
+    """Arrange the rows of a batch in chunks. M is the number of chunks of a row of the batch, c the tokens of a chunk, and G
+    the batch.
+
+    T: the length of the time axis. cuts: the boundaries of packed sequences, with G = 1, or None.
+    """
 
     T: int
     chunks: Chunks
@@ -58,10 +62,11 @@ class Cut:
 
     @property
     def rows(self) -> Int[Array, "M c"]:
+        """Return the indices in the time axis of each chunk's tokens. Those from chunks.last on are not of the chunk."""
         return self.chunks.first[:, None] + jnp.arange(self.chunks.size)
 
     def chunked(self, x: Array) -> Array:
-        """Return the rows of x [G, T, ...] as [M, G, c, ...], with zeros where a chunk has fewer rows."""
+        """Return x [G, T, ...] cut into chunks, [M, G, c, ...], with zeros where a chunk has fewer than c tokens."""
         if self.cuts is None:
             M, c = self.chunks.first.shape[0], self.chunks.size
             x = jnp.pad(x, ((0, 0), (0, M * c - self.T), *[(0, 0)] * (x.ndim - 2)))
@@ -70,7 +75,8 @@ class Cut:
         return jnp.where(is_own, x[0, jnp.clip(self.rows, 0, self.T - 1)], 0)[:, None]
 
     def by_row(self, x: Array) -> Array:
-        """Return the adjoint of `chunked`: [M, G, c, ...] as [G, T, ...]. Rows of no chunk are undefined."""
+        """Return x [M, G, c, ...] in the order of tokens, [G, T, ...]: the inverse of `chunked`. Tokens of no chunk are
+        undefined."""
         if self.cuts is None:
             x = jnp.moveaxis(x, 0, 1)
             return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])[:, : self.T]
@@ -81,12 +87,14 @@ class Cut:
         return x[jnp.clip(chunk, 0, x.shape[0] - 1), 0, place % self.chunks.size][None]
 
     def edges(self, scan_end: bool, reverse: bool) -> Bool[Array, "M"]:
-        """Return a mask [M]: whether the scan of a sequence ends in each chunk if `scan_end`, else begins there."""
+        """Return for each chunk whether the scan of its sequence ends there if `scan_end`, else begins there. reverse: whether
+        scans go from the last token to the first."""
         differs, edge = self.chunks.sequence[1:] != self.chunks.sequence[:-1], jnp.ones(1, bool)
         return jnp.concatenate([differs, edge] if scan_end != reverse else [edge, differs])
 
     def last_chunks(self, scan_end: bool, reverse: bool) -> Int[Array, "sequences"]:
-        """Return the index of the chunk in which the scan of each sequence ends if `scan_end`, else begins."""
+        """Return the index of the chunk in which the scan of each sequence ends if `scan_end`, else begins. reverse: as in
+        `edges`."""
         n = jnp.arange(1 if self.cuts is None else self.cuts.shape[0] - 1)
         if scan_end != reverse:
             return jnp.searchsorted(self.chunks.sequence, n, side="right") - 1
@@ -97,6 +105,7 @@ class Cut:
 
 
 def selected(resets: Bool[Array, ""] | None, S: Array) -> Array:
+    """Return the state S, or zeros where the token resets. resets: None if no token does."""
     return S if resets is None else jnp.where(resets, 0, S)
 
 
@@ -105,7 +114,8 @@ def decay_of(A: Float[Array, "N D"], dt: Float[Array, "D"]) -> Float[Array, "N D
 
 
 def one_token(A: Float[Array, "N D"], S: Float[Array, "N D"], t: Tokens, resets: Bool[Array, ""] | None = None):
-    """Return the state behind a token and y [D], in the dtype of A."""
+    """Return (the state behind a token, y [D]), in the dtype of A. S: the state before. t: the token's x and dt [D], B and C
+    [N]."""
     x, dt, B, C = (array.astype(A.dtype) for array in t)
     S = decay_of(A, dt) * selected(resets, S) + B[:, None] * (dt * x)[None]
     return S, (C[:, None] * S).sum(0)
@@ -114,7 +124,8 @@ def one_token(A: Float[Array, "N D"], S: Float[Array, "N D"], t: Tokens, resets:
 def read_chunk(
     reverse: bool, resets: Bool[Array, "c"] | None, A: Float[Array, "N D"], S: Float[Array, "N D"], tokens: Tokens
 ) -> tuple[Float[Array, "N D"], Float[Array, "c D"]]:
-    """Return the state behind a chunk and y of its tokens. Its gradient keeps the states before tokens, and no decays."""
+    """Return (the state behind a chunk, y of its tokens). S: the state before the chunk. resets: the tokens that start from
+    zeros, or None. For its gradient the states before tokens are saved, but no decays."""
 
     @jax.checkpoint
     def step(S, t):
@@ -126,7 +137,7 @@ def read_chunk(
 def read_adjoint(
     reverse: bool, resets: Bool[Array, "c"] | None, A: Float[Array, "N D"], d_y: Float[Array, "c D"], tokens: Tokens
 ) -> Float[Array, "N D"]:
-    """Return the cotangent of the state before a chunk, from those of its y alone."""
+    """Return the cotangent of the state before a chunk, from the cotangents d_y of the chunk's own outputs alone."""
 
     def step(d_S, t):
         tokens, resets, d_y = t
@@ -141,7 +152,8 @@ def read_adjoint(
 
 
 def of_every_chunk(f: Callable, reverse: bool, resets: Array | None, A: Array, *operands):
-    """Return f(reverse, resets, A, *operands) for the chunks of all rows, in parallel: [M, G, ...]."""
+    """Return f(reverse, resets, A, *operands) of every chunk, in parallel, [M, G, ...]. resets and operands: arrays [M, G,
+    ...], or trees of such. f takes those of one chunk."""
     axis = None if resets is None else 0
     run = functools.partial(f, reverse)
     for _ in range(2):
@@ -150,10 +162,10 @@ def of_every_chunk(f: Callable, reverse: bool, resets: Array | None, A: Array, *
 
 
 def passed(decays: Array, own: Array, entry: Array, enters: Array | None, reverse: bool) -> tuple[Array, Array]:
-    """Scan over chunks, and return the states before and behind each, [M, G, N, D] both:   S_out = decay S_in + own.
+    """Scan over chunks, and return the states before and behind each chunk, [M, G, N, D] both:   S_out = decay S_in + own.
 
-    A decay of NOTHING lets no state pass. entry: the state before the first chunk, or before every chunk that `enters` [M]
-    marks.
+    decays, own: [M, G, N, D]. A decay of NOTHING lets no state pass. enters: [M], the chunks before which the state is that
+    chunk's `entry`, [M, G, N, D]; for None, entry is the state before the first chunk, [G, N, D].
     """
 
     def step(S, chunk):
@@ -178,8 +190,8 @@ def entering(
 
 
 def leaving(cut: Cut, found: Array, given: Float[Array, "sequences N D"], scan_end: bool, reverse: bool) -> Array:
-    """Return found [M, G, N, D] at the chunk where the scan of each sequence ends if `scan_end`, else begins; `given` for an
-    empty sequence."""
+    """Return `found` [M, G, N, D] at the chunk where the scan of each sequence ends if `scan_end`, else begins: [sequences, N,
+    D]. An empty sequence has its entry of `given`."""
     if cut.cuts is None:
         return found[-1 if scan_end != reverse else 0]
     is_empty = (jnp.diff(cut.cuts) == 0)[:, None, None]
@@ -187,6 +199,7 @@ def leaving(cut: Cut, found: Array, given: Float[Array, "sequences N D"], scan_e
 
 
 def chunked_operands(p: SelectiveOperands) -> tuple[Cut, Tokens, Array | None]:
+    """Return (the arrangement in chunks, the arrays of tokens [M, G, c, ...], the resets [M, G, c] or None)."""
     cut = Cut.of(p.x.shape[1], p.packing.cuts)
     resets = None if p.packing.resets is None else cut.chunked(p.packing.resets)
     return cut, Tokens(*map(cut.chunked, (p.x, p.dt, p.B, p.C))), resets
@@ -199,8 +212,8 @@ def chunk_decays(A: Array, tokens: Tokens, resets: Array | None) -> Float[Array,
 
 
 def forward(p: SelectiveOperands, *, reverse: bool) -> tuple[Array, Array, Array]:
-    """Return y and the final states, in the dtype of A, and the states before chunks, [M, G, N, D]. No size is 0. y of rows of no
-    sequence is undefined."""
+    """Return y [G, T, D] and the final states [sequences, D, N], in the dtype of A, and the states before chunks, [M, G, N, D].
+    No size may be 0. y of rows of no sequence is undefined."""
     cut, tokens, resets = chunked_operands(p)
     A, states = p.A.T, p.states.mT
     entry, enters = entering(cut, states, False, reverse)
@@ -222,7 +235,8 @@ def gradient(
     *,
     reverse: bool,
 ) -> tuple[Array, ...]:
-    """Return the gradients of x, dt, A, B, C and the states, in their dtypes. Those of rows of no sequence are undefined."""
+    """Return the gradients of x, dt, A, B, C and the states, in their dtypes. starts: the states before chunks that `forward`
+    returned. Gradients of rows of no sequence are undefined."""
     cut, tokens, resets = chunked_operands(p)
     A, d_final, d_y = p.A.T, d_final.mT, cut.chunked(d_y)
     entry, enters = entering(cut, d_final, True, reverse)

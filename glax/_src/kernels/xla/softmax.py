@@ -24,8 +24,8 @@ LOWEST = -2e38  # the score of a key outside of the interval
 
 
 class ReadMask(NamedTuple):
-    """Hold which of all S keys each row reads, [blocks, B, rows, S], or [B, rows, S] of one block. It takes the place of
-    `Intervals` where all keys are read together, and so has no `bounds`."""
+    """Hold which of all S keys each row reads, [blocks, B, rows, S], or [B, rows, S] for one block. A ReadMask takes the place
+    of `Intervals` where all keys are read together, and so has no `bounds`."""
 
     is_read: Bool[Array, "*rows S"]
 
@@ -43,9 +43,9 @@ Read = Intervals | ChosenKeys | ReadMask  # which keys rows read
 
 
 def whole(operands: SoftmaxOperands, scale: float) -> Float[Array, "B T Hq V"]:
-    """Return softmax(scale q k^T) v over each row's interval of keys by one product of all rows and keys.
+    """Return softmax(scale q k^T) v over the keys that each row reads, by one product of all rows and keys.
 
-    JAX knows its gradients of all orders. A row that reads nothing is 0.
+    Its gradients of all orders are defined in reverse mode, and none in forward mode. A row that reads nothing is 0.
     """
     q, k, v = operands[:3]
     return of_one_block(None, q, k, v, operands.keys_read, scale)
@@ -61,11 +61,12 @@ def attend_step(
     width: int,
     slots: Int[Array, "B"] | None = None,
 ) -> Float[Array, "B 1 Hq V"]:
-    """Return the same as `whole` for T = 1 over the rows of caches, of any dtype, in q's dtype.
+    """Return softmax(scale q k^T) v for one query of each row of B, over the keys of its interval in caches of any dtype, in
+    q's dtype.
 
-    Keys are read in parts, those between the ends of all intervals, so that the cost does not depend on S. v: None for values
-    that are the first `width` channels of the keys. slots: the row of k and v of each row of q, from 0, with P for none, which
-    gives 0; none but P repeats. Row b of q reads row b if None.
+    Keys are read in parts, from the lowest to the highest that any row reads, so that the cost does not depend on S. intervals:
+    [B, 1]. scale: None for 1 / sqrt(D). width: V. v: None for values that are the first `width` channels of the keys. slots:
+    the row of k and v for each row of q; P for none, which gives 0. No other slot is repeated. None if row b of q reads row b.
     """
     scale, (B, P) = q.shape[-1] ** -0.5 if scale is None else scale, (q.shape[0], k.shape[0])
     if slots is None or is_symbol(B) or is_symbol(P) or 2 * B < P:
@@ -78,12 +79,15 @@ def attend_step(
 
 
 def in_pool(x: Array, slots: Int[Array, "B"], size: int, fill: int) -> Array:
-    """Return x of the tokens at their slots of a pool of `size` rows, and `fill` elsewhere."""
+    """Return x [B, ...] in the order of a pool: an array of `size` rows with x[b] at row slots[b], and `fill` in the other
+    rows. A slot outside of the pool is dropped."""
     return jnp.full((size, *x.shape[1:]), fill, x.dtype).at[slots].set(x, mode="drop")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def step(scale: float, width: int, q, k, v, intervals: Intervals, slots: Array | None) -> Float[Array, "B 1 Hq V"]:
+    """Compute `attend_step` with the rows of q in the order of `slots`, or for None in the order of the caches. Keys are read
+    in parts of STEP_KEYS or STEP_KEYS_GPU."""
     S, size = k.shape[1], STEP_KEYS_GPU if Backend.here() is Backend.GPU else STEP_KEYS
     size = None if is_symbol(S) or size >= S or k.size == 0 else size
     of_block = Intervals(intervals.first[None], intervals.last[None])
@@ -110,7 +114,8 @@ step.defvjp(step_fwd, step_bwd)
 
 
 def part_of(k, v, slots: Array | None, width: int, dtype, begin, size: int) -> tuple[Array, Array]:
-    """Return `size` keys and values from the key `begin` on, of the rows `slots` or of all rows."""
+    """Return `size` keys and values from the key `begin` on, [B, size, Hk, D or V], in `dtype`: of the rows `slots` of the
+    caches k and v, or for None of all rows. v: None if the values are the first `width` channels of the keys."""
 
     def read(x):
         if size == x.shape[1]:  # all keys, whose number may be a symbol
@@ -125,14 +130,17 @@ def part_of(k, v, slots: Array | None, width: int, dtype, begin, size: int) -> t
 
 
 def of_one_block(size: int | None, q, k, v, intervals: Read, scale: float) -> Float[Array, "B T Hq V"]:
+    """Return `attend_blocks` of one block with all rows: q [B, T, Hq, D], intervals of [B, T]."""
     o: Array = attend_blocks(size, scale, q[None], k, v, jax.tree.map(lambda x: x[None], intervals))
     return o[0]
 
 
 def attend_masked(q, k, v, is_read: Bool[Array, "B T S"], scale: float | None) -> Float[Array, "B T Hq V"]:
-    """Return softmax attention over the keys that each row reads, by one product of all rows and keys; 0 where it reads none.
+    """Return softmax attention over the keys that each row reads, by one product of all rows and keys; 0 where a row reads
+    none.
 
-    q [B, T, Hq, D], k [B, S, Hk, D] and v [B, S, Hk, V] have one dtype. Its first gradient alone is defined.
+    q [B, T, Hq, D], k [B, S, Hk, D] and v [B, S, Hk, V] have one dtype. scale: None for 1 / sqrt(D). The gradient is defined in
+    reverse mode only.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     o: Array = attend_blocks(None, scale, q[None], k, v, ReadMask(is_read[None]))
@@ -140,7 +148,8 @@ def attend_masked(q, k, v, is_read: Bool[Array, "B T S"], scale: float | None) -
 
 
 def in_blocks(operands: SoftmaxOperands, scale: float) -> Float[Array, "B T Hq V"]:
-    """Return the same as `whole`. A block of rows reads the keys between the ends of its intervals alone."""
+    """Return the same as `whole`, in blocks of ROWS rows. Each block reads only the keys from the lowest to the highest that
+    one of its rows reads."""
     q, k, v = operands[:3]
     B, T = q.shape[:2]
     if is_small(T, k.shape[1]):
@@ -157,7 +166,7 @@ def in_blocks(operands: SoftmaxOperands, scale: float) -> Float[Array, "B T Hq V
 
 
 def by_sequence(operands: SoftmaxOperands, scale: float) -> Float[Array, "1 T Hq V"]:
-    """Return the same as `whole` for operands with cuts, in blocks of rows of one sequence. Rows behind the last are 0."""
+    """Return the same as `whole` for operands with cuts, in blocks of rows of one sequence. Rows behind the last cut are 0."""
     q, k, v, cuts = *operands[:3], operands.cuts
     assert cuts is not None
     T, N = q.shape[1], cuts.shape[0] - 1
@@ -178,7 +187,7 @@ def by_sequence(operands: SoftmaxOperands, scale: float) -> Float[Array, "1 T Hq
 
 
 def is_small(T: int, S: int) -> bool:
-    """Return whether one product forms all scores: they are few, or their number is not known while tracing."""
+    """Return whether one product should form all T x S scores: they are few, or T or S is a symbol."""
     return is_symbol(T) or is_symbol(S) or T * S <= ROWS * KEYS
 
 
@@ -187,8 +196,9 @@ def is_small(T: int, S: int) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend_blocks(size: int | None, scale: float, q, k, v, intervals: Read) -> Float[Array, "blocks B rows Hq V"]:
-    """Return the outputs of blocks of rows. q: [blocks, B, rows, Hq, D]. k, v: [B, S, Hk, D or V]. intervals: of [blocks, B,
-    rows]. size: how many keys a block reads together; all if None."""
+    """Return the outputs of blocks of rows; a row that reads nothing is 0. q: [blocks, B, rows, Hq, D]. k, v: [B, S, Hk, D or
+    V]. intervals: of [blocks, B, rows]. size: how many keys a block reads together; None for all. Given a size, only the first
+    gradient is defined."""
     return attend_blocks_fwd(size, scale, q, k, v, intervals)[0]
 
 
@@ -199,8 +209,8 @@ def attend_blocks_fwd(size: int | None, scale: float, q, k, v, intervals: Read):
 
 
 def summed(size: int | None, scale: float, q, k, v, intervals: Read, slots: Array | None, width: int):
-    """Return the outputs, and the logarithms of the sums of exp(scores). size: as of `attend_blocks`. slots, width: as of
-    `attend_step`."""
+    """Return the outputs [blocks, B, rows, Hq, V] in q's dtype, and the logarithms of the sums of exp(scores), [blocks, B, Hk,
+    Hq / Hk, rows]. size: as of `attend_blocks`. slots, width: as of `attend_step`."""
     q, k, v, intervals, slots = aligned((q, k, v, intervals, slots))
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     read = functools.partial(part_of, k, v, slots, width, q.dtype)
@@ -280,10 +290,10 @@ def over_blocks(of_block: Callable, carry, blocks):
 
 
 def over_keys(size: int | None, add: Callable, sums, S: int, read: Callable, intervals: Any):
-    """Return the sums behind sums = add(sums, begin, k, v, seen) for every part of the S keys that the rows read.
+    """Return the sums behind the calls sums = add(sums, begin, k, v, seen) for every part of the S keys that the rows read.
 
-    The part begins at the key `begin`. read(begin, size): its keys and values. seen: [B, 1, 1, rows, keys of the part], whether
-    a row reads a key.
+    size: the keys of a part; None for one part of all keys. begin: the index of the part's first key. read(begin, size): the
+    part's keys and values. seen: [B, 1, 1, rows, keys of the part], whether a row reads a key.
     """
     if size is None:
         return add(sums, 0, *read(0, S), intervals.hold(jnp.arange(S))[:, None, None])
@@ -299,7 +309,7 @@ def over_keys(size: int | None, add: Callable, sums, S: int, read: Callable, int
 
 
 def added(total: Float[Array, "B S H D"], begin, part: Float[Array, "B size H D"]) -> Float[Array, "B S H D"]:
-    """Return total with `part` added to the rows from `begin`."""
+    """Return total with `part` added to its rows along axis 1, from `begin` on."""
     if total.shape == part.shape:
         return total + part
     old = jax.lax.dynamic_slice_in_dim(total, begin, part.shape[1], 1)
@@ -311,6 +321,7 @@ def product(form: str, a: Array, b: Array, dtype) -> Array:
 
 
 def finite(x: Float[Array, "*rows D"]) -> Bool[Array, "*rows 1"]:
+    """Return whether all numbers of each row are finite, with an axis of size 1 for the last."""
     return jnp.isfinite(x).all(-1, keepdims=True)
 
 
@@ -321,10 +332,11 @@ def grouped(x: Array, heads: int) -> Array:
 
 
 def ungrouped(x: Array) -> Array:
-    """Return the inverse of `grouped`."""
+    """Return x [B, heads, Hq / heads, rows, D] as [B, rows, Hq, D], the inverse of `grouped`."""
     B, heads, each, T, D = x.shape
     return x.transpose(0, 3, 1, 2, 4).reshape(B, T, heads * each, D)
 
 
 def varying(tree, like: Array):
+    """Return the tree with every array as varying over the mesh axes of `like`."""
     return jax.tree.map(lambda x: varying_like(x, like), tree)

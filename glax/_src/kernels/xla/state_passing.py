@@ -44,11 +44,11 @@ def scan_states(first, logs, added, descending: bool):
 
 
 def scan_group(X: State, log, added, descending: bool):
-    """Compute the recurrence of `scan_states` over one group of n chunks, from the state X.
+    """Compute the recurrence of `scan_states` over one group of n chunks, from the state X. log: [B, n, H, K or 1, 1]. added:
+    [B, n, H, K, V].
 
-    Returns X after the group, and X at all n + 1 edges of its chunks, [B, n + 1, H, K, V], in the array that held `added`.
-
-    A loop computes it, because XLA would otherwise recompute all earlier X for each chunk.
+    Returns X after the group, a `State`, and X at all n + 1 edges of its chunks, [B, n + 1, H, K, V], in the array that held
+    `added`. A loop computes these, because XLA would otherwise recompute all earlier X for each chunk.
     """
     n, decay = added.shape[1], state_decay(log)
     found = jnp.concatenate([added, X.high[:, None]] if descending else [X.high[:, None], added], axis=1)
@@ -85,7 +85,8 @@ class ChunkDecays(NamedTuple):
 
 
 def chunk_decays(log: Float[Array, "B n H"], reverse: bool) -> ChunkDecays:
-    """Compute the decays between chunks from each chunk's log decay. Each exponent is a sum, never a difference of sums."""
+    """Return the decays between chunks. log: the log decay through each chunk. Each exponent is a sum of log decays, never a
+    difference of sums."""
     log = log.transpose(0, 2, 1)
     n = log.shape[2]
     c, d, x = np.mgrid[:n, :n, :n] * (-1 if reverse else 1)
@@ -103,7 +104,8 @@ def chunk_decays(log: Float[Array, "B n H"], reverse: bool) -> ChunkDecays:
 
 
 def apply_chunk_decays(decays: ChunkDecays, X: Float[Array, "B H K V"], added: Float[Array, "B Hn K V"], adjoint: bool):
-    """Compute X before each chunk from the first X, in one product per group of heads; with `adjoint`, X after each chunk.
+    """Compute X before each chunk from the first X, in one batched product; with `adjoint`, X after each chunk. added: what
+    each chunk adds to X, in the order (head, chunk).
 
     Returns X of each chunk, [B, H * n, K, V], and X after all chunks, [B, H, K, V]. With `adjoint` the chunks come in the
     opposite order, as in the gradient.
