@@ -17,7 +17,7 @@ def multiprocessors() -> int:
 
 
 def found_capability() -> str | None:
-    """Return the compute capability of the GPU that kernels are chosen for, such as "9.0", or None without a GPU."""
+    """Return the compute capability of the GPU that kernels are chosen for, as text such as "9.0", or None without a GPU."""
     found = getattr(local_device(), "compute_capability", None)
     return None if found is None else str(found)
 

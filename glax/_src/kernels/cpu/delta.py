@@ -20,7 +20,7 @@ def erasure_operands(r: Recurrence) -> list[Array | None]:
 
 
 def forward(r: Recurrence) -> Outputs:
-    """Compute the outputs and final states in blocks of up to 16 tokens."""
+    """Compute the outputs and final states of a recurrence with an erasure, in blocks of up to 16 tokens."""
     results = [
         jax.ShapeDtypeStruct((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype),
         jax.ShapeDtypeStruct(r.state_shape, jnp.float32),

@@ -27,8 +27,8 @@ SUMMED = 8  # heads of one query, key or value whose gradients the library sums,
 class NativeConfig(Config):
     """Configure the native kernels.
 
-    block: the largest number of tokens between two rescalings of the state, from 1 to 4096. Scratch memory grows with it, and
-    the number of operations does not.
+    block: the largest number of tokens between two rescalings of the state, from 1 to 4096. Scratch memory grows with the
+    block, and the number of operations does not.
 
     Raises ValueError for any other block.
 
@@ -214,4 +214,5 @@ def recurrent_replay(
 
 
 def output_of(r: Recurrence) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of the outputs."""
     return jax.ShapeDtypeStruct((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype)

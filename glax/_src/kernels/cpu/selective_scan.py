@@ -38,7 +38,7 @@ def step_takes(operands: StepOperands) -> str | None:
 
 
 def readable(x: Array) -> Array:
-    """Return x in a dtype that the library reads."""
+    """Return x in a dtype that the library reads: its own if that is in STORED, else float32."""
     return x if x.dtype in STORED else x.astype(jnp.float32)
 
 
@@ -50,12 +50,14 @@ def operands_of(p: SelectiveOperands) -> list[Array | None]:
 
 
 def num_chunks(p: SelectiveOperands) -> int:
-    """Return the number of states before chunks that the forward saves. Some are unused if sequences are packed."""
+    """Return the number of states that the forward saves, one before each chunk of CHUNK tokens. Some are unused if sequences
+    are packed."""
     G, T = p.x.shape[:2]
     return G * -(-T // CHUNK) if p.packing.cuts is None else T // CHUNK + p.states.shape[0]
 
 
 def result(shape: tuple[int, ...], dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of a result."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -93,7 +95,8 @@ def gradient(
 
 
 def step(p: StepOperands) -> tuple[Array, Array]:
-    """Advance each sequence by one token, in place in the pool. Return y [G, D] in float32, and the pool."""
+    """Advance each sequence by one token, in place in the pool. Return y [G, D] in float32, 0 for a sequence without a slot,
+    and the pool."""
     tokens = [readable(p.x), readable(p.dt), p.A, readable(p.B), readable(p.C)]
     slots = None if p.slots is None else p.slots.astype(jnp.int32)
     results = [result(p.x.shape), result(p.pool.shape, p.pool.dtype)]

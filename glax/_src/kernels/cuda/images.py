@@ -53,4 +53,5 @@ def program_text(kernel: str, constants: tuple[tuple[str, int], ...]) -> str:
 
 
 def options(architecture: str) -> list[str]:
+    """Return NVRTC's options for an architecture such as "sm_90"."""
     return [f"--gpu-architecture={architecture}", "-std=c++17"]

@@ -84,4 +84,5 @@ def candidates() -> Iterator[str]:
 
 
 def version_in(name: str) -> tuple[int, ...]:
+    """Return the numbers in the name of a library, as a key by which names are sorted by version."""
     return tuple(map(int, re.findall(r"\d+", name)))

@@ -84,8 +84,11 @@ def resident_threads(constants: dict[str, int]) -> int:
 
 
 def staged_tokens(constants: dict[str, int], places: int) -> int:
-    """Return the number of tokens of a ring that a block stages at a time: as many as fit in shared memory, at most
-    MOST_STAGED; 0 if none does. places: the places of the ring."""
+    """Return the number of tokens of a ring that a block stages in shared memory at a time; 0 if not one fits. It is the most
+    that fit, a power of two or `places`, up to MOST_STAGED, or to a quarter of this for rings of more than MOST_STAGED places.
+
+    constants: those of device/replay.cu. places: the places of the ring.
+    """
     K, columns, warps = constants["K"], constants["LANES"] * constants["VECTOR"], -(-constants["THREADS"] // 32)
     present = {name: constants[name] != ABSENT for name in ("KEY", "VALUE", "BETA", "ERASE", "ALONG")}
     erases, along = present["BETA"] or present["ERASE"], present["ALONG"]

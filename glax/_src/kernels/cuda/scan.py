@@ -62,6 +62,7 @@ def recurrent_verify(r: Recurrence, pool: Array, slots: Array, config: CudaConfi
 
 
 def output_of(r: Recurrence) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of the outputs."""
     return jax.ShapeDtypeStruct((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype)
 
 

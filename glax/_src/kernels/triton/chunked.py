@@ -66,8 +66,10 @@ def segment_states(a, b, g, scale, start, table, out, edge, total, D: tl.constex
 
 @triton.jit
 def chunk_states(q, k, v, do, g, scale, start, d_start, table, out, edge, d_out, d_edge, D: tl.constexpr):
-    """Compute S before each chunk (out) and dL/dS behind it (d_out), both [chunks, H, K, V].
+    """Compute S before each chunk, out, and dL/dS behind it, d_out, both [chunks, H, K, V]; and S at the end and dL/dS at the
+    beginning of every sequence, edge and d_edge [N, H, K, V].
 
+    q, k, g: as `carry_state` reads them. start, d_start: where the scan of S, by D.START, and of dL/dS, by D.D_START, begin.
     Each direction has half of the programs, because one direction alone leaves the GPU half idle.
     """
     program = tl.program_id(0)
@@ -339,7 +341,7 @@ def entering_states(k, v, g, scale, start, table, out, final, D: tl.constexpr):
 
 @triton.jit
 def chunk_outputs(q, k, v, g, scores, scale, states, table, o, D: tl.constexpr):
-    """Compute BV columns of a chunk's outputs, o [rows, H, V], from the states [chunks, H, K, V].
+    """Compute BV columns of a chunk's outputs, o [rows, H, V], from the states before chunks, states [chunks, H, K, V].
 
     Each iteration takes BK channels. g: the cumulative sums G of head gates. With key gates, q and scores are `q_scaled` and
     `scores` of `scale_operands`, and k and g are not read. The programs of one chunk and head are neighbours, which read the
@@ -571,7 +573,7 @@ def launch_states(
 
 @compile_in_parallel
 def chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig) -> Recurrence:
-    """Compute the gradient in every input.
+    """Compute the gradient in every input of r. d_output: [B, T, H, V]. d_final: [N, H, K, V].
 
     S is scanned forwards and dL/dS in reverse, for the states at both ends of every chunk. Then all chunks are processed in
     parallel.
@@ -602,7 +604,8 @@ def local_states_vjp(r: Recurrence, d_output, d_final, config: GradientConfig):
 
 @compile_in_parallel
 def finish_vjp(saved, r: Recurrence, d_output, d_final, config: GradientConfig) -> Recurrence:
-    """Compute the second phase of the gradient from the d_final that arrived. saved: the first result of `local_states_vjp`."""
+    """Compute the second phase of the gradient. d_final: [N, H, K, V], the gradient of the final states that arrived from other
+    devices. saved: the first result of `local_states_vjp`."""
     operands, states = saved
     segments, chunks = segments_and_chunks(r, config)
     start = Scan(r, config, config.block, segments, operands).starts(*start_of_sequences(r))

@@ -23,7 +23,8 @@ MOST_STATES = 2**33  # bytes of stored states, in bfloat16, that the heuristic l
 
 
 def precision(x: Array) -> str:
-    """Return the constant PRECISION of products of x: "tf32x3", three TF32 products, if x is float32, else "tf32", one."""
+    """Return the constant PRECISION of products of x: for float32 "tf32x3", three TF32 products; for other dtypes "tf32", a
+    single product."""
     return "tf32x3" if x.dtype == "float32" else "tf32"
 
 
@@ -39,7 +40,9 @@ def is_direct(r: Recurrence) -> bool:
 
 
 def check_block(config, *names: str):
-    """Raise ValueError unless the fields `names` of config, and its warps and stages, are sizes that a kernel can run."""
+    """Raise ValueError unless each field of config that `names` lists is a size that a kernel can run: warps a power of two
+    from 1 to 32, stages 1 to 16, and all other fields a power of two from 16 to 256. The end of a name says which of these the
+    field is."""
     for name in names:
         if name.endswith("warps"):
             check_field(name, getattr(config, name), 1, 32, power_of_two=True)
@@ -97,9 +100,9 @@ class TritonChunkedConfig(Config):
     """Configure the chunked Triton kernels of the forward.
 
     chunk: the tokens of a chunk, a power of two from 16 to 512.
-    block: 0 for outputs in the scan of the state. A power of two from 16 to 512 for two kernels: the first scans the state, of
-        which a program has so many rows and columns, and stores it at all chunks; the second computes the outputs of all chunks
-        in parallel. With beta or erase, block has no effect.
+    block: 0 for one kernel, which computes outputs as it scans the state. A power of two from 16 to 512 for two kernels: the
+        first scans the state and stores it at all chunks, with at most `block` rows and columns of a state in a program; the
+        second computes the outputs of all chunks in parallel. With beta or erase, block has no effect.
     columns: the columns of V in a program that computes outputs, a power of two from 16 to 512.
     segment: the tokens that a program scans, with any block: a multiple of chunk, or 0 for all of T. With beta or erase a call
         raises ValueError for any but 0.
@@ -152,11 +155,12 @@ class TritonChunkedConfig(Config):
     @classmethod
     def storing(cls, r: Recurrence) -> Self:
         """Return the config of two kernels, of which the first stores the states at all chunks, for bfloat16 with K above 128.
+        Where the states would take more than 2^33 bytes, return the config of `scan`.
 
-        Where the states would take more than 2^33 bytes, it is `scan`. Chunks have 128 tokens with constant gates or none
-        if `has_large_tiles`, and 64 otherwise. Chunks of 128 halve the bytes of the states. With per-key gates they would have
-        more scores that are exact products, and with per-head gates they are not measured. Without large tiles, 4 warps would
-        spill registers where V is at least 128 and no gates are per key; there a program has 8.
+        Chunks have 128 tokens with constant gates or none if `has_large_tiles`, and 64 otherwise. Chunks of 128 halve the bytes
+        of the states. With per-key gates such chunks would have more scores that are exact products, and with per-head gates
+        they are not measured. Without large tiles, 4 warps would spill registers where V is at least 128 and no gates are per
+        key; there a program has 8 warps.
         """
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
         large, form = has_large_tiles(), r.decay.form
@@ -181,13 +185,13 @@ class TritonChunkedConfig(Config):
 
     @classmethod
     def erasing(cls, r: Recurrence) -> Self:
-        """Return the config of the delta rule.
+        """Return the config of the delta rule. In float32 this is the result of `erasing_float32`, unless one kernel runs the
+        whole recurrence (`is_direct`).
 
-        In float32 it is `erasing_float32`, unless one kernel runs the whole recurrence (`is_direct`). A program holds all K
-        rows of its columns of the state, so it has fewer columns where K is large. On GPUs that multiply 64 columns at a time
-        (`has_large_tiles`) it has three stages, which their shared memory holds; two with `erase` or per-key gates, which are
-        one operand more; and 32 columns where programs of 64 would leave half of the multiprocessors idle. On other GPUs it has
-        the fewer columns and stages that their shared memory holds.
+        A program holds all K rows of its columns of the state, so a program has fewer columns where K is large. On GPUs that
+        multiply 64 columns at a time (`has_large_tiles`) the config has three stages, which their shared memory holds; two
+        stages with `erase` or per-key gates, which are one operand more; and 32 columns where programs of 64 would leave half
+        of the multiprocessors idle. On other GPUs the config has fewer columns and stages, as their shared memory is smaller.
         """
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
         if r.q.dtype == "float32" and not is_direct(r):
@@ -439,7 +443,7 @@ class TritonReplayConfig(TokenConfig):
         """Return the config whose programs hold 4096 numbers of the state, in at least 32 columns if V has as many.
 
         Columns are halved, to no fewer than 16, while there are fewer than two programs for each multiprocessor. For a state in
-        8 bits they are all of V. A program has 4 to 16 warps: as many as give a thread 32 numbers.
+        8 bits a program has all columns. A program has 4 to 16 warps: as many as give a thread 32 numbers.
         """
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
         columns = min(V, max(32, 2**12 // K))

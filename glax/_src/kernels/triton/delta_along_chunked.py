@@ -98,7 +98,7 @@ def products_of(r: Recurrence) -> int:
 
 @compile_in_parallel
 def along_chunked(r: Recurrence, config: TritonChunkedConfig) -> Outputs:
-    """Compute the outputs and final states, in one scan of every sequence."""
+    """Compute the outputs and final states of a recurrence with `along` and per-key gates, in one scan of every sequence."""
     segments, chunks = sequences_and_chunks(r, config)
     f, x = folded(r, chunks, config.chunk, False), written_values(r)
     start, kind = start_of_sequences(r)
@@ -117,7 +117,8 @@ def along_chunked(r: Recurrence, config: TritonChunkedConfig) -> Outputs:
 
 @compile_in_parallel
 def along_chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig) -> Recurrence:
-    """Compute the gradient of every input. S is scanned forward and dL/dS in reverse; then all chunks follow in parallel."""
+    """Compute the gradient of every input of a recurrence with `along` and per-key gates. S is scanned forward and dL/dS in
+    reverse; then all chunks are processed in parallel."""
     segments, chunks = sequences_and_chunks(r, config)
     f, x = folded(r, chunks, config.chunk, True), written_values(r)
     start, kind = start_of_sequences(r)

@@ -99,13 +99,13 @@ def gradient_constants(r: Recurrence, config: GradientConfig) -> dict:
 
 
 def erasing_array(r: Recurrence) -> Array:
-    """Return beta [B, T, H] or e [B, T, H, K]."""
+    """Return the array with which r erases: beta [B, T, H] if r has it, or e [B, T, H, K]."""
     beta, erase, _ = arrays_of(r.erasing)
     return beta if erase is None else erase  # pyright: ignore[reportReturnType]
 
 
 def write_of(r: Recurrence) -> Array:
-    """Return w [B, T, H, V], or an array that is not read."""
+    """Return the write gate w [B, T, H, V]; without w, an array that kernels do not read."""
     return r.scale if r.erasing.write is None else r.erasing.write
 
 
@@ -138,7 +138,7 @@ class Scanned(NamedTuple):
 
 
 def scanned(r: Recurrence, chunks: Segments, chunk: int) -> Scanned:
-    """Compute the operands of the scans for every chunk."""
+    """Compute the operands of the scans for every chunk of `chunk` tokens, for any form of gates."""
     if r.decay.form != "key":
         e_read = r.k if r.erasing.erase is None else r.erasing.erase
         return Scanned(r.q, r.k, e_read, r.scale, chunk_pairs(r, chunks, chunk), r.scale)

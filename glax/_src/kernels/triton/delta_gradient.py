@@ -394,11 +394,10 @@ def delta_key_gradient(
 
     q [rows, HQ, K], k [rows, HK, K], v [rows, HV, V], g [rows, H, K] and do [rows, H, V], where rows are all B T tokens.
     erasure, write, d_erasure, d_write and BV: as in `delta_gradient`. q_read, e_read, k_written and decays: those of
-    `delta_key_pairs`. written, d_written: U, and -Y or with beta -beta Y, [chunks, H, V, C]; in bfloat16 [.., 2 C], what they
-    lose behind them. scale: [N], by sequence. states, d_states: [chunks, H, V, K], S before and dL/dS behind every chunk, or
-    with bfloat16 inputs both at the middle of a chunk in range. Each iteration takes BK of their columns. table: of `Segments`.
-    In the code x, z and y are q e^M, e e^M and k e^{-M}. Where gates are out of range, `exact_delta_key_gradient` computes dq,
-    dk, dg, dscale and de again.
+    `delta_key_pairs`. written, d_written: U, and -Y or with beta -beta Y, by chunk (`load_by_chunk`). scale: [N], by sequence.
+    states, d_states: [chunks, H, V, K], S before and dL/dS behind every chunk, or with bfloat16 inputs both at the middle of a
+    chunk in range. Each iteration takes BK columns of states and d_states. table: of `Segments`. In the code x, z and y are q
+    e^M, e e^M and k e^{-M}. Where gates are out of range, `exact_delta_key_gradient` computes dq, dk, dg, dscale and de again.
     """
     h, e = tl.program_id(0) % D.H, tl.program_id(0) // D.H
     pair = e.to(tl.int64) * D.H + h
@@ -568,7 +567,8 @@ def added_fine_dot(a, b, c, D: tl.constexpr):
 
 @triton.jit
 def added_dot(a, b, c, D: tl.constexpr):
-    """Return c + a @ b in float32, for a in DTYPE. b: in bfloat16 where DTYPE is, else in float32, with all its digits."""
+    """Return c + a @ b in float32, for a in D.DTYPE. Where D.DTYPE is bfloat16, b is bfloat16 too. Otherwise b is float32, and
+    products take all its digits."""
     if tl.bfloat16 == D.DTYPE:
         return tl.dot(a, b, c)
     elif D.PRECISION == "tf32 terms":

@@ -448,4 +448,5 @@ def half(X, N: tl.constexpr, SIZE: tl.constexpr, WHICH: tl.constexpr):
 
 @triton.jit
 def multiplied(a, b):
+    """Return a @ b in float32 by three TF32 products."""
     return tl.dot(a, b, input_precision="tf32x3")

@@ -121,7 +121,9 @@ def recurrent(q, k, v, head, key, value, beta, erase, write, scale, start, table
 
 @triton.jit
 def step(q, k, v, head, key, value, beta, erase, write, scale, slots, pool, o, D: tl.constexpr):
-    """Advance sequence n by one token, in row slots[n] of the pool, in place. For slot -1 the output is 0."""
+    """Advance sequence n by one token, in row slots[n] of the pool [P, H, K, V], in place, and store the output o [B, H, V].
+    For slot -1 the output is 0. A program has one sequence, one head and BV columns. The other operands are those of
+    `recurrent`."""
     block, h, n = place_of(tl.program_id(0), D.NV, D)
     ck, cv = tl.arange(0, D.BK), block * D.BV + tl.arange(0, D.BV)
     slot = tl.load(slots + n)

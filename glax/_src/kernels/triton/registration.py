@@ -104,7 +104,8 @@ def chunked_vjp(r: Recurrence, d_output, d_final, *, config: GradientConfig) -> 
     mixes_segments=lambda r: True,
 )
 def recurrent(r: Recurrence, *, config: TokenConfig) -> Outputs:
-    """Compute token by token with exact decays: for short sequences, gates on the value side, and every erasure but `along`."""
+    """Compute the outputs and final states token by token, with exact decays: for short sequences, gates on the value side, and
+    every erasure but `along`."""
     from glax._src.kernels.triton import recurrent as tokens
 
     return tokens.run_tokens(r, config)
@@ -139,8 +140,9 @@ def recurrent_step(r: Recurrence, pool, slots, *, config: TokenConfig):
     erases_along=True,
 )
 def recurrent_replay(r: Recurrence, pool, slots, *, config: TritonReplayConfig):
-    """Advance each sequence by one token. Its state in the pool and its replay ring are read once, and the state is written at
-    every `replay`-th token."""
+    """Return (outputs, pool) after one token of each sequence. The sequence's state in the pool and its replay ring are read
+    once, and the state is written at every `replay`-th token. slots: the row of the pool of each sequence; None if sequence b
+    has row b."""
     from glax._src.kernels.triton import replay
 
     return replay.recurrent_replay(r, pool, slots, config)

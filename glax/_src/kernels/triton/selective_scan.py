@@ -312,14 +312,16 @@ def advanced(h, x, dt, B, resets, row, k, decay, channel, number, D: tl.constexp
 
 @triton.jit
 def from_other(x, across, bit: tl.constexpr):
-    """Return x of another lane: the one whose index on the axis `across` differs in the bits `bit`."""
+    """Return x of another lane or column: the entry whose index on the axis `across` is this one's with the bits of `bit`
+    flipped."""
     return tl.gather(x, across ^ bit, 4)
 
 
 @triton.jit
 def store_sums(B, values, number, D: tl.constexpr):
-    """Store, for each token, the sum of `values` over channels in its row of B. values: a tile [1, groups, 4, LANES, across]
-    for each token, the last token first.
+    """Store, for each of several consecutive tokens, the sum of `values` over a program's channels, in an array [rows, BV]. B:
+    the address of the row of the first token in scan order. values: a tile [1, groups, 4, LANES, across] for each token, the
+    last token first.
 
     Two lanes add two tokens' sums together: each sends its value of one token, and receives the other lane's value of the
     other. So lanes hold the sums of different tokens in the end, and fewer values move than if each held all.
@@ -518,8 +520,9 @@ def forward(
     reverse: bool,
     saves_residuals: bool,
 ) -> tuple[Array, Array, Array]:
-    """Return y [G, T, D] in the dtype of x, with D x if `skip` is D; the final states [sequences, D, N]; and the states before
-    chunks, of which there are none without residuals. y of rows of no sequence is undefined."""
+    """Return y [G, T, D] in the dtype of x; the final states [sequences, D, N]; and the states before chunks of CHUNK tokens,
+    [chunks, D, N], which have no meaning without residuals. skip: D of the module's header, or None for 0. y of rows of no
+    sequence is undefined."""
     operands, marks, constants = prepared(p, skip, config, reverse)
     segments, _, last = Segments.of(p, config.segment, reverse)
     states = entering(p.x, operands[1], p, p.states, segments, marks, constants, adjoint=False)

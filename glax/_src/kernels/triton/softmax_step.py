@@ -102,7 +102,7 @@ def part_outputs(q, k, v, first, last, slots, sizes, scale, o, log_total, D: tl.
 def forward(
     operands: StepOperands, scale: float, value_width: int, config: SoftmaxStepConfig
 ) -> Float[Array, "B 1 Hq V"]:
-    """Return the output o [B, 1, Hq, V] of one step. value_width: V."""
+    """Return the output o [B, 1, Hq, V] of one step, in q's dtype. value_width: V. scale: the factor of scores."""
     q, k, v, first, last, slots = operands
     (B, _, HQ, K), (P, S, HK, _), V = q.shape, k.shape, value_width
     group, parts = HQ // HK, config.parts

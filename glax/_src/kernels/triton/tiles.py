@@ -49,6 +49,7 @@ def num_exact_pairs(max_abs_cumsum, count, PAIRS: tl.constexpr, BLOCKS: tl.const
 
 @triton.jit
 def exp(x):
+    """Return e^x, computed as 2^(x log2 e)."""
     return tl.exp2(x * LOG2E)
 
 
@@ -91,7 +92,8 @@ def tf32_terms(x):
 
 @triton.jit
 def operand(x, D: tl.constexpr):
-    """Return x as an operand of a product: in D.DTYPE, for TF32 rounded to nearest.
+    """Return x as an operand of a product: in D.DTYPE, or rounded to the nearest TF32 number if the product of float32 numbers
+    is in TF32.
 
     Tensor cores truncate float32 operands to TF32. Sums do not average out the error of truncation.
     """
@@ -245,7 +247,8 @@ def gate_sums(matrix, x):
 def fine_gate_sums(matrix, x, D: tl.constexpr):
     """Return matrix @ x as `gate_sums` does, in bfloat16 products with 16 bits of each gate where D.DTYPE is bfloat16.
 
-    A sum is then off by no more than 2^-16 of the sum of its gates' sizes. A decay that differs visibly from it is near 0.
+    A sum is then off by no more than 2^-16 of the sum of its gates' sizes. Where this error changes a decay visibly, the decay
+    is near 0.
     """
     if x.dtype == tl.float32 and tl.bfloat16 == D.DTYPE:
         high, low = split(x, D.DTYPE)

@@ -302,6 +302,7 @@ class State(NamedTuple):
 
     @classmethod
     def of(cls, high: Array) -> "State":
+        """Return the state `high`, without a rounding error."""
         return cls(high, jnp.zeros_like(high))
 
     def advance(self, decay: StateDecay | None, added: Array) -> "State":

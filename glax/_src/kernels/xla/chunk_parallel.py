@@ -146,10 +146,12 @@ class GroupedChunks:
 
     @property
     def g(self) -> chunk_math.Geometry:
+        """Return the constant matrices of a chunk."""
         return chunk_math.geometry(self.size, self.r.reverse)
 
     @property
     def scale(self) -> Float[Array, "B 1 1 1 1"]:
+        """Return the scale of each sequence, to multiply the arrays that `split` returns."""
         return self.r.scale[:, None, None, None, None]
 
     def split(self, x: Float[Array, "B T heads D"]) -> list[Float[Array, "B n C H D"]]:

@@ -89,6 +89,7 @@ class ChunkWindow:
 
     @property
     def scale(self) -> Float[Array, "B 1 1 1"]:
+        """Return the scale of the chunk's sequence, or without packing of all sequences."""
         return self.read_state(self.r.scale)[:, None, None, None]
 
     def carry_or_start(self, carried: Carried, states: Float[Array, "N *rest"] | None) -> Carried:
@@ -179,7 +180,8 @@ def start(r: Recurrence, size: int) -> tuple[Chunks, chunk_math.Geometry]:
 
 
 def scan_chunks(r: Recurrence, chunks: Chunks, body, carry, backwards: bool):
-    """Run body(window, i, carry) -> carry over the chunks in scan order or, if `backwards`, in the opposite order."""
+    """Return the last carry of body(window, i, carry) -> carry over the chunks, in scan order or, if `backwards`, in the
+    opposite order. window: the `ChunkWindow` of chunk i."""
     carry = jax.tree.map(lambda x: varying_like(x, r.q), carry)
     descending = r.reverse != backwards
 

@@ -119,6 +119,7 @@ def written(S, k, v, e, w, along, key: Factors, g: chunk_math.Geometry, masks) -
 
 
 def summed(terms: Iterable[Array]) -> Array:
+    """Return the sum of the terms."""
     return functools.reduce(operator.add, terms)
 
 

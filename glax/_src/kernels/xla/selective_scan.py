@@ -40,7 +40,8 @@ class Tokens(NamedTuple):
 
 
 def chunk_size(T: int) -> int:
-    """Return the power of two that makes the loops over chunks and over tokens about equally long, from 16 to 64."""
+    """Return the tokens of a chunk: the power of two from 16 to 64 that makes the loops over chunks and over tokens about
+    equally long, but no more than T rounded up to a power of two. For a symbol T return 32."""
     return 32 if is_symbol(T) else min(64, max(16, 1 << round((T / 2) ** 0.5).bit_length() - 1), bucket(T))
 
 
@@ -58,6 +59,8 @@ class Cut:
 
     @classmethod
     def of(cls, T: int, cuts: Int[Array, "cuts"] | None) -> "Cut":
+        """Return the arrangement of T tokens, with chunks of `chunk_size` tokens. cuts: the boundaries of packed sequences, or
+        None."""
         return cls(T, chunks_of_rows(T, cuts, chunk_size(T)), cuts)
 
     @property
@@ -110,6 +113,7 @@ def selected(resets: Bool[Array, ""] | None, S: Array) -> Array:
 
 
 def decay_of(A: Float[Array, "N D"], dt: Float[Array, "D"]) -> Float[Array, "N D"]:
+    """Return the decay of the state at a token, exp(dt A)."""
     return jnp.exp(A * dt.astype(A.dtype)[None])
 
 

@@ -95,7 +95,8 @@ def step(scale: float, width: int, q, k, v, intervals: Intervals, slots: Array |
 
 
 def step_whole(scale: float, width: int, q, k, v, intervals: Intervals, slots: Array | None):
-    """Return what `step` does, from copies of whole rows of the caches, whose gradient JAX knows."""
+    """Return what `step` does, from copies of whole rows of the caches. JAX derives the gradient of `step` from this
+    function."""
     k, v = part_of(k, v, slots, width, q.dtype, 0, k.shape[1])
     return of_one_block(None, q, k, v, intervals, scale)
 
@@ -317,6 +318,7 @@ def added(total: Float[Array, "B S H D"], begin, part: Float[Array, "B size H D"
 
 
 def product(form: str, a: Array, b: Array, dtype) -> Array:
+    """Return the einsum `form` of a and b, with sums and result in `dtype`."""
     return jnp.einsum(form, a, b, preferred_element_type=dtype)
 
 
