@@ -17,6 +17,9 @@ well, no scan multiplies queries, and their products with keys are repeated for 
 
 **The gradient**: `chunk_states` stores S and dL/dS at both ends of every chunk, and the kernels of `gradient` take all chunks in
 parallel.
+
+**Arguments of kernels**: table is the one of `Segments`, of segments or of chunks. rows are all B T tokens. D has the constants
+of the launch (`launch.Dimensions`), and START there says where a scan begins.
 """
 
 import jax.numpy as jnp

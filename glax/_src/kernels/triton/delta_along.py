@@ -45,6 +45,11 @@ gate. Their terms are formed apart, without an exponential, and enter no gate's 
 
 Each kernel reads what those above it stored, and no two programs of a kernel share anything. Ranges, the middle of a chunk and
 its edges are those of `delta_pairs`. States are stored transposed, [chunks, H, V, K].
+
+**Arguments of helpers**: h is a head, e the index of a chunk, and pair is e H + h. origin (or row) and count are the row of the
+chunk's first token and its number of tokens. tokens are 0 to C - 1, ck and cv the channels of K and columns of V of a block.
+The arrays of a kernel's signature are addresses in device memory; tiles such as tq and tdk are in registers. D has the
+constants of the launch (`launch.Dimensions`).
 """
 
 from glax._src.kernels.triton.delta_gradient import added_dot, store_written_gradients

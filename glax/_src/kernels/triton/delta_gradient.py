@@ -39,6 +39,11 @@ pairs within the chunk cancel except for the pairs across a gate: both sides are
 
 Where they are out of range, `exact_delta_key_gradient` computes dq, dk, dg, dscale and de again. Pairs of tokens are log2(C)
 products, each with a reference between its tokens, so that no exponent is positive. dv, dbeta and dw do not change.
+
+**Arguments of helpers**: h is a head, e the index of a chunk, and pair is e H + h. origin, length and count are the row of the
+chunk's first token, the rows to write and the rows with tokens (`tiles.chunk_of`). tokens are 0 to C - 1, ck and cv the
+channels of K and columns of V of a block. The arrays of a kernel's signature are addresses in device memory; tiles such as tq
+and tdk are in registers. D has the constants of the launch (`launch.Dimensions`).
 """
 
 from glax._src.kernels.triton.delta_pairs import erase_decay, load_beta, load_erase, load_rows

@@ -45,6 +45,11 @@ exact.
 
 No power of L is formed, because the powers may grow far beyond the inverse. Merges multiply in three TF32 products, whose error
 is two bits larger than float32's.
+
+**Arguments of helpers**: h is a head, e the index of a chunk, and pair is e H + h. origin and count are the row of the chunk's
+first token and its number of tokens. tokens are 0 to C - 1, and ck the channels of a block. The arrays of a kernel's signature
+are addresses in device memory; tiles such as tq and tdk are in registers. D has the constants of the launch
+(`launch.Dimensions`).
 """
 
 from glax._src.kernels.triton.launch import tl, triton

@@ -25,6 +25,11 @@ channels leave room for them. bfloat16 has one slice.
 The two directions do not depend on each other, so each has half of the programs of one launch. States, U and Y are held
 transposed, and states are stored so. With key gates e^G * Q, e^B * E and e^{G_last - G} * K come from
 `delta_key_pairs`.
+
+**Arguments of helpers**: h is a head, n a sequence, chunk the index of a chunk among all chunks, and pair is chunk H + h. first
+(or row) and count are the row of the chunk's first token and its number of tokens. tokens are 0 to C - 1, ck and cv the
+channels of K and columns of V of a block. The arrays of a kernel's signature are addresses in device memory; tiles such as tq
+and tdk are in registers. D has the constants of the launch (`launch.Dimensions`).
 """
 
 from glax._src.kernels.triton.launch import tl, triton

@@ -27,6 +27,12 @@ loads are in a pipelined loop.
 
 The gradients of head gates and of the scale are sums over K, also in their terms of pairs of tokens, since P is such a sum. Each
 program stores those of its own channels, and XLA adds them in a fixed order. "K / BK" in shapes is rounded up.
+
+**Arguments of helpers**: h is a head, e the index of a chunk, n its sequence, and block the number of a block of channels or
+columns. origin, length and count are the row of the chunk's first token, the rows to write and the rows with tokens
+(`tiles.chunk_of`). tokens are 0 to C - 1, ck and cv the channels of K and columns of V of a block. The arrays of a kernel's
+signature are addresses in device memory; tiles such as tq and tdk are in registers. D has the constants of the launch
+(`launch.Dimensions`).
 """
 
 import math

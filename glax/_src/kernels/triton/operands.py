@@ -11,6 +11,9 @@ G_i is the sum of the log gates of a chunk through token i, and G_last is that s
 No exponent of the first two is positive. M is the sum of the gates from the chunk's middle. Where |M| is in range, the scores
 are one product of q e^M and k e^-M. Where it is out of range, `exact_scores` computes them again. With
 per-head gates, only the sums G_i are computed.
+
+h is a head, e the index of a chunk, and table the one of `Segments`, with one segment for each chunk. D has the constants of
+the launch (`launch.Dimensions`).
 """
 
 from typing import NamedTuple

@@ -1,6 +1,9 @@
 """Process one token at a time, with exact decays and the state in registers.
 
 Launch the token-by-token kernels: the forward, and one step of decoding.
+
+In kernels, h is a head, n a sequence, and row the row of a token in the [B T] rows. k and v, or ck and cv, are the indices of a
+block of the state's rows and columns. D has the constants of the launch (`launch.Dimensions`).
 """
 
 import jax.numpy as jnp

@@ -20,6 +20,9 @@ too.
 
 States in 8 bits have a scale for each SCALED rows: S_0 = scale (value + rest / FACTOR). Outputs read no rests, which are what
 values lost by rounding, so they are read where the state is written alone. A program then has all columns, of which a scale is.
+
+In helpers, h is a head, n a sequence, k and v are the indices of a block of the state's rows and columns, and row is the row of
+a slot's first place in the arrays of the ring. D has the constants of the launch (`launch.Dimensions`).
 """
 
 import jax.numpy as jnp

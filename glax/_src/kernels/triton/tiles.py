@@ -2,6 +2,10 @@
 
 The tokens of a chunk are in scan order in both directions: token i is row origin + SIGN * i. Logarithms are natural, and e^x is
 computed as 2^(x log2 e).
+
+**Arguments**: row is the row of a chunk's first token in the [B T] rows, tokens are 0 to C - 1, and count is the number of
+tokens of the chunk. head is a head. k, v and d are index vectors of a block of channels or columns. Arrays are addresses in
+device memory; tiles are in registers. D has the constants of the launch (`launch.Dimensions`).
 """
 
 from glax._src.kernels.common import limits
