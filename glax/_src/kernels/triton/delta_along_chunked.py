@@ -30,8 +30,8 @@ KEY_BLOCK = 32  # channels of an iteration of `along_pairs` and `along_products`
 
 
 class Folded(NamedTuple):
-    """Hold the results of `along_pairs`, in its order; its docstring has their shapes. Only the gradient reads inverse, passed
-    and scores_along."""
+    """Hold the results of `along_pairs`, in its order. The docstring of `along_pairs` has their shapes. Only the gradient reads
+    inverse, passed and scores_along."""
 
     q_read: Array
     e_read: Array

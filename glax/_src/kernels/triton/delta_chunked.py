@@ -73,7 +73,8 @@ def chunk_pairs(r: Recurrence, chunks: Segments, chunk: int) -> Pairs:
 
 
 def constants(r: Recurrence, chunk: int) -> dict:
-    """Return the constants of `Dimensions` that follow from r, by name. chunk: the tokens of a chunk."""
+    """Return the constants of `Dimensions` that follow from r, by name: those of `operands.dimensions`, ERASURE and BEFORE.
+    chunk: the tokens of a chunk."""
     return dimensions(r, chunk) | dict(ERASURE=r.erasing.form, BEFORE=r.erasing.before_decay)
 
 

@@ -117,7 +117,7 @@ def load_pairs_and_values(inverse, scores, v, pair, first, h, tokens, cv, count,
 
 @triton.jit
 def channels(s, D: tl.constexpr):
-    """Return the channels of slice s of a state, [BK]."""
+    """Return the indices of the channels of K in slice s of a state, [BK]."""
     return s * D.BK + tl.arange(0, D.BK)
 
 

@@ -31,7 +31,8 @@ def forward_two_phase(r: Recurrence, config: TritonChunkedConfig) -> TwoPhase | 
 
 
 def gradient_two_phase(r: Recurrence, config: GradientConfig) -> TwoPhase | None:
-    """Return the two phases of the gradient if sequences are cut into segments; else None."""
+    """Return the two phases of the gradient if sequences are cut into segments, whose local states are computed first; else
+    None."""
     if r.erasure is not None or not config.segment:
         return None
     from glax._src.kernels.triton import chunked as chunks

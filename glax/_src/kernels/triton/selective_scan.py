@@ -136,7 +136,7 @@ def own_part(A, skip, table, D: tl.constexpr):
 
 @triton.jit
 def row_of(x, row, WIDTH: tl.constexpr):
-    """Return the address of a row of x [rows, WIDTH]."""
+    """Return the address of row `row` of x [rows, WIDTH], also where x has more than 2^31 elements."""
     return x + row.to(tl.int64) * WIDTH
 
 

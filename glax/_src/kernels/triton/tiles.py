@@ -236,7 +236,7 @@ def load_key_sums(last, chunk, head, k, count, D: tl.constexpr, FIRST: tl.conste
 
 @triton.jit
 def gate_sums(matrix, x):
-    """Return matrix @ x in float32, for a [C, C] matrix of 0, 1 and -1 and log gates x [C, D].
+    """Return matrix @ x in float32, for a [C, C] matrix of 0, 1 and -1 and log gates x [C, BK].
 
     float32 gates are rounded to two terms of TF32, 22 bits together. Gates in other dtypes lose no bit; only the sum rounds.
     Where a gate of a channel is -inf, all sums of this channel are NaN.

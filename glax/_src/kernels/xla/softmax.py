@@ -86,8 +86,8 @@ def in_pool(x: Array, slots: Int[Array, "B"], size: int, fill: int) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def step(scale: float, width: int, q, k, v, intervals: Intervals, slots: Array | None) -> Float[Array, "B 1 Hq V"]:
-    """Compute `attend_step` with the rows of q in the order of `slots`, or for None in the order of the caches. Keys are read
-    in parts of STEP_KEYS or STEP_KEYS_GPU."""
+    """Return what `attend_step` does, where row b of q reads row slots[b] of the caches, or row b if slots is None. Keys are
+    read in parts of STEP_KEYS or STEP_KEYS_GPU."""
     S, size = k.shape[1], STEP_KEYS_GPU if Backend.here() is Backend.GPU else STEP_KEYS
     size = None if is_symbol(S) or size >= S or k.size == 0 else size
     of_block = Intervals(intervals.first[None], intervals.last[None])
