@@ -18,10 +18,8 @@ class Packing(NamedTuple):
 
 class SelectiveOperands(NamedTuple):
     """Hold the operands of   h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t,   y_t = h_t C_t,   with N numbers of h for each channel.
-
-    states: the initial state of each of the G sequences, or of those between packing.cuts. x, dt, B and C have any float dtype.
-    A and the states have one common dtype, in which sums are formed.
-    """
+    states: the initial h of each sequence. x, dt, B and C have any float dtype. A and states have one, in which sums are
+    formed."""
 
     x: Float[Array, "G T D"]
     dt: Float[Array, "G T D"]
