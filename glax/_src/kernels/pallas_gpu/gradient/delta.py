@@ -103,7 +103,8 @@ Ref = Any
 
 
 class Operands(NamedTuple):
-    """Hold the operands, in global memory. HQ and HK are the numbers of heads of q and of k, which divide H."""
+    """Hold references to the operands, in global memory. Each field's comment has its shape. HQ and HK are the numbers of heads
+    of q and of k, which divide H; C is 64, the tokens of a chunk."""
 
     q: Ref  # [B, T, HQ, K]
     k: Ref  # [B, T, HK, K]
@@ -117,8 +118,11 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Hold the results, in global memory: dq, dk, de [B, T, heads, K], and terms of d_scale and of the gradients of gates and
-    beta, by token. Each field's comment has its shape."""
+    """Hold references to the results, in global memory. Each field's comment has its shape.
+
+    dq, dk and de are gradients. `terms` holds for each token the summand q . dq / scale of d_scale, dg, and de . k, the first
+    term of d beta.
+    """
 
     dq: Ref  # [B, T, H / sums, K]: sums over as many neighbouring heads
     dk: Ref  # [B, T, H / sums, K]
@@ -127,6 +131,8 @@ class Results(NamedTuple):
 
     @classmethod
     def types(cls, x: Operands, blocks: int = 1, sums: int = 1) -> "Results":
+        """Return the shapes and dtypes of the results for the operands `x`. blocks: the number of blocks of K. sums: the number
+        of neighbouring heads over which dq and dk are summed."""
         (B, T, H, _), K, chunks = x.d_output.shape, x.q.shape[3], x.factors.shape[1]
         rows = jax.ShapeDtypeStruct((B, T, H // sums, K), BF16)
         count, de = (TERMS, None) if x.e is None else (D_BETA, rows)
@@ -134,8 +140,9 @@ class Results(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Hold the shared memory of keys and of pairs of tokens. dq and dk overwrite q and k, or lie in tiles of their own where two
-    heads are summed."""
+    """Hold references to the tiles in shared memory without columns of V: q, k, e, their gradients, numbers of tokens, and
+    matrices of pairs of tokens. Each field's comment has its shape. dq and dk overwrite q and k, or lie in tiles of their own
+    where two heads are summed."""
 
     q: Ref  # [C, K]
     k: Ref  # [C, K]
@@ -151,8 +158,9 @@ class Tiles(NamedTuple):
 
     @classmethod
     def types(cls, K: int, has_erase: bool, lead: tuple[int, ...] = (), sums: int = 1) -> "Tiles":
-        """Return the types of the tiles. lead: axes before those of each tile. sums: the number of heads over which dq and dk
-        are summed, 1 or 2."""
+        """Return the shapes and dtypes of the tiles. K: the channels that a program computes. has_erase: whether e is an
+        operand. lead: the sizes of axes before those of each tile. sums: the number of heads over which dq and dk are summed, 1
+        or 2."""
         tiled = functools.partial(tiles.tiled, columns=tile_columns(K))
         summed = tiled(*lead, C, K) if sums > 1 else None
         return cls(
@@ -169,9 +177,9 @@ class Tiles(NamedTuple):
 
 
 class States(NamedTuple):
-    """Hold the shared memory of a chunk's arrays with columns of V, in `delta_gradient`.
+    """Hold references to the tiles in shared memory with columns of V, in `delta_gradient`. Each field's comment has its shape.
 
-    S^T [V, K] and U^T [V, C] lie side by side in one tile, which one copy loads; so do dS'^T and dX^T.
+    S^T [V, K] and U^T [V, C] lie side by side in `states`, which one copy loads. dS'^T and dX^T lie so in `d_states`.
     """
 
     d_output: Ref  # [C, V]
@@ -181,7 +189,8 @@ class States(NamedTuple):
 
     @classmethod
     def types(cls, K: int, V: int, has_erase: bool) -> "States":
-        """Return the types of the tiles, each with a leading axis of length 1."""
+        """Return the shapes and dtypes of the tiles, each with a leading axis of length 1. has_erase: whether e is an
+        operand."""
         tiled = functools.partial(tiles.tiled, columns=tile_columns(K))
         return cls(tiled(1, C, V), tiled(1, V, K + C), tiled(1, V, K + C), tiled(1, C, V) if has_erase else None)
 
@@ -190,18 +199,20 @@ class States(NamedTuple):
         return self.states.shape[1] - C
 
     def state(self, ref):
-        """Return S^T or dS'^T, [V, K], of the tile that holds it."""
+        """Return a view of S^T or dS'^T, [V, K], in shared memory. ref: the tile `states` or `d_states`, which holds it."""
         return ref.at[:, pl.ds(0, self.K)]
 
     def beside(self, ref):
-        """Return U^T or dX^T, [V, C], of the tile that holds it."""
+        """Return a view of U^T or dX^T, [V, C], in shared memory. ref: the tile `states` or `d_states`, which holds it."""
         return ref.at[:, pl.ds(self.K, C)]
 
 
 class Columns(NamedTuple):
-    """Hold the shared memory of the columns of V of one step, by stage, in `delta_gradient_wide`.
+    """Hold references to the tiles in shared memory with columns of V, in `delta_gradient_wide`. Each of the STAGES stages
+    holds the COLUMNS columns of one step.
 
-    With several blocks of K nothing is transposed: the last two axes of S, U, dS and dX are exchanged.
+    Each field's comment has its shape where K is one block. Where K has several blocks nothing is transposed: the last two axes
+    of S, U, dS and dX are exchanged.
     """
 
     d_output: Ref  # [STAGES, C, COLUMNS]
@@ -213,6 +224,8 @@ class Columns(NamedTuple):
 
     @classmethod
     def types(cls, K: int, columns_first: bool, has_erase: bool = False) -> "Columns":
+        """Return the shapes and dtypes of the tiles. K: the channels of a block. columns_first: whether S, U, dS and dX are
+        transposed, as they are where K is one block. has_erase: whether e is an operand."""
         tiled = functools.partial(tiles.tiled, columns=tile_columns(K))
         state, pairs = tiled(STAGES, *((COLUMNS, K) if columns_first else (K, COLUMNS))), tiled(STAGES, COLUMNS, C)
         rows = tiled(STAGES, C, COLUMNS)
@@ -224,8 +237,8 @@ class DeltaPipeline(Pipeline):
     """Hold the barriers between the roles of `delta_gradient` and `delta_gradient_wide`.
 
     tokens: q, k, gates and beta; they count as read once dq and dk have left their tiles. scores: A, which counts as read once
-    both computing roles have met. met: both computing roles, once they have read all tiles. states: the states of a chunk, in
-    `delta_gradient`. columns: those of a step, in `delta_gradient_wide`.
+    both computing roles have met. met: where *queries* and *keys* wait until both have read all tiles. states: the states of a
+    chunk; None in `delta_gradient_wide`. columns: the tiles of a step; None in `delta_gradient`.
     """
 
     tokens: Handoff
@@ -241,8 +254,12 @@ class DeltaPipeline(Pipeline):
 
     @classmethod
     def planned(cls, is_wide: bool, has_erase: bool = False) -> "DeltaPipeline":
-        """Build the pipeline of `delta_gradient_wide` if `is_wide`, else of `delta_gradient`. A program of the former has a
-        single item, so it loads no other tokens."""
+        """Build the pipeline of `delta_gradient_wide` if `is_wide`, else of `delta_gradient`. Its barriers are allocated at
+        launch.
+
+        A program of `delta_gradient_wide` has a single item, so *load* never waits there until the tokens are read. has_erase:
+        whether e is an operand.
+        """
         load, queries, keys = ("load",), ("queries",), ("keys",)
         loaded, first = ("k", "q", "gates", "beta", *("e",) * has_erase), ("first",) * has_erase
         return cls(
@@ -272,7 +289,8 @@ class ChunkProgram:
     turn: Any = dataclasses.field(default=0, kw_only=True)  # the number of items that the program had before
 
     def item(self):
-        """Return the number of the item. Blocks of K vary fastest, then heads."""
+        """Return the number of the item, from 0. Blocks of K vary fastest, then heads, then chunks. Subclasses define this
+        function."""
         raise NotImplementedError
 
     @property
@@ -287,15 +305,15 @@ class ChunkProgram:
 
     @property
     def steps(self) -> int:
-        """Return the number of steps of an item, each of COLUMNS of V."""
+        """Return the number of steps of an item. Each step takes COLUMNS columns of V."""
         return self.operands.d_output.shape[3] // COLUMNS
 
     def place(self):
-        """Return (sequence, chunk, head), the place of this program's chunk."""
+        """Return (batch row, number of the chunk in the row, head) of the item."""
         return chunk_of(quotient(self.item(), self.blocks), self.results.terms.shape[1], self.H)
 
     def block(self):
-        """Return the block of K."""
+        """Return the number of the item's block of K, from 0."""
         return remainder(self.item(), self.blocks)
 
     def channels(self):
@@ -304,48 +322,51 @@ class ChunkProgram:
 
     @property
     def columns_first(self) -> bool:
-        """Return whether states, U and dX are stored with their columns of V before the other axis."""
+        """Return whether states, U and dX are stored as [V, K] and [V, C]. If not, they are [K, V] and [C, V]."""
         return True
 
     def by_rows(self, tile):
-        """Return a step's tile of U or dX as [C, COLUMNS]."""
+        """Return a view [C, COLUMNS] of a step's tile of U or dX in shared memory."""
         return transposed(tile) if self.columns_first else tile
 
     def by_columns(self, tile):
-        """Return a step's tile of a state, U or dX with its columns of V first."""
+        """Return a view of a step's tile in shared memory with its columns of V first: S or dS' as [COLUMNS, width], U or dX as
+        [COLUMNS, C]."""
         return tile if self.columns_first else transposed(tile)
 
     def stage(self, step):
-        """Return the stage of shared memory that holds the columns of a step."""
+        """Return the index of the stage of shared memory that holds the columns of the item's step number `step`."""
         return self.pipeline.columns.slot(step)
 
     def tokens(self, x):
-        """Return the chunk's rows [C, width] of x [B, T, heads, K]."""
+        """Return a reference to the item's part [C, width] of x in global memory. x: [B, T, heads, K], where `heads` divides
+        H."""
         b, c, h = self.place()
         return x.at[b, pl.ds(c * C, C), quotient(h, self.H // x.shape[2]), self.channels()]
 
     def scale(self):
-        """Return the scale of the chunk."""
+        """Return the scale of the chunk's scores, a number."""
         (b, c, _), scale = self.place(), self.operands.scale
         return scale[b] if len(scale.shape) == 1 else scale[b, c]
 
     def write_term(self, row: int, x):
-        """Write x [C] to a row of `Results.terms`."""
+        """Write x, one number for each token [C] in registers, to global memory: to the item's row `row` of `Results.terms`."""
         b, c, h = self.place()
         self.results.terms[b, c, h * self.blocks + self.block(), row] = x
 
 
 @dataclasses.dataclass(frozen=True)
 class Program(ChunkProgram):
-    """Hold the references of one program of `delta_gradient` or `delta_gradient_wide`. number: the number of its item."""
+    """Hold the references of one program of `delta_gradient` or `delta_gradient_wide`. before_decay: whether e reads the state
+    before its token's decay. number: the number of the program's item."""
 
     before_decay: bool
     number: Any  # of the item
 
     @classmethod
     def of(cls, reverse: bool, before_decay: bool, given: tuple[Operands, EdgeCopies | None], *refs) -> "Program":
-        """Return the program at its first item. given: the operands and copies of edges. refs: the fields from `results` to
-        `pipeline`."""
+        """Return the program at its first item. given: the operands, and the copies of edges or None. refs: the fields from
+        `results` to `pipeline`, in their order."""
         (operands, edges), number = given, lax.axis_index(PROGRAM)
         return cls(reverse, operands, *refs, edges, width_of_block(operands.q.shape[3]), before_decay, number)
 
@@ -361,51 +382,59 @@ class Program(ChunkProgram):
         return slice(None) if self.blocks == 1 else super().channels()
 
     def by_row(self, number: int):
-        """Return row `number` of `Tiles.numbers` [C], in registers by row of a matrix."""
+        """Load row `number` of `Tiles.numbers` [C] from shared memory into registers, one number for each row of a matrix."""
         return plgpu.load(self.tiles.numbers.at[number], layout=BY_ROW)
 
     def by_column(self, number: int):
-        """Return row `number` of `Tiles.numbers` [C], repeated over the rows of [C, C]."""
+        """Load row `number` of `Tiles.numbers` [C] from shared memory into registers, repeated over the rows of a matrix [C,
+        C]."""
         return by_column(plgpu.load(self.tiles.numbers.at[number], layout=BY_COLUMN, optimized=False), PAIRS)
 
     def gates(self):
-        """Return G [C], to base 2, by row."""
+        """Load the sums G of each token [C], as logarithms to base 2, into registers by row."""
         return self.by_row(OF_GATES)
 
     def beta(self):
-        """Return beta [C], by row."""
+        """Load the beta of each token [C] into registers by row. It is only called where e is not an operand."""
         return self.by_row(OF_ERASURE)
 
     def last(self):
-        """Return G of the last token, to base 2."""
+        """Return G of the token by which the scan leaves the chunk, as a logarithm to base 2."""
         return self.tiles.numbers[OF_GATES, 0 if self.reverse else C - 1]
 
     @property
     def has_erase(self) -> bool:
-        """Return whether e is given, else it is beta k."""
+        """Return whether the erase vector e is an operand. If not, e is beta k."""
         return self.operands.e is not None
 
     def reading(self):
-        """Return H [C], to base 2, by row: the sums of gates through which e reads the state."""
+        """Load the sums of gates through which e reads the state, [C], as logarithms to base 2, into registers by row: H where
+        e is an operand, else G."""
         return self.by_row(OF_ERASURE) if self.has_erase else self.gates()
 
     def decayed(self, pairs, reading, factor: float = 1.0):
-        """Return factor * pairs * D, [C, C] in float32. reading: the sum of gates at each row's token, G or H [C], by row."""
+        """Return factor * pairs * D, [C, C] in float32. D is 0 unless j is before i, so the diagonal is 0.
+
+        pairs: a matrix [C, C] over tokens i, j. reading: the sum of gates at each token i, G or H, [C] to base 2 and by row.
+        """
         i, j = tiles.positions_again(self.reverse)
         between = by_row(reading, PAIRS) - self.by_column(OF_GATES)
         return pairs * (factor * jnp.exp2(jnp.where(i > j, between, -jnp.inf)))
 
 
 def width_of_block(K: int) -> int:
-    """Return the width of the blocks that K channels are divided into: as many channels as shared memory holds, equal for all
-    blocks."""
+    """Return the number of channels of a block of K. The blocks are the fewest of at most WIDEST channels, and all have the
+    same width."""
     return K // -(-K // WIDEST)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))  # so that equal calls are lowered once
 def delta_gradient(reverse: bool, before_decay: bool, most: int, *operands) -> Results:
-    """Compute the fields of `Results` for every chunk and head. before_decay: whether e reads the state before the token's decay.
-    most: the largest number of programs. operands: the fields of `Operands`, and of `EdgeCopies` if there are any."""
+    """Compute the fields of `Results` for every chunk and head, where K and V are at most 128.
+
+    before_decay: whether e reads the state before the token's decay. most: the largest number of programs. operands: the fields
+    of `Operands`, and of `EdgeCopies` if there are any.
+    """
     given = x, _ = split_edges(Operands, operands)
     has_erase, sums = x.e is not None, heads_summed(x)
     total = math.prod(x.factors.shape[:3]) // sums
@@ -458,10 +487,11 @@ def heads_summed(x: Operands) -> int:
 
 
 def in_turns(work: Callable, total: int, programs: int, sums: int, p: Program):
-    """Do one warpgroup's work for all items of its program. The items come in runs of `sums` neighbours, and programs take the
+    """Run one warpgroup's work for all items of its program. The items come in runs of `sums` neighbours, and programs take the
     runs in turns.
 
-    total: the number of runs of all programs.
+    work: the role's function, called with the program at each item. total: the number of runs of all programs. programs: the
+    number of programs. sums: the items of a run, whose dq and dk are summed. p: the program at its first item.
     """
     plgpu.set_max_registers(REGISTERS[work is not load], action="increase" if work is not load else "decrease")
     first = p.number
@@ -473,7 +503,7 @@ def in_turns(work: Callable, total: int, programs: int, sums: int, p: Program):
 
 
 def only(shared):
-    """Return tiles of shared memory without their leading axis of length 1.
+    """Return views of tiles in shared memory without their leading axis of length 1. shared: a tuple of references, or None.
 
     The index is behind a barrier of the compiler, which would otherwise hold the addresses of all parts throughout the loop.
     """
@@ -485,7 +515,8 @@ def only(shared):
 
 
 def load(p: Program):
-    """Load all tiles of `delta_gradient`, each as soon as the item before has no more use for it."""
+    """Load the tiles of an item of `delta_gradient` into shared memory, as the role *load*. It waits until the computing roles
+    have read those of the item before."""
     x, own, states = p.operands, p.own, p.pipeline.states
     (b, c, h), H = p.place(), p.H
     pl.when(p.turn > 0)(states.acquire)
@@ -500,7 +531,8 @@ def load(p: Program):
 
 
 def load_keys(p: Program):
-    """Load q, k, gates and beta, or if e is given q, k, e, gates and H."""
+    """Start to load q, k, gates and beta into shared memory, or if e is given q, k, e, gates and H. `tokens` reports when they
+    are there."""
     x, t, tokens = p.operands, p.tiles, p.pipeline.tokens
     (b, c, h), H = p.place(), p.H
     for name, source, tile in (("k", x.k, t.k), ("q", x.q, t.q), ("e", x.e, t.e)):
@@ -519,7 +551,8 @@ def load_wide(p: Program):
 
 
 def load_step(p: ChunkProgram, step):
-    """Load the tiles of a step, as soon as the step that used their stage is done."""
+    """Start to load the tiles of a step into its stage of shared memory, once the step that used the stage before is done.
+    step: the step's number in the item."""
     x, own, ring, stage = p.operands, p.own, p.pipeline.columns, p.stage(step)
     ring.acquire(stage, p.turn * p.steps + step)
     (b, c, h), columns = p.place(), pl.ds(step * COLUMNS, COLUMNS)
@@ -582,7 +615,11 @@ def compute_queries_wide(p: Program):
 
 
 def add_queries(p: Program, step, totals):
-    """Return `totals`, which are dO U^T, dO S^T and parts of <S, dS'>, plus the terms of a step's columns."""
+    """Return `totals` plus the terms of a step's columns, in registers. The totals are dO U^T, dO S^T, and <S, dS'> as sums by
+    row of the tiles of S.
+
+    It waits for the step's stage, and releases it. step: the step's number in the item.
+    """
     own, ring, stage, (pairs, of_state, edge) = p.own, p.pipeline.columns, p.stage(step), totals
     ring.wait(stage)
     d_output, S, dS = own.d_output.at[stage], own.S.at[stage], own.dS.at[stage]
@@ -606,7 +643,10 @@ def compute_keys_wide(p: Program):
 
 
 def add_keys(p: ChunkProgram, step, totals):
-    """Return `totals`, which are dX U^T, dX S^T and U dS'^T, plus the terms of a step's columns."""
+    """Return `totals` plus the terms of a step's columns, in registers. The totals are dX U^T, dX S^T and U dS'^T.
+
+    It waits for the step's stage, and releases it. step: the step's number in the item.
+    """
     own, ring, stage = p.own, p.pipeline.columns, p.stage(step)
     ring.wait(stage)
     U, dX = p.by_columns(own.U.at[stage]), [p.by_rows(own.dX.at[stage])]
@@ -618,7 +658,11 @@ def add_keys(p: ChunkProgram, step, totals):
 
 
 def store_scores(p: Program, pairs):
-    """Store A / scale without its diagonal, in two terms, and the diagonal in `Tiles.numbers`. pairs: dO U^T, [C, C]."""
+    """Store A / scale without its diagonal in `Tiles.output_pairs`, as two terms of bfloat16, and the diagonal in
+    `Tiles.numbers`. Report it to *keys*.
+
+    pairs: dO U^T, [C, C].
+    """
     i, j = tiles.positions_again(p.reverse)
     p.tiles.numbers[OF_OWN] = jnp.where(i == j, pairs, 0.0).sum(1)
     store_split(p.tiles.output_pairs, p.decayed(pairs, p.gates()))
@@ -626,7 +670,11 @@ def store_scores(p: Program, pairs):
 
 
 def gradient_of_queries(p: Program, of_state):
-    """Return dq / scale, [C, K]. of_state: dO S^T."""
+    """Return dq / scale, [C, K] in registers. Write q . dq / scale of each token to global memory, a term of d_scale. Store q .
+    dq of each token, without the term of its own pair, in `Tiles.numbers`.
+
+    of_state: dO S^T, [C, K].
+    """
     t, shape = p.tiles, of_state.shape
     dq = of_state * by_row(jnp.exp2(p.gates()), shape)
     dq = tiles.added(dq, *((term, t.k) for term in t.output_pairs))
@@ -637,7 +685,11 @@ def gradient_of_queries(p: Program, of_state):
 
 
 def store_queries(p: Program, dq):
-    """Write dq, and then dg, to global memory, once both warpgroups have read all tiles."""
+    """Write dq, and then dg, to global memory, once both computing roles have read all tiles. It waits until dq has left shared
+    memory.
+
+    dq: the result of `gradient_of_queries`, without the scale.
+    """
     meet(p)
     store_gradient(p, dq * p.scale(), p.tiles.q, p.tiles.dq, p.results.dq)
     p.write_term(D_GATES, gradient_of_gates(p))
@@ -645,7 +697,7 @@ def store_queries(p: Program, dq):
 
 
 def gradient_of_gates(p: Program):
-    """Return dg [C], by row, from the sums in `Tiles.numbers`."""
+    """Return dg [C], by row, from the sums in `Tiles.numbers`, which both computing roles have stored."""
     i, j = tiles.positions_again(p.reverse)
     through = jnp.exp2(p.last())
     each = jnp.where(j >= i, p.by_column(OF_QUERIES) + p.by_column(OF_KEYS), p.by_column(OF_WRITES))
@@ -655,10 +707,11 @@ def gradient_of_gates(p: Program):
 
 
 def erased_scores(p: Program, pairs):
-    """Return -dX U^T decayed from the written token j to the reading e of token i, [C, C], and store it in two bfloat16 terms.
+    """Return B, [C, C]: -dX U^T decayed from the written token j to the reading of token i. Store it in `Tiles.erase_pairs` as
+    two terms of bfloat16.
 
-    It is stored because registers have no room for it. If e reads before the decay, the pairs of neighbouring tokens are left
-    out of what is stored. pairs: dX U^T, [C, C].
+    If e reads before the decay, the pairs of neighbouring tokens are left out of what is stored, but not of the result. B is
+    stored because registers have no room for it. pairs: dX U^T, [C, C].
     """
     B = p.decayed(pairs, p.reading(), factor=-1.0)
     store_split(p.tiles.erase_pairs, B - neighbours(p, B) if p.before_decay else B)
@@ -666,16 +719,17 @@ def erased_scores(p: Program, pairs):
 
 
 def neighbours(p: Program, B):
-    """Return B with all entries 0 but those of a token and the token before it, [C, C]."""
+    """Return B with zeros in all entries but B_ij where token j is the last before token i, [C, C]."""
     i, j = tiles.positions_again(p.reverse)
     return jnp.where(i - j == 1, B, 0.0)
 
 
 def erased_gradient(p: Program, of_state, B):
-    """Return beta de [C, K], and (beta de) . k by token [C]; leave beta B in `erase_pairs`. of_state: dX S^T, [C, K]. B: [C,
-    C].
+    """Return beta de [C, K], and (beta de) . k by token [C]. Write de . k to `Results.terms`, and leave beta B in
+    `Tiles.erase_pairs`.
 
-    With e, write de to global memory, and return None and e . de.
+    Where e is an operand, write de to global memory instead, leave B in `erase_pairs`, and return None and e . de; or the
+    result of `erased_before_decay`. of_state: dX S^T, [C, K]. B: the result of `erased_scores`.
     """
     t, shape = p.tiles, of_state.shape
     if p.before_decay:
@@ -693,10 +747,11 @@ def erased_gradient(p: Program, of_state, B):
 
 
 def erased_before_decay(p: Program, of_state, B):
-    """Return B'^T e [C, K] with B' the part of B for neighbouring tokens, and None; for an e that reads the state before the
-    token's decay.
+    """Return B'^T e [C, K] and None, for an e that reads the state before the token's decay. B' is the part of B for
+    neighbouring tokens.
 
-    Write de to global memory, and leave the other pairs of B in `erase_pairs`. of_state: dX S^T, [C, K]. B: [C, C].
+    Write de to global memory, store e . de without neighbours in `Tiles.numbers`, and leave the pairs of B that are no
+    neighbours in `Tiles.erase_pairs`. of_state: dX S^T, [C, K]. B: the result of `erased_scores`.
     """
     t, shape = p.tiles, of_state.shape
     de = tiles.added(of_state * by_row(-jnp.exp2(p.reading()), shape), *((term, t.k) for term in t.erase_pairs))
@@ -711,16 +766,18 @@ def erased_before_decay(p: Program, of_state, B):
 
 
 def write_de(p: Program, de):
-    """Write de [C, K] to global memory."""
+    """Store de [C, K] in its tile in bfloat16, and start to copy it to global memory. It does not wait for the copy."""
     p.tiles.de[...] = de.astype(BF16)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(p.tiles.de, p.tokens(p.results.de))
 
 
 def store_keys(p: Program, dk, erased, behind):
-    """Form dk [C, K], and write it to global memory.
+    """Form dk [C, K] and write it to global memory, once both computing roles have read all tiles. Store its sums for dg in
+    `Tiles.numbers`.
 
-    dk, erased: the two results of `erased_gradient`. behind: U dS'^T, [C, K].
+    dk, erased: the two results of `erased_gradient`. behind: U dS'^T, [C, K]. It waits for A from *queries*, and at the end
+    until dk has left shared memory.
     """
     t, shape = p.tiles, behind.shape
     behind = behind * by_row(jnp.exp2(p.last() - p.gates()), shape)
@@ -737,10 +794,11 @@ def store_keys(p: Program, dk, erased, behind):
 
 
 def store_gradient(p: Program, gradient, tile, summed, result):
-    """Write a gradient [C, K] to `tile`, and from there to `result`. If two heads are summed, write the first head's gradient
-    to `summed`, and then the sum of both.
+    """Store a gradient in `tile` in bfloat16, and start to copy it from there to `result`, in global memory.
 
-    Both are copied to the same place of `result`: a branch around the first copy would spill addresses of barriers.
+    If two heads are summed, store the first head's gradient in `summed`, not in `tile`, and then the sum of both. Both are
+    copied to the same place of `result`: a branch around the first copy would spill addresses of barriers. gradient: [C, K] in
+    registers. summed: a tile, or None where heads are not summed.
     """
     if summed is None:
         tile[...] = gradient.astype(BF16)
@@ -757,8 +815,11 @@ def store_gradient(p: Program, gradient, tile, summed, result):
 
 
 def parts(S, dS, rows: int, columns: int) -> list[tuple]:
-    """Return the pairs of corresponding tiles of S and dS: [64, 64], or [64, 32] where 64 does not divide `rows` or
-    `columns`."""
+    """Return views of corresponding tiles of S and dS, as pairs (of S, of dS). Each is [64, 64], or [64, 32] where 64 does not
+    divide `rows` or `columns`.
+
+    rows, columns: the shape of S and of dS, which lie in shared memory.
+    """
     if rows % 64:
         places = [(pl.ds(row, 32), pl.ds(column, 64)) for row in range(0, rows, 32) for column in range(0, columns, 64)]
         return [tuple(transposed(x.at[at]) for x in (S, dS)) for at in places]
@@ -768,7 +829,7 @@ def parts(S, dS, rows: int, columns: int) -> list[tuple]:
 
 
 def meet(p: Program):
-    """Wait until both warpgroups have read all tiles."""
+    """Wait until *queries* and *keys* have both read all tiles. Each then sees what the other has stored."""
     plgpu.commit_smem()
     p.pipeline.met.arrive()
     p.pipeline.met.wait()

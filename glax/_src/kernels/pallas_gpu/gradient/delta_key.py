@@ -104,8 +104,8 @@ Ref = Any
 
 
 class Operands(NamedTuple):
-    """Hold the operands, in global memory: tokens, and the states and dL/dS of every chunk. Each field's comment has its
-    shape."""
+    """Hold references to the operands, in global memory: tokens, and the states and dL/dS of every chunk. Each field's comment
+    has its shape. HQ and HK, the numbers of heads of q and k, divide H; C is 64, the tokens of a chunk."""
 
     q: Ref  # [B, T, HQ, K]
     k: Ref  # [B, T, HK, K]
@@ -120,7 +120,8 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Hold the results, in global memory: the gradients [B, T, H, K], and terms by token of d_scale and of beta's gradient."""
+    """Hold references to the results, in global memory: the gradients, and by token the terms of d_scale and of beta's
+    gradient. Each field's comment has its shape."""
 
     dq: Ref  # [B, T, H, K]
     dk: Ref  # [B, T, H, K]
@@ -131,6 +132,7 @@ class Results(NamedTuple):
 
     @classmethod
     def types(cls, x: Operands) -> "Results":
+        """Return the shapes and dtypes of the results for the operands `x`."""
         (B, T, H, K), chunks, has_erase = x.gates.shape, x.scale.shape[1], x.e is not None
         rows = jax.ShapeDtypeStruct((B, T, H, K), BF16)
         terms = jax.ShapeDtypeStruct((B, chunks, H * (K // BLOCK), TERMS - has_erase, C), jnp.float32)
@@ -139,8 +141,8 @@ class Results(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Hold the shared memory of an item: tiles over BLOCK channels of K, and vectors [C]. Each field's comment has its
-    shape."""
+    """Hold references to the shared memory of an item: tiles over BLOCK channels of K, and vectors [C]. Each field's comment
+    has its shape. A matrix "in two terms" is the sum of two tiles of bfloat16."""
 
     matrices: Ref  # [MATRICES or one more, C, BLOCK]: those that properties name
     wide: Ref  # [1, C, BLOCK]: float32 gates as they are loaded, and at last dg; None for bfloat16
@@ -153,8 +155,11 @@ class Tiles(NamedTuple):
 
     @classmethod
     def types(cls, gates, has_erase: bool) -> tuple:
-        """Return the types of all tiles but `over_gates`. If that shares memory with `wide`, the latter is a union of both.
-        gates: the dtype of the gates."""
+        """Return the shapes and dtypes of all tiles but `over_gates`. If that shares memory with `wide`, the latter is a union
+        of both.
+
+        gates: the dtype of the gates. has_erase: whether e is an operand.
+        """
         is_wide = gates != BF16
         shares = is_wide and has_erase
         wide: Any = tiled(1, C, BLOCK, columns=32, dtype=gates) if is_wide else None
@@ -169,22 +174,23 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, given: "Tiles") -> "Tiles":
-        """Return the tiles by name. given: the references for the types that `types` returns."""
+        """Return the tiles by name, with `wide` and `over_gates` apart where they share memory. given: the references for the
+        types that `types` returns."""
         if given.e is None or given.wide is None:
             return given
         return given._replace(wide=given.wide[0], over_gates=given.wide[1])
 
     def matrix(self, number: int):
-        """Return the `number`-th matrix [C, BLOCK]. It is behind a barrier of the compiler, which would otherwise hold the
-        addresses of all matrices throughout loops."""
+        """Return a view of the tile [C, BLOCK] with the index `number` in `matrices`. The index is behind a barrier of the
+        compiler, which would otherwise hold the addresses of all matrices throughout loops."""
         return self.matrices.at[lax.optimization_barrier(jnp.int32(number))]
 
     def row(self, number: int):
-        """Return the `number`-th row of numbers, behind a barrier of the compiler."""
+        """Return a view of row `number` of `numbers`, [C] in shared memory, behind a barrier of the compiler."""
         return self.numbers.at[lax.optimization_barrier(jnp.int32(number))]
 
     def pair(self, number: int):
-        """Return the two matrices from the `number`-th on: the two bfloat16 terms of one matrix."""
+        """Return views of the two tiles from index `number` of `matrices` on: the two bfloat16 terms of one matrix."""
         return self.matrix(number), self.matrix(number + 1)
 
     @property
@@ -200,62 +206,65 @@ class Tiles(NamedTuple):
     def pairs(self, side: int):
         """Return the tiles of dP (side QUERIES) or dA (side KEYS), [C, C] in two terms.
 
-        At last the former hold the terms that *queries* adds to dk, and the latter the terms of dg that are summed over tokens
-        behind a token.
+        At the end of an item the tiles of QUERIES hold the terms that *queries* adds to dk. With an e that reads before the
+        decay, the tiles of KEYS hold the terms of dg that are summed over the tokens behind a token.
         """
         return self.pair(2 + 2 * side)
 
     def left(self, side: int):
-        """Return the tiles of x e^M, [C, K] in two terms, with x = scale q (side QUERIES) or e (side KEYS).
+        """Return the tiles of x e^M, [C, BLOCK] in two terms, with x = scale q (side QUERIES) or e (side KEYS).
 
-        At last they hold the terms of dg that are summed from a token on.
+        At the end of an item they hold the terms of dg that are summed from a token on.
         """
         return self.pair(6 + 2 * side)
 
     @property
     def right(self):
-        """Return the tiles of k e^-M, [C, K] in two terms. At last they hold the terms of dg that are summed before a token."""
+        """Return the tiles of k e^-M, [C, BLOCK] in two terms. At the end of an item they hold the terms of dg that are summed
+        before a token."""
         return self.pair(10)
 
     @property
     def behind(self):
-        """Return the tiles of e^{G_last - G_j} (dS' U_j), in two terms."""
+        """Return the tiles of e^{G_last - G_j} (dS' U_j), [C, BLOCK] in two terms."""
         if self.over_gates is None:
             return self.pair(12)
         return tuple(self.over_gates.at[lax.optimization_barrier(jnp.int32(term))] for term in range(TERMS))
 
     @property
     def gates(self):
-        """Return the tiles of the terms of the gates."""
+        """Return the tiles of the gates, [C, BLOCK]: one in bfloat16, or the two terms of float32 gates. `prepare_gates` stores
+        them."""
         first = 14 if self.over_gates is None else 12
         return [self.matrix(first + term) for term in range(1 if self.wide is None else 2)]
 
     @property
     def erasing(self):
-        """Return the tile of e, which holds de at last."""
+        """Return the tile of e, [C, BLOCK] in bfloat16. At the end of an item it holds de. Only with an erase vector."""
         return self.e.at[lax.optimization_barrier(jnp.int32(0))]
 
     @property
     def lost_of_step(self):
-        """Return the tile of what dX^T loses in bfloat16, for the columns of a step."""
+        """Return the tile [COLUMNS, C] of what dX^T loses in bfloat16, for the columns of a step. Only with an erase vector."""
         return self.lost.at[lax.optimization_barrier(jnp.int32(0))]
 
     @property
     def given_gates(self):
-        """Return the tile of the gates as they are loaded, which holds dg at last."""
+        """Return the tile of the gates as they are loaded, [C, BLOCK] in their dtype. At the end of an item it holds dg."""
         return self.gates[0] if self.wide is None else self.wide.at[lax.optimization_barrier(jnp.int32(0))]
 
 
 @dataclasses.dataclass(frozen=True)
 class Program(ChunkProgram):
-    """Hold the references of one program. It takes every `programs`-th item. before_decay: whether e reads the state before its
-    token's decay."""
+    """Hold the references of one program. It takes every `programs`-th item. programs: the number of programs. before_decay:
+    whether e reads the state before its token's decay."""
 
     programs: int
     before_decay: bool
 
     @property
     def has_erase(self) -> bool:
+        """Return whether the erase vector e is an operand. If not, e is beta k."""
         return self.operands.e is not None
 
     def turns(self):
@@ -264,18 +273,21 @@ class Program(ChunkProgram):
         return lax.div(B * chunks * heads - lax.axis_index(PROGRAM) + (self.programs - 1), jnp.int32(self.programs))
 
     def at(self, turn) -> "Program":
-        """Return the program at its item number `turn`."""
+        """Return this program at its `turn`-th item, from 0."""
         return dataclasses.replace(self, turn=turn)
 
     def item(self):
+        """Return the number of the item among those of all programs, behind a barrier of the compiler. Blocks of K vary
+        fastest, then heads, then chunks."""
         return lax.optimization_barrier(lax.axis_index(PROGRAM) + self.turn * self.programs)
 
     def number(self, row: int):
-        """Return row `row` of `Tiles.numbers`, one number for each token, repeated over the columns of [C, BLOCK]."""
+        """Load row `row` of `Tiles.numbers` into registers: one number for each token, repeated over the columns of [C,
+        BLOCK]."""
         return by_row(plgpu.load(self.tiles.row(row), layout=BY_ROW), SHAPE)
 
     def stage(self, step):
-        """Return the stage of shared memory that holds the columns of a step.
+        """Return the index of the stage of shared memory that holds the columns of the item's step number `step`.
 
         If items of several steps may begin in any stage, the result is behind a barrier of the compiler, so that the loading
         warpgroup holds no addresses that follow from it.
@@ -293,19 +305,21 @@ class Program(ChunkProgram):
         return jnp.where(self.scale() < jnp.inf, x, x + 1)  # x + x is known where x is 0
 
     def levels(self):
-        """Return the number of levels of the chunk. If it is at most FAST_LEVELS, the last level has the fast form."""
+        """Return the number of levels of the chunk, as `chunks/pairs.py` stored it. If it is at most FAST_LEVELS, the last
+        level has the fast form."""
         return self.operands.levels[self.place()]
 
     def lines(self):
-        """Return the positions in memory of rows and of columns of a [C, C] matrix, [C] each. They are behind barriers, so that
-        registers do not hold what loops form from them."""
+        """Return the positions in memory of the rows and of the columns of a [C, C] matrix: two arrays [C] in registers, in the
+        layouts BY_ROW and BY_COLUMN. They are behind barriers of the compiler, so that registers do not hold what loops form
+        from them."""
         places = (plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=layout) for layout in (BY_ROW, BY_COLUMN))
         i, j = map(lax.optimization_barrier, places)
         return i, j
 
     def scanned(self, place):
-        """Return the position in scanning order of the position `place` in memory. The same function takes one back to the
-        other."""
+        """Return the position in scan order of the token at position `place` of the chunk in memory. The function is its own
+        inverse."""
         return C - 1 - place if self.reverse else place
 
     def in_order(self):
@@ -318,19 +332,20 @@ class Program(ChunkProgram):
         return (j, i) if self.reverse else (i, j)
 
     def matrix(self, condition):
-        """Return the matrix [C, C] with 1 where condition(i, j) holds and else 0: times rows of tokens, it sums rows j for each
-        i.
+        """Return the matrix [C, C] in bfloat16 with 1 where condition(i, j) holds, else 0. Its product with rows of tokens sums
+        the rows j for each i.
 
-        The condition may only compare i with j, because in a reverse scan `in_order` exchanges their positions.
+        condition: a function of two matrices of positions, which may only compare i with j: in a reverse scan `in_order`
+        exchanges their positions.
         """
         return jnp.where(condition(*self.in_order()), self.hidden(jnp.float32(1.0)), 0.0).astype(BF16)
 
     def summed(self, matrix):
-        """Return the sums of gates matrix @ g, [C, BLOCK] in natural logarithms."""
+        """Return matrix @ g, [C, BLOCK] in float32: sums of natural log gates. matrix: [C, C] in bfloat16."""
         return tiles.product(SHAPE, *((matrix, g) for g in self.tiles.gates))
 
     def decay(self, condition):
-        """Return e^x, [C, BLOCK], for the sums x of gates j for which condition(i, j) holds."""
+        """Return e^x, [C, BLOCK]. x_i is the sum of the gates of those tokens j for which condition(i, j) holds."""
         return jnp.exp2(self.summed(self.matrix(condition)) * LOG2E)
 
 
@@ -338,9 +353,9 @@ class Program(ChunkProgram):
 class DeltaKeyPipeline(Pipeline):
     """Hold the barriers between the roles of the kernel.
 
-    columns: a step's columns of V. channels: an item's channels of K. gates: the terms of the gates. right: the rows k e^-M of
-    a level. exchange: at the end of an item, the tiles that *queries* and *keys* leave for each other. lost: what dX loses in
-    bfloat16 in a step's columns; None with beta.
+    columns: a step's columns of V. channels: an item's channels of K. gates: the tiles `Tiles.gates`. right: the rows k e^-M of
+    a level. exchange: where *queries* and *keys* wait, at the end of an item, until each has stored what the other reads. lost:
+    what dX loses in bfloat16 in a step's columns; None with beta.
     """
 
     columns: Ring
@@ -352,7 +367,8 @@ class DeltaKeyPipeline(Pipeline):
 
     @classmethod
     def planned(cls, has_erase: bool = False) -> "DeltaKeyPipeline":
-        """Build the pipeline; its barriers are allocated at launch."""
+        """Build the pipeline; its barriers are allocated at launch. has_erase: whether e is an operand, in the place of
+        beta."""
         load, queries, keys = ("load",), ("queries",), ("keys",)
         return cls(
             columns=Ring(STAGES, load, queries + keys, ("d_output", "S", "U", "dS", "dX")),
@@ -390,7 +406,8 @@ def delta_key_gradient(reverse: bool, before_decay: bool, most: int, *operands) 
 
 
 def for_all_items(p: Program, work, count: int):
-    """Run work(program) for every item of the program, in one warpgroup. count: the registers of its threads."""
+    """Run work(program) in one warpgroup for every item of the program. work: a role's function, which receives the program at
+    the item. count: the registers of each thread."""
     plgpu.set_max_registers(count, action="decrease" if work is load else "increase")
     pl.loop(0, p.turns())(lambda turn: work(p.at(turn)))
 
@@ -399,7 +416,8 @@ def for_all_items(p: Program, work, count: int):
 
 
 def load(p: Program):
-    """Load an item's tiles, first those of the first steps: their places are free while the item before still reads tokens."""
+    """Start to load an item's tiles, as the role *load*. The tiles of the first steps come first: their places are free while
+    the item before still reads tokens."""
     first = min(STAGES, p.steps)
     for step in range(first):
         load_step(p, jnp.int32(step))
@@ -424,7 +442,8 @@ def load(p: Program):
 
 
 def load_lost(p: Program, step):
-    """Load what dX loses in bfloat16 in the columns of a step, once the step before is done."""
+    """Start to load what dX loses in bfloat16 in the columns of a step, once the step before has been read. step: the step's
+    number in the item."""
     x, ring, (b, c, h) = p.operands, p.pipeline.lost, p.place()
     assert ring is not None
     ring.acquire(0, p.turn * p.steps + step)
@@ -466,7 +485,11 @@ def of_queries(p: Program):
 
 
 def add_queries(p: Program, step, totals):
-    """Return `totals`, which are dO U^T, dO S^T and the products S dS' of every column, plus the terms of a step's columns."""
+    """Return `totals` plus the terms of a step's columns, in registers. The totals are dO U^T [C, C], dO S^T [C, BLOCK], and
+    the elementwise products of S and dS' [COLUMNS, BLOCK].
+
+    It waits for the step's stage, and releases it. step: the step's number in the item.
+    """
     own, stage, (pairs, of_state, edge) = p.own, p.stage(step), totals
     p.pipeline.columns.wait(stage)
     d_output, S, dS = own.d_output.at[stage], own.S.at[stage], own.dS.at[stage]
@@ -506,8 +529,11 @@ def of_keys(p: Program):
 
 
 def add_keys_of_two_terms(p: Program, step, totals):
-    """Return `totals`, which are dX U^T, dX S^T and U dS'^T, plus the terms of a step's columns. dX is a sum of two bfloat16
-    arrays."""
+    """Return `totals` plus the terms of a step's columns, in registers. The totals are dX U^T [C, C], and dX S^T and U dS'^T,
+    [C, BLOCK] each. dX is a sum of two bfloat16 arrays.
+
+    It waits for the step's stage and for `lost`, and releases both. step: the step's number in the item.
+    """
     own, columns, lost, stage = p.own, p.pipeline.columns, p.pipeline.lost, p.stage(step)
     assert lost is not None
     columns.wait(stage)
@@ -523,9 +549,11 @@ def add_keys_of_two_terms(p: Program, step, totals):
 
 
 def finish_keys_apart(p: Program, de, dk):
-    """Write de and dk, [C, BLOCK], where e is an operand. de, dk: their sums over pairs.
+    """Write de and dk to global memory where e is an operand, and store what *queries* needs for dg. de, dk: their sums over
+    pairs, [C, BLOCK] in registers, as `sums_over_pairs` returns them.
 
-    `Tiles.behind` is added to dk before the exchange, after which dg may overwrite that tile.
+    It waits at `exchange` for *queries*, whose terms of dk it adds. `Tiles.behind` is added before, because dg may overwrite
+    that tile after the exchange.
     """
     t = p.tiles
     plgpu.commit_smem()  # all warps have read the tiles
@@ -550,7 +578,8 @@ def finish_keys_apart(p: Program, de, dk):
 
 
 def prepare_gates(p: Program):
-    """Raise gates to LOG_OF_ZERO, so that no sum has -inf, and divide those in float32 into two terms."""
+    """Store the gates in `Tiles.gates`, each raised to at least LOG_OF_ZERO, so that no sum has -inf. Gates in float32 are
+    divided into two bfloat16 terms. Report the tiles to *keys*."""
     t = p.tiles
     found = plgpu.load(t.given_gates, layout=tiles.WGMMA)
     found = jnp.maximum(found, found.dtype.type(LOG_OF_ZERO))
@@ -561,8 +590,11 @@ def prepare_gates(p: Program):
 
 
 def store_edge(p: Program, products):
-    """Store e^{G_last} sum_v S dS' by channel. products: S dS', [COLUMNS, BLOCK]. Both sums are products with a column of ones,
-    in tiles of the warpgroup that are free."""
+    """Store e^{G_last} sum_v S dS' of each channel in row EDGE of `Tiles.numbers`. products: S dS' elementwise, [COLUMNS,
+    BLOCK].
+
+    Both sums, over V and over gates, are products with a column of ones, in tiles of the warpgroup that are free.
+    """
     t = p.tiles
     i, _ = p.lines()
     # 1 in the first row in memory, which `by_halves` reads, and else 0
@@ -579,7 +611,7 @@ def store_edge(p: Program, products):
 
 
 def whole(pair):
-    """Return the float32 sum of the two terms of a matrix."""
+    """Return the sum of a matrix's two terms in float32, in registers. pair: two tiles of one shape in shared memory."""
     high, rest = pair
     return read(high) + read(rest)
 
@@ -612,7 +644,8 @@ def level_matrix(p: Program, size, sign, own: bool = True):
 
 
 def tokens_of(p: Program, side: int):
-    """Return x, [C, BLOCK]: scale q for QUERIES, and beta k or e for KEYS."""
+    """Return x of the side, [C, BLOCK] in float32: scale q for QUERIES; e, which is beta k without an erase vector, for
+    KEYS."""
     t = p.tiles
     if side == QUERIES:
         return read(t.q) * p.scale()
@@ -620,10 +653,13 @@ def tokens_of(p: Program, side: int):
 
 
 def sums_over_pairs(p: Program, side: int, left):
-    """Return the two sums over pairs, [C, BLOCK] each: `left` + dx, and dk^.
+    """Return the two sums over pairs, [C, BLOCK] each in registers: `left` + dx, and dk^.
 
-    side: QUERIES for dx = dq / scale and x = scale q; KEYS for dx = de and x = e. Except in the fast form, a token has one
-    factor: e^M in a second block, and e^-M in a first. The other may be inf, and is not formed.
+    side: QUERIES for dx = dq / scale and x = scale q; KEYS for dx = de and x = e. left: what dx is added to, [C, BLOCK]. *keys*
+    stores k e^-M of each level, which *queries* waits for.
+
+    Except in the fast form, a token has one factor: e^M in a second block, and e^-M in a first. The other may be inf, and is
+    not formed.
     """
     t, levels = p.tiles, p.levels()
     is_before = p.before_decay and side == KEYS
@@ -687,7 +723,8 @@ def sums_over_pairs(p: Program, side: int, left):
 
 
 def store_gates(p: Program):
-    """Write dg, [C, BLOCK], from the terms that both roles have stored."""
+    """Form dg [C, BLOCK] from the terms that both roles have stored, and start to copy it to global memory. It overwrites the
+    tile of the loaded gates."""
     t = p.tiles
     from_it, before = p.matrix(lambda i, j: j >= i), p.matrix(lambda i, j: j < i)
     rows = [(from_it, x) for x in (*t.left(QUERIES), *t.left(KEYS))] + [(before, x) for x in t.right]

@@ -59,8 +59,8 @@ OF_ROW, OF_COLUMN = ROWS.reduce(1), ROWS.reduce(0)
 
 
 class Operands(NamedTuple):
-    """Hold the operands, in global memory: those of the fast kernel, and flags of the chunks whose gates are out of its
-    range."""
+    """Hold references to the operands, in global memory: those of the kernel for gates in range, and flags of the chunks whose
+    gates are out of range."""
 
     of_chunks: Any  # `key.Operands`
     out_of_range: Ref  # [B, chunks, H]: whether this kernel computes a chunk
@@ -68,7 +68,8 @@ class Operands(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Hold the shared memory of a program: the tokens of a chunk, [C, D] in bfloat16."""
+    """Hold references to the shared memory of a program. q, k, v, g and do are the tokens of a chunk, [C, D] each in
+    bfloat16."""
 
     q: Ref
     k: Ref
@@ -82,6 +83,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def types(cls, n: Items) -> "Tiles":
+        """Return the shapes and dtypes of the tiles for the plan n."""
         tile = plgpu.SMEM((C, n.D), BF16)
         return cls(
             *(tile,) * 5,
@@ -107,13 +109,15 @@ class CopiedTiles(NamedTuple):
 
     @classmethod
     def types(cls, n: Items) -> "CopiedTiles":
+        """Return the shapes and dtypes of the tiles for the plan n."""
         tile = functools.partial(tiled, columns=n.tile)  # else the compiler looks for ways to swizzle
         return cls(tile(64, n.D), tile(n.D, 64), *(plgpu.SMEM((C, 64), BF16),) * 4)
 
 
 @dataclass(frozen=True)
 class ExactPipeline(Pipeline):
-    """Hold the barriers by which the one warpgroup waits for its own copies."""
+    """Hold the barriers by which the one warpgroup waits for its own copies. tokens: the tokens of a chunk. copied: one of
+    `CopiedTiles`; None where memory has D columns."""
 
     tokens: Handoff
     copied: Handoff | None
@@ -128,9 +132,10 @@ class ExactPipeline(Pipeline):
 
 
 def gradient_exact(n: Items, operands, results, out_of_range):
-    """Return `results` with the chunks that are out of range computed again.
+    """Compute the chunks that are out of range again, and return the results with these chunks overwritten.
 
-    operands, results: `key.Operands`, and `key.Results`, which are overwritten. out_of_range: [B, chunks, H].
+    n: the sizes and options of the kernel whose results they are. operands, results: `key.Operands`, and `key.Results`, which
+    are overwritten. out_of_range: [B, chunks, H] in int32; not 0 for the chunks to compute.
     """
     programs = 2 * n.programs
     parts = jnp.repeat(out_of_range[..., :: n.summed].reshape(-1), n.team)
@@ -147,7 +152,8 @@ def gradient_exact(n: Items, operands, results, out_of_range):
 
 
 def compute_items(p: Program):
-    """Compute those of the program's items that are out of range. Programs divide all items among them, in range or not."""
+    """Compute those of the program's parts that are out of range. A part is 64 channels of K in dq, dk and dg, and 64 columns
+    of V in dv, of one chunk and head. Programs divide all parts among them, in range or not."""
     n, x = p.plan, p.operands
     first, step, heads = lax.axis_index(PROGRAM), 2 * n.programs, n.H // n.summed
     parts = n.team * n.B * n.chunks * heads
@@ -171,11 +177,12 @@ def compute_items(p: Program):
 
 @dataclass(frozen=True)
 class Block:
-    """Hold the position of what one call of `compute_block` computes: chunk c of sequence b, block h of the state, and half
+    """Hold the position of what one call of `compute_block` computes: chunk c of batch row b, block h of the state, and half
     `part` of the block.
 
-    head: the block of K to which dq, dk and dg belong. column: the block of V, whose terms are added to those of the blocks
-    before. mine: the channels, or columns, of the half. Rows are those of the tiles in shared memory.
+    p: the program. head: the block of K to which dq, dk and dg belong. column: the number of the block of V in its head; its
+    terms are added to those of the blocks before. mine: the slice of the half's channels, or columns. Rows are those of the
+    tiles in shared memory.
     """
 
     p: Program
@@ -190,6 +197,7 @@ class Block:
 
     @classmethod
     def of(cls, p: Program, b, c, h, part, head, column) -> "Block":
+        """Return the block with the half's slice and the chunk's scale."""
         mine, scale = half(part), p.plan.scale(p.operands.of_chunks.scale, b, c)
         return cls(p, b, c, h, part, head, column, mine, scale)
 
@@ -220,28 +228,32 @@ class Block:
         return g if s.g_rest is None else g + load(s.g_rest, row)
 
     def passed(self, i, x):
-        """Return x, or 0 if the i-th token in scan order is a reset. x: what passes between this token and the one before, in
-        either direction."""
+        """Return x, or 0 if the i-th token in scan order is a reset. x: an array in registers, what passes between this token
+        and the one before, in either direction."""
         marks = self.p.tiles.marks
         return x if marks is None else x * ((marks[self.row(i)] & 255) != i + 1).astype(jnp.float32)
 
     def own_score(self, row):
-        """Return do . v of a token, repeated for every row, so that the sum stays within a warp."""
+        """Return do . v of a token, repeated for 64 rows: [64] in registers, so that the sum stays within a warp. row: the
+        token's row in the tiles."""
         do, v = (self.of_all(tile, row) for tile in (self.p.tiles.do, self.p.tiles.v))
         return jnp.sum(plgpu.layout_cast(by_column(do * v, self.shape), ROWS), axis=1)
 
     def state(self, x: Ref):
-        """Return the half of S or dS, as loaded from x, with all columns of V and the half's channels of K."""
+        """Load the half of S or dS with the half's 64 channels of K and all columns of V: [64, D] in float32, in registers. x:
+        `S` or `dS` of the operands, in global memory."""
         place = x.at[self.b, self.c, self.h, self.mine, self.p.plan.block[1]]
         return plgpu.load(self.copied("rows", place), layout=ROWS, optimized=False).astype(jnp.float32)
 
     def columns_of_state(self, x: Ref):
-        """Return the half of S or dS, as loaded from x, with all channels of K and the half's columns of V."""
+        """Load the half of S or dS with all channels of K and the half's 64 columns of V: [D, 64] in float32, in registers. x:
+        `S` or `dS` of the operands, in global memory."""
         place = x.at[self.b, self.c, self.h, self.p.plan.block[0], self.mine]
         return plgpu.load(self.copied("columns", place), layout=STATE, optimized=False).astype(jnp.float32)
 
     def copied(self, name: str, source: Ref) -> Ref:
-        """Return the tile called `name`, to which `source` is copied, if memory has fewer than D columns; else `source`."""
+        """Return the tile of `CopiedTiles` called `name`, after copying `source` to it, if memory has fewer than D columns;
+        else `source`. It waits for the copy. source: a reference in global memory."""
         if not self.p.plan.narrower:
             return source
         tile, copied = self.p.tiles.copied._asdict()[name], self.p.pipeline.copied
@@ -251,12 +263,14 @@ class Block:
         return tile
 
     def result(self, name: str) -> Ref:
-        """Return the chunk's rows of the result called `name`, [C, 64]."""
+        """Return a reference to the chunk's rows and the half's columns of the result called `name`, [C, 64] in global
+        memory."""
         head = self.h if name == "dv" else self.head
         return self.p.results._asdict()[name].at[self.b, pl.ds(self.c * C, C), head, self.mine]
 
     def load_results(self):
-        """Load the sums over the blocks of V before this one, to which `store` adds, if results leave by copies."""
+        """Load the sums over the blocks of V before this one, to which `store` adds, into `CopiedTiles`, and wait for them.
+        Where memory has D columns, do nothing."""
         if self.p.plan.narrower and self.p.plan.summed > 1:
 
             @pl.when(self.column > 0)
@@ -265,7 +279,8 @@ class Block:
                     self.copied(name, self.result(name))
 
     def send(self, *names: str):
-        """Copy the results called `names` from their tiles to memory, if they leave by copies."""
+        """Copy the results called `names` from `CopiedTiles` to global memory, and wait until they are there. Where memory has
+        D columns, do nothing."""
         if self.p.plan.narrower:
             plgpu.commit_smem()
             for name in names:
@@ -273,7 +288,12 @@ class Block:
             plgpu.wait_smem_to_gmem(0)
 
     def store(self, row, of_values: bool = False, **results):
-        """Store a token's results: dv if `of_values`, else dq, dk or dg added to those of the blocks of V before."""
+        """Store a token's results, [64] each in bfloat16: dv if `of_values`, else dq, dk or dg, added to those of the blocks of
+        V before.
+
+        They go to global memory, or to `CopiedTiles` where memory has fewer than D columns. row: the token's row in the tiles.
+        results: the numbers by result, [64] in float32.
+        """
         n = self.p.plan
         if n.narrower:
             return self.store_in_tiles(row, of_values, **results)
@@ -304,7 +324,7 @@ class Block:
 def compute_block(at: Block):
     """Store one block's dv, and its dq, dk and dg added to those of the blocks of V before.
 
-    Return q dq / scale, [64]: summed over tokens, by channel; or with resets summed over channels, by token.
+    Return q dq / scale, [64]: summed over tokens, by channel of the half; or with resets summed over these channels, by token.
     """
     load_tokens(at)
     at.load_results()
@@ -322,7 +342,8 @@ def compute_block(at: Block):
 
 
 def load_tokens(at: Block):
-    """Load the chunk's tokens, and zero the rows of other sequences, which may hold NaN."""
+    """Load the chunk's tokens into shared memory, and wait for them. In packed sequences, zero the rows of other sequences,
+    which may hold NaN."""
     n, x, s = at.p.plan, at.p.operands.of_chunks, at.p.tiles
     plgpu.commit_smem()  # all are done with the tiles
     heads = n.heads_of(at.h)
@@ -340,7 +361,7 @@ def load_tokens(at: Block):
 
 
 def clear_foreign(at: Block, found):
-    """Zero the rows of the tiles `found` that do not belong to the chunk's sequence."""
+    """Zero the rows of the tiles `found`, [C, D] each, that do not belong to the chunk's sequence."""
     n, places = at.p.plan, at.p.operands.of_chunks.places
     first, end, layout = places[at.c, 1], places[at.c, 2], plgpu.Layout.WG_STRIDED((C, n.D), vec_size=8)
 
@@ -354,7 +375,8 @@ def clear_foreign(at: Block, found):
 
 
 def compute_queries(at: Block):
-    """Store dq. Return S behind the chunk, and the sum of q dq / scale over tokens, [64] by channel."""
+    """Store dq of the half's channels. Return S behind the chunk, [64, D], and the sum of q dq / scale over tokens, [64] by
+    channel."""
     s, shape = at.p.tiles, at.shape
 
     def advance(i, carry):
@@ -372,7 +394,7 @@ def compute_queries(at: Block):
 
 
 def compute_keys(at: Block, S, dS):
-    """Store dk and dg. S, dS: the state behind the chunk, and dL/dS there."""
+    """Store dk and dg of the half's channels. S, dS: the state behind the chunk, and dL/dS there, [64, D] each."""
     s, shape = at.p.tiles, at.shape
 
     def advance(i, carry):

@@ -79,7 +79,12 @@ Ref = Any
 
 
 class Operands(NamedTuple):
-    """Hold the operands, in global memory: tokens, the gates' sums, states and dL/dS. Each field's comment has its shape."""
+    """Hold references to the operands, in global memory: tokens, the gates' sums, states and dL/dS. Each field's comment has
+    its shape.
+
+    H counts the blocks of heads and `heads` the heads of the gates or of the output; HQ, HK and HV are the numbers of heads of
+    q, k and v.
+    """
 
     gates: Ref  # [B, chunks, heads, C]: G
     q: Ref  # [B, T, HQ, D]
@@ -99,7 +104,8 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Hold the results, in global memory: the gradients [B, T, H, D], and by token the terms of dg and of d_scale."""
+    """Hold references to the results, in global memory: the gradients, and by token the terms of dg and of d_scale. Each
+    field's comment has its shape."""
 
     dq: Ref  # [B, T, H, D]
     dk: Ref  # [B, T, H, D]
@@ -109,13 +115,15 @@ class Results(NamedTuple):
 
     @classmethod
     def types(cls, n: Items) -> "Results":
+        """Return the shapes and dtypes of the results for the plan n."""
         of_keys, of_values = (jax.ShapeDtypeStruct((n.B, n.T, n.H, width), BF16) for width in n.in_memory)
         sums = jax.ShapeDtypeStruct((n.B, n.chunks, n.H, 3, 2, C), BF16)
         return cls(of_keys, of_keys, of_values, sums, jax.ShapeDtypeStruct((n.B, n.chunks, n.H, C), jnp.float32))
 
 
 class Tiles(NamedTuple):
-    """Hold the shared memory of a program. Tiles of tokens have two slots a team. Each field's comment has its shape."""
+    """Hold references to the shared memory of a program. Tiles of tokens have two slots for each team. Each field's comment has
+    its shape."""
 
     q: Ref  # [slots, C, D]: q, then dq
     k: Ref  # k, then dk
@@ -131,6 +139,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def types(cls, n: Items) -> "Tiles":
+        """Return the shapes and dtypes of the tiles for the plan n."""
         tiled = functools.partial(tiles.tiled, columns=n.tile)
         tile, state = tiled(n.teams * SLOTS, C, n.D), tiled(n.teams, n.D, n.D)
         scores = tiled(n.teams, C, 64)
@@ -182,11 +191,13 @@ def gradient_head(
     """Return each block's terms: dq, dk, dv, [B, T or rows, H, D] in bfloat16; dg, [B, chunks, C, H] in memory order, and
     d_scale by token, [B, chunks, H, C], in float32.
 
-    G: [B, chunks, heads, C] float32, sums of log2 gates from where the scan enters the chunk through each token, each gate at
-    least -128 log2(e). q, k, v, d_output, scale, behind, programs and blocks: as in `gradient_key`. before: [B, runs, H, D, D],
-    the states that enter the first chunk of every run; the runs of a sequence have equally many chunks. edges: `Edges.block`,
-    and the copies of q, k, v and d_output, if some chunks are read from copies. rows: the number of rows of the results, where
-    the operands have fewer because the last chunk is read from a copy.
+    q, k, v, d_output: [B, T, heads, D] in bfloat16, by block. Their heads divide those of the states. G: [B, chunks, heads, C]
+    float32, sums of log2 gates from where the scan enters the chunk through each token, each gate at least -128 log2(e). scale:
+    [B + 1] in float32, of which the last number is not used. before: [B, runs, H, D, D] in bfloat16, the states that enter the
+    first chunk of every run; the runs of a sequence have equally many chunks. behind: [B, chunks, H, D, D] in bfloat16, the
+    gradient of the state that leaves each chunk. programs: the number of multiprocessors. edges: `Edges.block`, and the copies
+    of q, k, v and d_output, if some chunks are read from copies. rows: the number of rows of the results, where the operands
+    have fewer because the last chunk is read from a copy.
     """
     (B, T), (_, chunks, H, *_) = d_output.shape[:2], behind.shape
     heads, run = tuple(x.shape[2] for x in (q, k, v)), chunks // before.shape[1]
@@ -267,13 +278,13 @@ def load(p: Program):
 
 
 def compute(p: Program):
-    """Run a computing warpgroup: compute the gradients of its chunks."""
+    """Run a computing warpgroup: write the gradients of all chunks of its team."""
     _, first = items.first_item(p.plan)
     items.compute_chunks(p.plan, first, functools.partial(compute_chunk, p))
 
 
 def compute_chunk(p: Program, first, i):
-    """Compute one chunk: the i-th of the team whose first item is `first`."""
+    """Compute the gradients of one chunk, the team's i-th. first: the number of the team's first item."""
     n, c = p.plan, Chunk(**Chunk.place(p, first, i))
     p.pipeline.tokens.wait(c.at)
     c.share(c.store_key_scores, c.store_value_scores)
@@ -301,15 +312,16 @@ def compute_chunk(p: Program, first, i):
 
 @dataclass(frozen=True)
 class Chunk(items.Chunk):
-    """Compute one chunk and head, by one warpgroup or by two."""
+    """Hold the chunk and head that a computing warpgroup processes, alone or with the other one, and compute its gradients."""
 
     @property
     def scan(self) -> ScanOrder:
+        """Return the masks over the chunk's tokens."""
         return ScanOrder(self.p.plan.reverse, self.p.operands.tokens)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return the shape of a tile of tokens."""
+        """Return the shape of a tile of tokens, (C, D)."""
         return C, self.p.plan.D
 
     @property
@@ -319,45 +331,47 @@ class Chunk(items.Chunk):
 
     @property
     def k_w(self):
-        """Return the warpgroup's half of the channels of k."""
+        """Return a view of the warpgroup's 64 channels of k in shared memory, [C, 64]."""
         return self.k.at[:, self.mine]
 
     @property
     def scores(self) -> tuple:
-        """Return the tiles of A^T, and of dA^T in two terms."""
+        """Return (tile of A^T, (tile of dA^T, tile of what dA^T loses in bfloat16)), [C, 64] each in shared memory."""
         s = self.p.tiles
         return s.A_T.at[self.t], (s.dA_T.at[self.t], s.v.at[self.other, :, half(0)])
 
     def gates(self):
-        """Return G [64], by row."""
+        """Load G [64], as logarithms to base 2, into registers by row."""
         return plgpu.load(self.p.tiles.gates.at[self.at], layout=BY_ROW)
 
     def through(self):
-        """Return the log2 decay through the whole chunk."""
+        """Return the log decay through the whole chunk to base 2, a number."""
         return self.p.tiles.gates[self.at, self.scan.last]
 
     def leaving(self, shape):
-        """Return e^{G_last - G}, repeated along the rows."""
+        """Return e^{G_last - G} by row, repeated over the columns of `shape`."""
         return by_row(jnp.exp2(self.through() - self.gates()), shape)
 
     def decayed(self, scores):
-        """Return transposed scores times e^{G_column - G_row}, and 0 where the row's token is later than the column's."""
+        """Return scores * e^{G_column - G_row}, with 0 where the row's token is later than the column's. scores: transposed,
+        [C, 64] in float32."""
         across = along(plgpu.load(self.p.tiles.gates.at[self.at], layout=BY_COLUMN))
         exponent = jnp.where(self.scan.earlier(), across - by_row(self.gates(), TILE), -jnp.inf)
         return scores * jnp.exp2(exponent)
 
     def store_key_scores(self):
-        """Store A^T = scale (k q^T) D^T in bfloat16."""
+        """Store A^T = scale (k q^T) D^T in shared memory, in bfloat16. It does not wait."""
         A_T, _ = self.scores
         A_T[...] = (self.decayed(product(TILE, (self.k, transposed(self.q)))) * self.scale).astype(BF16)
 
     def store_value_scores(self):
-        """Store dA^T = (v do^T) D^T in two terms."""
+        """Store dA^T = (v do^T) D^T in shared memory, in two terms of bfloat16. It does not wait."""
         _, (dA_T, rest) = self.scores
         rest[...] = store_rounded(dA_T, self.decayed(product(TILE, (self.v, transposed(self.do)))))
 
     def wait_for_scores(self):
-        """Wait until all warpgroups have written their scores, and the results of the chunk before have left shared memory."""
+        """Wait until the warpgroups that share the chunk have stored their scores, and the results of the chunk before have
+        left shared memory. Before, store e^{G_last - G} k of this warpgroup's channels, except at a run's last chunk."""
         n, s = self.p.plan, self.p.tiles
 
         def store_leaving():
@@ -370,7 +384,8 @@ class Chunk(items.Chunk):
         self.meet()
 
     def note(self, role: int, row: int, x):
-        """Store x [64], a number for each token, in row `row` of the role's sums. `store` sums them over tokens."""
+        """Store x [64], a number for each token, in shared memory: in row `row` of the sums of `role`, QUERIES or KEYS. `store`
+        adds both roles' numbers, and writes them to global memory."""
         self.p.tiles.sums.at[self.t, role, row][...] = x
 
     def noted(self, row: int):
@@ -388,7 +403,11 @@ class Chunk(items.Chunk):
         return sum((read(s.S.at[x]) * read(s.dS.at[x])).sum(1) for x in parts) * jnp.exp2(self.through())
 
     def queries(self):
-        """Return dq and dv, and q dq / scale by token."""
+        """Return dict(dq, dv), [C, D] each in bfloat16 registers, and q dq / scale by token, [64]. Store terms of dg by `note`.
+
+        It waits in `wait_for_scores` while its first products run, and reports the states read if two warpgroups share the
+        chunk.
+        """
         s = self.p.tiles
         A_T, dA_T = self.scores
 
@@ -410,7 +429,11 @@ class Chunk(items.Chunk):
         return dict(dq=(self.scale * dq).astype(BF16), dv=dv), d_scale
 
     def keys(self):
-        """Return dk, and by token k . (e^{G_last - G} v dS^T), [64]."""
+        """Return dict(dk), [C, D] in bfloat16 registers, and k . (e^{G_last - G} v dS^T) by token, [64]. Store terms of dg by
+        `note`, and report the states read.
+
+        If two warpgroups share the chunk, it waits in `wait_for_scores` while its first product runs.
+        """
         s = self.p.tiles
         _, dA_T = self.scores
 
@@ -434,9 +457,11 @@ class Chunk(items.Chunk):
         return dict(dk=dk), before
 
     def store(self, found: dict, rows: dict):
-        """Store the results `found` in the tiles of the tokens, once all products with these are done.
+        """Store the results in the tiles of the tokens, once all products with these are done, and hand them to *load*. Then
+        write terms of dg to `Results.sums`.
 
-        rows: numbers by token to be summed over tokens, or None for those that `note` stored.
+        found: the results by name, dq, dk or dv. rows: by row of `sums` (BEHIND, EDGE or BEFORE) numbers by token [64], or None
+        for those that `note` stored.
         """
         of_result = dict(dq=self.q, dk=self.k, dv=self.do)
         self.meet()

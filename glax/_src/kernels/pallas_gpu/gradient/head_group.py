@@ -97,7 +97,7 @@ class HeadGroups(Items):
     members: int = 1
 
     def channels(self, part: int):
-        """Return the part-th 64 channels in memory."""
+        """Return the slice of the `part`-th 64 channels of K in memory."""
         return half(part, self.in_memory[0])
 
     @property
@@ -111,22 +111,23 @@ class HeadGroups(Items):
         return self.members * self.pieces
 
     def items(self, program):
-        """Return the number of a program's items."""
+        """Return the number of a program's items. program: the program's number."""
         total = self.B * self.parts * self.chunks
         return lax.div(jnp.maximum(total - program, 0) + (self.programs - 1), jnp.int32(self.programs))
 
     def place(self, item):
-        """Return an item's sequence, part of the heads, and chunk."""
+        """Return (batch row, part of the heads, chunk of the row) of an item, numbers from 0. item: the item's number."""
         rest, chunk = quotient(item, self.chunks), remainder(item, self.chunks)
         return quotient(rest, self.parts), remainder(rest, self.parts), chunk
 
     def is_first(self, chunk):
-        """Return whether the scan reaches a chunk first of its run of two."""
+        """Return whether the scan reaches the chunk first of its run of two. chunk: its number in the batch row."""
         return lax.rem(chunk, jnp.int32(2)) == int(self.reverse)
 
 
 class Operands(NamedTuple):
-    """Hold the operands, in global memory. v and do have a head for every 64 columns."""
+    """Hold references to the operands, in global memory. Each field's comment has its shape. v and do have a head for every 64
+    columns; `pieces` is V / 64. HQ, HK and HV are the numbers of heads of q, k and v."""
 
     q: Ref  # [B, T, HQ, K]
     k: Ref  # [B, T, HK, K]
@@ -146,7 +147,8 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Hold the results, in global memory: dq and dk summed over an item's heads, dv, and the terms of dg by token."""
+    """Hold references to the results, in global memory: dq and dk summed over an item's heads, dv, and the terms of dg by
+    token. Each field's comment has its shape."""
 
     dq: Ref  # [B, T, parts, K]: of all heads of an item
     dk: Ref  # [B, T, parts, K]
@@ -155,6 +157,7 @@ class Results(NamedTuple):
 
     @classmethod
     def types(cls, n: HeadGroups) -> "Results":
+        """Return the shapes and dtypes of the results for the plan n."""
         sums = jax.ShapeDtypeStruct((n.B, n.chunks, n.H * n.pieces, 4, C), jnp.float32)
         of_keys = n.parts, n.in_memory[0]
         each = [of_keys, of_keys, (n.H * n.pieces, COLUMNS)]
@@ -162,8 +165,8 @@ class Results(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Hold the shared memory. `other`, `other_values` and `other_gates` belong to the other chunk of a run of two, from which
-    the state between the two chunks is formed."""
+    """Hold references to the shared memory of a program. `other`, `other_values` and `other_gates` belong to the other chunk of
+    a run of two, from which the state between the two chunks is formed. Each field's comment has its shape."""
 
     q: Ref  # [1, C, K]
     k: Ref  # [1, C, K]
@@ -183,6 +186,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def types(cls, n: HeadGroups) -> "Tiles":
+        """Return the shapes and dtypes of the tiles for the plan n."""
         tiled = functools.partial(tiles.tiled, columns=n.tile)
         values = tiled(STAGES, C, COLUMNS)
         gates = plgpu.SMEM((STAGES, C), jnp.float32)
@@ -209,8 +213,9 @@ class Tiles(NamedTuple):
 class GroupsPipeline(Pipeline):
     """Hold the barriers between the roles of the kernel.
 
-    tokens: q and k of an item, and in runs q or k of the other chunk. They count as read once dq and dk have left shared
-    memory. units: v, do, gates and states of a unit, and in runs those of the other chunk. met: both computing roles.
+    tokens: q and k of an item, and in runs of two chunks q or k of the other chunk. They count as read once dq and dk have left
+    shared memory. units: v, do, gates and states of a unit, and in runs of two the gates and values of the other chunk. met:
+    both computing roles.
     """
 
     tokens: Handoff
@@ -235,7 +240,8 @@ def members(items: int, group: int, pieces: int, programs: int) -> int:
     """Return the number of heads of an item: the divisor of `group` with which the last program ends first, and of equal
     divisors the largest.
 
-    items: the number of pairs of a chunk and a group. pieces: the units of a head.
+    A program's time is taken as its units, and OVERHEAD units more for each item. items: the number of pairs of a chunk and a
+    group of all batch rows. group: the heads of a group. pieces: the units of a head. programs: the number of programs.
     """
 
     def time(n: int) -> int:
@@ -315,12 +321,13 @@ def gate_gradient(sums: jax.Array, scale: jax.Array, reverse: bool) -> jax.Array
 
 
 def rows_of(chunk):
-    """Return the slice of the C rows of a chunk."""
+    """Return the slice of the C rows of a chunk. chunk: its number in the batch row."""
     return pl.ds(chunk * C, C)
 
 
 def load(p: Program):
-    """Load the units of all items one ahead, and q and k of an item once the item before has been computed."""
+    """Load the units of all items, one ahead of the computing roles, and q and k of an item once the item before has been
+    computed."""
     n, pipeline = p.plan, p.pipeline
     program = lax.axis_index(PROGRAM)
 
@@ -341,8 +348,11 @@ def load(p: Program):
 
 
 def load_unit(p: Program, place, unit, slot):
-    """Load v, do, gates and states of a unit, and those of the other chunk that its run needs. place: the result of
-    `HeadGroups.place`."""
+    """Start to load v, do, gates and states of a unit into a slot of shared memory. In runs of two chunks, load also what the
+    state between the chunks needs of the other chunk: its gates, and v or do.
+
+    place: the result of `HeadGroups.place`. unit: the unit's number in the item.
+    """
     n, x, t = p.plan, p.operands, p.tiles
     b, part, chunk = place
     head, piece = part * n.members + quotient(unit, n.pieces), remainder(unit, n.pieces)
@@ -365,7 +375,8 @@ def load_unit(p: Program, place, unit, slot):
 
 
 def load_shared(p: Program, place):
-    """Load q and k of an item, and with runs of two chunks q or k of the other chunk."""
+    """Start to load q and k of an item into shared memory, and with runs of two chunks q or k of the other chunk. place: the
+    result of `HeadGroups.place`."""
     n, x, t, copy = p.plan, p.operands, p.tiles, p.pipeline.tokens.copy
     b, part, chunk = place
     query_head, key_head = (quotient(part * n.members, n.H // heads) for heads in n.heads[:2])
@@ -383,8 +394,11 @@ def load_shared(p: Program, place):
 
 
 def load_rows(p: Program, b, chunk, *sources, copy):
-    """Load a chunk's rows. sources: tuples of an array of tokens, its copies or None, its head and maybe columns, and the
-    tile."""
+    """Start to load a chunk's rows of several arrays.
+
+    b, chunk: batch row, and the chunk's number in it. sources: tuples of an array of tokens, its copies for edges or None, its
+    head or (head, columns), and the tile. copy: a function of (source, tile) that starts a copy.
+    """
 
     def load(rows, from_copy: bool):
         for array, edges, place, tile in sources:
@@ -395,7 +409,7 @@ def load_rows(p: Program, b, chunk, *sources, copy):
 
 
 def other_chunk(chunk):
-    """Return the other chunk of a run of two."""
+    """Return the number of the other chunk of a run of two, in which chunks 2 n and 2 n + 1 lie."""
     return chunk + 1 - 2 * lax.rem(chunk, jnp.int32(2))
 
 
@@ -403,7 +417,8 @@ def other_chunk(chunk):
 
 
 def items(p: Program, item):
-    """Run item(i) for every item of the program, once its q and k are loaded."""
+    """Run item(i) for every item of the program, once its q and k are loaded. It waits at the end until all copies to global
+    memory are done. item: a function of the item's number among the program's."""
 
     def step(i, _):
         p.pipeline.tokens.wait()
@@ -415,7 +430,7 @@ def items(p: Program, item):
 
 
 def place_of(p: Program, i):
-    """Return sequence, part of the heads and chunk of the program's i-th item.
+    """Return (batch row, part of the heads, chunk of the row) of the program's i-th item.
 
     They are computed at each use, because the compiler would spill values that it holds throughout.
     """
@@ -430,12 +445,15 @@ def scale_of(p: Program, i):
 
 
 def slot_of(p: Program, i, unit):
-    """Return the slot of a unit of the program's i-th item."""
+    """Return the slot of shared memory that holds a unit of the program's i-th item. unit: the unit's number in the item."""
     return remainder(i * p.plan.units + unit, STAGES)
 
 
 def store(p: Program, i, *stored):
-    """Write an item's dq or dk to global memory. stored: pairs of a tile, and a result [B, T, parts, columns]."""
+    """Write an item's dq or dk to global memory, wait until it has left shared memory, and report the item's tokens read.
+
+    stored: pairs of a tile, and a result [B, T, parts, columns].
+    """
     b, part, chunk = place_of(p, i)
     plgpu.commit_smem()
     for tile, result in stored:
@@ -445,13 +463,14 @@ def store(p: Program, i, *stored):
 
 
 def note(p: Program, i, unit, row: int, x):
-    """Write x [C] to row `row` of `Results.sums`, for a unit of the program's i-th item."""
+    """Write x [C] from registers to global memory: to row `row` of `Results.sums`, for a unit of the program's i-th item."""
     b, part, chunk = place_of(p, i)
     tiles.store(p.results.sums.at[b, chunk, part * p.plan.units + unit, row], x)
 
 
 def edge(p: Program, slot):
-    """Return e^{G_last} sum_v S dS over the columns of a unit, [64]: channels 64 apart are added.
+    """Return e^{G_last} sum_v S dS over the columns of a unit, [64] by channel of K: with 128 channels, those 64 apart are
+    added. slot: the unit's slot.
 
     It is a loop, because code without a loop needs too many registers.
     """
@@ -466,7 +485,8 @@ def edge(p: Program, slot):
 
 
 def decayed_product(total, decay, values, state):
-    """Return total + decay (values state^T), [C, 64] in float32. decay: [C, 64]. values, state: tiles [C, 64] and [64, 64].
+    """Return total + decay * (values state^T), [C, 64] in float32. total, decay: [C, 64] in registers. values, state: tiles [C,
+    64] and [64, 64] in shared memory.
 
     The barrier keeps the compiler from starting the next product before this one is added.
     """
@@ -474,25 +494,26 @@ def decayed_product(total, decay, values, state):
 
 
 def compute_queries(p: Program):
-    """For every item form P = q k^T once, and for every unit A and dA. Add the unit's terms to dq and to the sum of dA over
-    heads."""
+    """Compute dq of every item, as the role *queries*. Form P = q k^T once for an item, and for every unit A and dA, which
+    *keys* reads. Add the unit's terms to dq and to the sum of dA over heads."""
     n, t, units = p.plan, p.tiles, p.pipeline.units
     t.order[...] = plgpu.load(p.operands.order, layout=BY_COLUMN, optimized=False)
     plgpu.commit_smem()
     mask = ScanOrder(n.reverse, t.order)
 
     def decays(slot):
-        """Return D [C, C] of the gates in a slot."""
+        """Return D [C, C] of the gates in a slot, with 0 above its diagonal in scan order."""
         G = plgpu.load(t.gates.at[slot], layout=BY_ROW)
         to = plgpu.load(t.gates.at[slot], layout=BY_COLUMN, optimized=False)
         return jnp.exp2(jnp.where(mask.later(), by_row(G, PAIRS) - by_column(to, PAIRS), -jnp.inf))
 
     def store_pairs(x, at):
-        """Store x [C, C] in two bfloat16 terms. Scores stay in shared memory while units are computed, because there are too
-        few registers for them."""
+        """Store x [C, C] in two bfloat16 terms, in `Tiles.pairs` and `pairs_rest` at index `at`, a 0 that the compiler does not
+        know. Scores stay in shared memory while units are computed, because there are too few registers for them."""
         t.pairs_rest.at[at][...] = store_rounded(t.pairs.at[at], x)
 
     def item(i):
+        """Compute dq of the program's i-th item."""
         at = hidden_zero()
         store_pairs(tiles.product(PAIRS, (t.q.at[at], transposed(t.k.at[at]))), at)
 
@@ -534,12 +555,13 @@ def compute_queries(p: Program):
 
 
 def compute_keys(p: Program):
-    """For every unit, form the state that is not stored, and dv. Add the unit's terms to dk."""
+    """Compute dv and dk of every item, as the role *keys*. For every unit, form the state that is not stored, and dv, and add
+    the unit's terms to dk."""
     n, t, units = p.plan, p.tiles, p.pipeline.units
 
     def form_state(i, slot):
-        """Form S behind the run's first chunk from the state before that chunk, or dL/dS before its last chunk from the
-        gradient behind that chunk."""
+        """Replace the unit's S or dS in shared memory, in runs of two chunks: form S behind the run's first chunk from the
+        state before that chunk, or dL/dS before its last chunk from the gradient behind that chunk."""
         is_first = n.is_first(place_of(p, i)[2])
         G, last = plgpu.load(t.other_gates.at[slot], layout=BY_ROW), t.other_gates[slot, n.last_token]
         factor = jnp.where(is_first, scale_of(p, i), 1.0)
@@ -554,6 +576,8 @@ def compute_keys(p: Program):
             state[...] = (read(state) * jnp.exp2(last) + found).astype(BF16)
 
     def item(i):
+        """Compute dv and dk of the program's i-th item."""
+
         def add(unit, dk):
             slot = slot_of(p, i, unit)
             v, do, dS = t.v.at[slot], t.do.at[slot], t.states.at[slot * 2 + 1]

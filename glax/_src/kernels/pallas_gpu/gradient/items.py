@@ -40,7 +40,8 @@ class Items:
     """Hold the sizes and options that a kernel of the gradient is compiled for.
 
     H counts the blocks of all heads. A team is the warpgroups that share a chunk, and an item is a run of chunks of one head.
-    heads: the numbers of heads of q, of k and of v.
+    Items are numbered by (batch row, run, head), of which heads vary fastest. heads: the numbers of heads of q, of k and of v.
+    programs: the number of programs. reverse: whether the scan goes from the last token to the first.
     """
 
     B: int
@@ -71,8 +72,8 @@ class Items:
 
     @property
     def block(self) -> tuple[slice | pl.Slice, slice | pl.Slice]:
-        """Return the rows and columns of a block [D, D] of the state: two slices, which may pass the end of what is in
-        memory."""
+        """Return the rows and the columns of a block [D, D] of the state in memory: two slices, which may pass the end of what
+        is there."""
         keys, values = self.in_memory
         return span(0, self.D, keys), span(0, self.D, values)
 
@@ -122,7 +123,8 @@ class Items:
         return lax.div(jnp.maximum(total - first, 0) + (self.step - 1), self.step) * self.run
 
     def chunk(self, first, i):
-        """Return sequence, run, chunk, head, and index in the run of a team's i-th chunk. `first` is the team's first item."""
+        """Return (batch row, run, chunk of the row, head, chunk of the run in scan order) of a team's i-th chunk, all numbers
+        from 0. first: the number of the team's first item."""
         item = first + quotient(i, self.run) * self.step
         rest, h = quotient(item, self.H), remainder(item, self.H)
         b, run = quotient(rest, self.runs), remainder(rest, self.runs)
@@ -130,15 +132,17 @@ class Items:
         return b, run, run * self.run + (self.run - 1 - j if self.reverse else j), h, j
 
     def chunk_of(self, program, i, team: int):
-        """Return the result of `chunk` for the i-th chunk of a team of a program."""
+        """Return the result of `chunk` for the i-th chunk of a team. program: the program's number. team: the team's number in
+        the program."""
         return self.chunk(program * self.teams + team, i)
 
     def slot(self, i, team: int):
-        """Return the slot of a team's i-th chunk."""
+        """Return the slot of shared memory that holds a team's i-th chunk. team: the team's number in the program."""
         return team * SLOTS + lax.rem(i, SLOTS)
 
     def heads_of(self, h) -> dict:
-        """Return, for each of q, k and v by name, the index of the head that head h reads."""
+        """Return for each array of tokens, by its name q, k, g, v or do, the index of its head that block h of the state
+        reads."""
         query, key, value = self.heads
         of_keys = dict(q=query, k=key, g=self.H // self.blocks.columns)
         of_values = dict(v=value, do=self.H // self.blocks.rows)
@@ -146,17 +150,19 @@ class Items:
         return found | {name: self.blocks.of_values(h, self.H, heads) for name, heads in of_values.items()}
 
     def rows_of(self, places: Ref, c) -> slice | pl.Slice:
-        """Return the rows of the operands that chunk c reads. places: the table [chunks, 3] of packed sequences."""
+        """Return the slice of C rows of the operands that chunk c reads. places: for packed sequences the table [chunks, 3] of
+        `gradient_key`, whose first column is the first row divided by 8; not read otherwise."""
         return pl.ds(places[c, 0] * ROWS if self.packed else c * C, C)
 
     def scale(self, scale: Ref, b, c):
-        """Return the scale of chunk c of sequence b. scale: one number for each sequence, or for each chunk if sequences are
+        """Return the scale of chunk c in batch row b. scale: one number for each batch row, or for each chunk if sequences are
         packed."""
         return scale[c if self.packed else b]
 
 
 class Program(NamedTuple):
-    """Hold the plan and the references of one program."""
+    """Hold what one program reads and writes: its plan (`Items`), the references of operands and results in global memory, of
+    tiles in shared memory, and the barriers."""
 
     plan: Any
     operands: Any
@@ -165,7 +171,7 @@ class Program(NamedTuple):
     pipeline: Any
 
     def meet(self):
-        """Wait for all warpgroups that compute. Each then sees what the others have stored."""
+        """Wait for all warpgroups that compute. Each then sees what the others have stored in shared memory."""
         plgpu.commit_smem()
         self.pipeline.met.arrive()
         self.pipeline.met.wait()
@@ -173,12 +179,12 @@ class Program(NamedTuple):
 
 @dataclass(frozen=True)
 class ScanOrder:
-    """Form masks and matrices [i, j] over the tokens of a chunk as they lie in memory, [64, 64]; `reverse` scans them
-    backwards.
+    """Form masks and matrices [i, j] over the tokens of a chunk as they lie in memory, [64, 64] in registers; `reverse` scans
+    them backwards.
 
     order: a reference to the result of `tokens`, or of `marks` if `resets`. It is read anew for every mask, because the
-    compiler would hold masks that depend on positions alone in registers throughout a loop. Masks of pairs exclude those that a
-    reset divides.
+    compiler would hold masks that depend on positions alone in registers throughout a loop. `earlier` and `before` exclude
+    pairs that a reset divides, and `later` does not.
     """
 
     reverse: bool
@@ -187,11 +193,12 @@ class ScanOrder:
 
     @property
     def last(self) -> int:
-        """Return the token by which a scan leaves the chunk."""
+        """Return the row of the token by which a scan leaves the chunk."""
         return 0 if self.reverse else C - 1
 
     def positions(self):
-        """Return the position in scan order of every row and of every column, from 1."""
+        """Return the positions in scan order, from 1, of every row's token i and of every column's token j: two matrices [64,
+        64] in int32."""
         i = plgpu.broadcasted_iota(jnp.int32, TILE, 0, layout=WGMMA)
         j = plgpu.load(self.order, layout=BY_COLUMN, optimized=False)
         return C - i if self.reverse else i + 1, along(j >> 8 if self.resets else j)
@@ -212,15 +219,15 @@ class ScanOrder:
         return i >= j
 
     def in_reach(self, i, mask):
-        """Return `mask` [i, j] and (position i is at or after the newest reset of token j). i: positions in scan order, [64,
-        64]."""
+        """Return `mask` and the condition that position i is at or after the newest reset of token j; `mask` itself without
+        resets. i: positions in scan order, [64, 64]. mask: [64, 64]."""
         if not self.resets:
             return mask
         return mask & (i >= along(plgpu.load(self.order, layout=BY_COLUMN, optimized=False) & 255))
 
     def sums(self):
-        """Return two matrices [64, 64] of 0 and 1 that sum rows for the gradient of the gates: for each token i, over the
-        tokens j >= i, and over the tokens j < i.
+        """Return two matrices [64, 64] of 0 and 1 in bfloat16 that sum rows for the gradient of the gates: for each token i,
+        over the tokens j >= i, and over the tokens j < i.
 
         With resets the first sum ends before the next reset, and it is empty at a reset. The second needs no such end, because
         it is over tokens behind the last reset.
@@ -241,12 +248,12 @@ class ScanOrder:
         return jnp.where(tiles.by_row(position, x.shape) >= (self.order[self.last] & 255), x, 0.0)
 
     def passes(self):
-        """Return 1.0 if no reset is in the chunk, else 0.0."""
+        """Return 1.0 if no token of the chunk is a reset, else 0.0."""
         return ((self.order[self.last] & 255) == 0).astype(jnp.float32)
 
     def middle_matrix(self):
-        """Return the matrix [64, 64] whose product with gates sums them from the chunk's middle through token i, with sign -1
-        before the middle."""
+        """Return the matrix [64, 64] in bfloat16 whose product with gates sums them from the chunk's middle through token i,
+        with sign -1 before the middle."""
         j = plgpu.broadcasted_iota(jnp.int32, TILE, 1, layout=WGMMA)
         second = j < C // 2 if self.reverse else j >= C // 2
         least = jnp.where(second, 0.0, -1.0)
@@ -284,8 +291,7 @@ def hidden_zero():
 
 
 def half(p, width: int = 128):
-    """Return the slice of the p-th half of 128 columns, or of all 64. width: the number of columns in memory, where they are
-    fewer."""
+    """Return the slice of the 64 columns from 64 p on. width: the number of columns in memory, which the slice may pass."""
     return span(p * 64, 64, width)
 
 
@@ -313,7 +319,7 @@ def masked(mask, x, other: float | jax.Array = 0.0):
 
 
 def store_rounded(tile, x):
-    """Store x in the tile in bfloat16, and return what it loses there, in bfloat16.
+    """Store x in the tile in bfloat16, and return what is lost, x minus its rounded value, in bfloat16.
 
     The barrier keeps the compiler from rounding x twice, one number at a time, which takes longer than pairs.
     """
@@ -356,18 +362,22 @@ class Chunk:
 
     @property
     def q(self) -> Ref:
+        """Return the chunk's tile of q in shared memory."""
         return self.p.tiles.q.at[self.at]
 
     @property
     def k(self) -> Ref:
+        """Return the chunk's tile of k in shared memory."""
         return self.p.tiles.k.at[self.at]
 
     @property
     def v(self) -> Ref:
+        """Return the chunk's tile of v in shared memory."""
         return self.p.tiles.v.at[self.at]
 
     @property
     def do(self) -> Ref:
+        """Return the chunk's tile of the output's gradient in shared memory."""
         return self.p.tiles.do.at[self.at]
 
     def meet(self):
@@ -381,14 +391,14 @@ class Chunk:
         met.wait(self.t)
 
     def wait_for_states(self):
-        """Wait for S before a run's first chunk, and for dS behind every chunk."""
+        """Wait until dS is loaded, and at the first chunk of a run also S."""
         pipeline = self.p.pipeline
         pipeline.states.wait(self.t)
         if self.p.plan.run > 1:
             pl.when(self.j == 0)(lambda: pipeline.S.wait(self.t))
 
     def wait_until_stored(self):
-        """Wait until the results of the chunk before have left shared memory."""
+        """Wait until the results of the team's chunk before have left shared memory; at its first chunk, return."""
         pl.when(self.i >= 1)(lambda: self.p.pipeline.results.acquire(self.t))
 
     def hand_over(self):
@@ -427,7 +437,7 @@ def load_chunks(p: Program, load_early: Callable, load_late: Callable, store: Ca
     """Run the loading warpgroup: call each function with (program, i, team) for the i-th chunk of every team.
 
     load_early loads the tiles that are free. load_late loads the states, and the tiles that the chunk before uses until it is
-    computed. store stores the results, in one group of copies.
+    computed. store copies the results of a chunk to global memory, in one group of copies, while the next chunk is computed.
     """
     n, results = p.plan, p.pipeline.results
     program = lax.axis_index(PROGRAM)

@@ -89,7 +89,8 @@ Ref = Any
 
 
 class Operands(NamedTuple):
-    """Hold the operands, in global memory: tokens, states and dL/dS by chunk. Fields that a call does not have are None."""
+    """Hold references to the operands, in global memory: tokens, states and dL/dS by chunk. Fields that a call does not have
+    are None. HQ, HK and HV are the numbers of heads of q, k and v; H counts the blocks of all heads."""
 
     q: Ref  # [B, T, HQ, D]
     k: Ref  # [B, T, HK, D]
@@ -106,7 +107,8 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Hold the results, in global memory: the gradients [B, T, heads, D], and by token the terms of d_scale."""
+    """Hold references to the results, in global memory: the gradients, and by token the terms of d_scale. Each field's comment
+    has its shape. `summed` is the number of blocks of V over which dq, dk and dg are one sum."""
 
     dq: Ref  # [B, T, H / summed, D]
     dk: Ref  # [B, T, H / summed, D]
@@ -116,13 +118,15 @@ class Results(NamedTuple):
 
     @classmethod
     def types(cls, n: Items) -> "Results":
+        """Return the shapes and dtypes of the results for the plan n."""
         H, out = n.H // n.summed, jax.ShapeDtypeStruct
         keys, values = (out((n.B, n.T, heads, width), BF16) for heads, width in zip((H, n.H), n.in_memory, strict=True))
         return cls(keys, keys, values, keys, out((n.B, n.chunks, H, n.halves, C), jnp.float32))
 
 
 class Tiles(NamedTuple):
-    """Hold the shared memory. Tiles of tokens have two slots a team, and halves of the channels."""
+    """Hold references to the shared memory. Tiles of tokens have two slots for each team, and halves of the channels. Each
+    field's comment has its shape, and what the tile holds one after another."""
 
     q: Ref  # [slots, D / 64, C, 64]: q, then x, then dq
     k: Ref  # k, then y, then dk
@@ -139,6 +143,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def types(cls, n: Items) -> "Tiles":
+        """Return the shapes and dtypes of the tiles for the plan n."""
         teams, team, slots = n.teams, n.team, SLOTS * n.teams
         tiled = functools.partial(tiles.tiled, columns=n.tile)
         tile, state = tiled(slots, team, C, 64), tiled(teams, n.D, n.D)
@@ -197,13 +202,13 @@ def gradient_key(
 ):  # fmt: skip
     """Return the terms of each block: dq, dk, dv, dg, [B, T, H, D] in bfloat16; d_scale, [B, chunks, H] in float32.
 
-    H counts the blocks of all heads. T is a multiple of 8, and D is 64 or 128.
+    H counts the blocks of all heads, into which `blocks` divides their states. T is a multiple of 8, and D is 64 or 128.
     q, k, v, d_output: [B, T, heads, D] in bfloat16, by block. Their heads divide those of the states.
     g: the log gates, [B, T, heads, D] in bfloat16, or the two terms of which they are the sum.
     scale: [B + 1] in float32, of which the last number is not used.
     before, behind: [B, chunks, H, D, D] in bfloat16, the state that enters each chunk in scan order, and the gradient of the
         state that leaves it. Both are decayed to the chunk's middle where out_of_range is 0.
-    out_of_range: [B, chunks, H] in int32.
+    out_of_range: [B, chunks, H] in int32; not 0 for the chunks that `gradient_exact` computes.
     places: [chunks, 3] in int32 for packed sequences, else None: the first row of every chunk in the inputs, divided by 8; the
         first of its rows that belongs to its sequence; and the row behind the last of these. Gradients are then in rows of
         chunks, scale is [chunks], and B = 1.
@@ -288,7 +293,8 @@ def load(p: Program):
 
 
 def second_term(p: Program, t):
-    """Return the tile of the gates' second term, [C, D]: the tile of S, which is loaded only once M is formed."""
+    """Return the tile of the gates' second term, [C, D]: a part of the tile of S, which is loaded only once M is formed. t: the
+    team."""
     return p.tiles.S.at[t, pl.ds(0, C)]
 
 
@@ -296,8 +302,8 @@ def second_term(p: Program, t):
 
 
 class Rests(NamedTuple):
-    """Hold the tiles of what x = q e^M, y = k e^-M and dA lose in bfloat16. x, y: those of this warpgroup's channels, [C, 64].
-    xs, ys: those of all channels, in halves."""
+    """Hold the tiles of what x = q e^M, y = k e^-M and dA^T lose in bfloat16. x, y: those of this warpgroup's channels, [C,
+    64]. xs, ys: those of all channels, [D / 64, C, 64]. dA_T: [C, C]."""
 
     x: Ref  # this warpgroup's half
     y: Ref  # this warpgroup's half
@@ -316,18 +322,20 @@ class Chunk(items.Chunk):
 
     @classmethod
     def of(cls, p: Program, first, i) -> "Chunk":
-        """Return a team's i-th chunk."""
+        """Return the i-th chunk of the team whose first item is `first`."""
         n, s, place = p.plan, p.tiles, cls.place(p, first, i)
         order = s.marks.at[place["at"]] if n.resets else s.order
         vector = s.vectors.at[place["t"] * n.team + place["w"]]
         return cls(**place, scan=ScanOrder(n.reverse, order, n.resets), vector=vector)
 
     def again(self) -> "Chunk":
-        """Return the same chunk, formed again so that the compiler does not hold its fields in registers until here."""
+        """Return the same chunk, with its fields computed anew behind a barrier of the compiler, which would otherwise hold
+        them in registers until here."""
         return Chunk.of(self.p, *lax.optimization_barrier((self.first, self.i)))
 
     @property
     def g(self):
+        """Return the chunk's tile of the gates' first term in shared memory, [D / 64, C, 64]."""
         return self.p.tiles.g.at[self.at]
 
     @property
@@ -359,20 +367,20 @@ class Chunk(items.Chunk):
 
     def rests(self, first: Any = 0) -> Rests:
         """Return the tiles of the next chunk's do, v and g, which hold what x, y and dA lose in bfloat16 until that chunk is
-        loaded."""
+        loaded. first: 0, or the result of `hidden_zero`."""
         s = self.p.tiles
         xs, ys = s.do.at[self.other], s.v.at[self.other]
         return Rests(x=xs.at[self.w], y=ys.at[self.w], xs=xs, ys=ys, dA_T=s.g.at[self.other, first])
 
     def scores(self, first: Any = 0) -> tuple[Ref, Ref]:
-        """Return the tiles of A^T and dA^T."""
+        """Return the tiles of A^T and dA^T, [C, C] each in shared memory. first: 0, or the result of `hidden_zero`."""
         if self.p.plan.team == 2:
             return self.g.at[first], self.g.at[first + 1]
         return self.p.tiles.A_T.at[self.t], self.p.tiles.dA_T.at[self.t]
 
 
 def compute(p: Program):
-    """Run a computing warpgroup: compute the gradients of its chunks."""
+    """Run a computing warpgroup: write the gradients of all chunks of its team."""
     n = p.plan
     wg, first = items.first_item(n)
     if not n.resets:  # many masks: where tokens stand is read from shared memory
@@ -384,7 +392,8 @@ def compute(p: Program):
 
 
 def compute_chunk(p: Program, first, i):
-    """Compute the gradient of one chunk, with M in log2. `gradient_exact` later overwrites it where gates are out of range."""
+    """Compute the gradients of one chunk, the team's i-th. `gradient_exact` later overwrites them where gates are out of range.
+    first: the number of the team's first item."""
     n, pipeline, c = p.plan, p.pipeline, Chunk.of(p, first, i)
     pipeline.tokens.wait(c.at)
     matrix, gates = c.scan.middle_matrix(), [c.g_w]
@@ -422,14 +431,15 @@ def compute_chunk(p: Program, first, i):
 
 
 def clear_foreign(c: Chunk, found):
-    """Zero the rows of the tiles `found` that do not belong to the chunk's sequence. Such rows may hold NaN."""
+    """Zero the rows of the tiles `found`, [C, 64] each, that do not belong to the chunk's sequence. Such rows may hold NaN."""
     places = c.p.operands.places
     first, end = places[c.c, 1], places[c.c, 2]
     pl.when((first > 0) | (end < C))(lambda: clear(found, first, end))
 
 
 def store_scores(c: Chunk):
-    """Store A^T = scale mask(y x^T) without its diagonal, and dA^T = mask(v do^T) in two terms."""
+    """Store A^T = scale mask(y x^T) without its diagonal, and dA^T = mask(v do^T) in two terms of bfloat16, in the tiles of
+    `Chunk.scores` and `Chunk.rests`. It does not wait."""
     A_T, dA_T = c.scores()
     parts = range(c.p.plan.team)
 
@@ -450,10 +460,11 @@ def store_scores(c: Chunk):
 
 
 def multiply(c: Chunk, M, dy_pairs, dy_state, dx):
-    """Run all products with scores and states. Return the arguments of `store_results`, and x dx by token.
+    """Run all products with scores and states. Return the arguments of `store_results`, and x dx by token, [64].
 
-    M: [C, 64]. dy_pairs, dy_state, dx: the accumulators of dA^T x, v dS'^T and do S'^T + dA y, [C, 64] each. Products are
-    started in the order in which they are used, because starting one waits for most of those before.
+    M: the sums of log2 gates from the chunk's middle, [C, 64]. dy_pairs, dy_state, dx: the accumulators of dA^T x, v dS'^T and
+    do S'^T + dA y, [C, 64] each. Products are started in the order in which they are used, because starting one waits for most
+    of those before.
     """
     n, p = c.p.plan, c.p
     start(c, dy_pairs, dy_state, dx)
@@ -510,13 +521,14 @@ def start(c: Chunk, dy_pairs, dy_state, dx):
 
 
 def pairs_of_queries(c: Chunk, first: Any = 0):
-    """Return the pairs of operands whose products sum to dA y, in two bfloat16 terms each."""
+    """Return three pairs of operands whose products sum to dA y: those of two bfloat16 terms each, without the product of both
+    second terms. first: as in `Chunk.scores`."""
     rests, (_, dA_T) = c.rests(first), c.scores(first)
     return [(transposed(dA), y) for dA, y in ((dA_T, c.k_w), (dA_T, rests.y), (rests.dA_T, c.k_w))]
 
 
 def start_values(c: Chunk, dv):
-    """Start the products of dv = A^T do + y dS', [64, 64]. With resets, start those of y dS' alone."""
+    """Start the products of A^T do + y dS' in the accumulator dv, [64, 64]. With resets, start those of y dS' alone."""
     n, dS, (A_T, _) = c.p.plan, c.p.tiles.dS, c.scores()
     if not n.resets:
         plgpu.wgmma(dv, A_T, c.do_w)
@@ -544,7 +556,7 @@ def around(c: Chunk):
 
 
 def store_results(c: Chunk, behind_gate, before_gate, edge, dq, dk, dv):
-    """Form dg_t = edge + sum_{i >= t} behind_gate_i + sum_{j < t} before_gate_j, and store all results.
+    """Form dg_t = edge + sum_{i >= t} behind_gate_i + sum_{j < t} before_gate_j, store all results, and hand them to *load*.
 
     behind_gate: [64, 64] in float32, before_gate: the same in bfloat16, by token and channel. edge: [64], by channel. dq, dk,
     dv: [64, 64] in bfloat16. The results overwrite the tiles of the tokens, whose products are done.

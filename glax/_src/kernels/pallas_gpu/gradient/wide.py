@@ -94,13 +94,15 @@ class WideItems(Items):
         return 1 if self.terms == 2 else 2
 
     def num_items(self, program):
-        """Return the number of items program, program + programs, ..."""
+        """Return the number of a program's items: program, program + programs, ... program: the program's number."""
         total = self.B * self.chunks * self.key_blocks
         return lax.div(total - program + (self.programs - 1), jnp.int32(self.programs))
 
 
 class Operands(NamedTuple):
-    """Hold the operands, in global memory. Heads are blocks of 128 channels or columns."""
+    """Hold references to the operands, in global memory. Heads are blocks of 128 channels or columns: `rows` is the number of
+    blocks of K of all heads, and `columns` the number of blocks of V of a head. HQ, HK and HV are the numbers of such heads of
+    q, k and v."""
 
     q: Ref  # [B, T, HQ, 128]
     k: Ref  # [B, T, HK, 128]
@@ -114,7 +116,8 @@ class Operands(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Hold the shared memory. The second axis of tiles of tokens holds halves of the channels, one for each warpgroup."""
+    """Hold references to the shared memory. The second axis of q, k and gates, and the first of x_rest and y_rest, holds halves
+    of the channels, one for each warpgroup."""
 
     q: Ref  # [slots, 2, C, 64]: q, then x, then dq
     k: Ref  # [slots, 2, C, 64]: k, then y, then dk
@@ -131,6 +134,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def types(cls, n: WideItems) -> "Tiles":
+        """Return the shapes and dtypes of the tiles for the plan n."""
         tiled = functools.partial(tiles.tiled, columns=n.tile)
         return cls(
             q=tiled(n.slots, 2, C, 64),
@@ -182,10 +186,10 @@ class WidePipeline(Pipeline):
 
 
 class Program(items.Program):
-    """Hold the plan and the references of one program."""
+    """Hold the plan and the references of one program. i is everywhere the number of an item among the program's, from 0."""
 
     def place(self, i):
-        """Return batch row, chunk and block of K of the program's i-th item."""
+        """Return (batch row, chunk of the row, block of K among those of all heads) of the program's i-th item."""
         item = lax.axis_index(PROGRAM) + i * self.plan.programs
         rest = quotient(item, self.plan.key_blocks)
         return (
@@ -195,16 +199,17 @@ class Program(items.Program):
         )
 
     def rows(self, i):
-        """Return batch row and token rows of the i-th item."""
+        """Return (batch row, slice of its C tokens) of the i-th item."""
         b, c, _ = self.place(i)
         return b, pl.ds(c * C, C)
 
     def block(self, i, step=0):
-        """Return the block of the state that a step of the i-th item reads."""
+        """Return the index of the block of the state, along the third axis of `Operands.S`, that a step of the i-th item
+        reads."""
         return self.place(i)[2] * self.plan.blocks.columns + quotient(step, STEPS)
 
     def stage(self, i, step):
-        """Return the stage of a step of the i-th item."""
+        """Return the stage of shared memory that holds the tiles of a step of the i-th item."""
         return lax.rem(i * self.plan.steps + step, jnp.int32(STAGES))
 
     def parity(self, i):
@@ -212,11 +217,11 @@ class Program(items.Program):
         return remainder(i, 2)
 
     def columns(self, step):
-        """Return the columns of a step within its block."""
+        """Return the slice of the 64 columns of a step within its block of V."""
         return half(remainder(step, STEPS), self.plan.in_memory[1])
 
     def channels(self, w):
-        """Return the channels of a warpgroup within its block."""
+        """Return the slice of the 64 channels of warpgroup w within its block of K."""
         return half(w, self.plan.in_memory[0])
 
 
@@ -227,7 +232,10 @@ def gradient_wide(
     """Return dq and dk of every block of K, [B, T, rows, 128]; dv of every block of the state, [B, T, rows * columns, 128]; dg
     of every block of K, [B, T, rows, 128]; all in bfloat16. Return d_scale too, [B, chunks, rows] in float32.
 
-    The arguments are those of `gradient_key`, for blocks of 128 x 128.
+    The arguments are those of `gradient_key`, for blocks of 128 x 128: q, k, v, d_output [B, T, heads, 128] in bfloat16; g, one
+    or two terms of the log gates, of the same shape; scale [B + 1] in float32; before, behind [B, chunks, rows * columns, 128,
+    128] in bfloat16; out_of_range [B, chunks, rows * columns] and newest [B, chunks, 64] in int32. programs: the number of
+    multiprocessors. With `newest`, d_scale is by token, [B, chunks, rows, 64].
     """
     (B, T), H = d_output.shape[:2], behind.shape[2]
     n = WideItems(
@@ -257,7 +265,8 @@ def gradient_wide(
 
 
 def load(p: Program):
-    """Load the tiles of every step as they become free, and q, k and the gates of the next item in between."""
+    """Load the tiles of every step as they become free, and q, k and the gates of the next item in between, as the role
+    *load*."""
     n = p.plan
     plgpu.set_max_registers(REGISTERS[0], action="decrease")
     count = n.num_items(lax.axis_index(PROGRAM))
@@ -281,7 +290,7 @@ def load(p: Program):
 
 
 def load_keys(p: Program, i):
-    """Load q and k of the i-th item, once dq and dk of the item that used their tiles have left shared memory."""
+    """Start to load q and k of the i-th item, once dq and dk of the item that used their tiles have left shared memory."""
     n, slot = p.plan, lax.rem(jnp.int32(i), jnp.int32(p.plan.slots))
     p.pipeline.keys.acquire(slot, i)
     block = p.block(i)
@@ -292,7 +301,7 @@ def load_keys(p: Program, i):
 
 
 def load_gates(p: Program, i):
-    """Load the terms of the gates of the i-th item, in halves [C, 64] of the channels, and its resets."""
+    """Start to load the terms of the gates of the i-th item, in halves [C, 64] of the channels, and its resets."""
     if p.plan.resets:
         b, c, _ = p.place(i)
         p.pipeline.gates.copy(p.operands.tokens.at[b, c], p.tiles.order.at[p.parity(i)])
@@ -303,7 +312,8 @@ def load_gates(p: Program, i):
 
 
 def load_step(p: Program, i, step):
-    """Load the step's columns of v, do and both states."""
+    """Start to load the step's columns of v, do, S and dS into its stage, once the stage has been read. step: the step's number
+    in the i-th item."""
     n, stage, block = p.plan, p.stage(i, step), p.block(i, step)
     columns, ring = p.columns(step), p.pipeline.columns
     ring.acquire(stage, i * n.steps + step)
@@ -320,7 +330,7 @@ def load_step(p: Program, i, step):
 
 
 def compute(p: Program, wg):
-    """Compute every item of the program, in one of two warpgroups."""
+    """Compute every item of the program, in one of two warpgroups. wg: 0 for the role *scores*, 1 for *values*."""
     plgpu.set_max_registers(REGISTERS[1], action="increase")
     if not p.plan.resets:
         order = p.tiles.order.at[wg]
@@ -332,10 +342,10 @@ def compute(p: Program, wg):
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """Hold the i-th item of a program, and the tiles that warpgroup w uses.
+    """Hold the i-th item of a program, and the tiles in shared memory that warpgroup w uses.
 
-    slot: the slot of its q and k. scale: the scale of its sequence. q, k: its tiles, [2, C, 64]. A, dA: the tiles of the
-    transposed scores, [C, C]. parts: the halves of the channels.
+    slot: the slot of its q and k. scale: the scale of its batch row. scan: the masks over its tokens. q, k: its tiles, [2, C,
+    64]. A, dA: the tiles of the transposed scores, [C, C]. parts: the numbers of the halves of the channels, 0 and 1.
     """
 
     p: Program
@@ -363,7 +373,7 @@ class Item:
 
 
 def compute_item(p: Program, w, i):
-    """Compute dq, dk, dv and dg of the program's i-th item."""
+    """Compute dq, dk, dv and dg of the program's i-th item, in warpgroup w."""
     scale_operands(Item.of(p, w, i))
     dx, dy_state, edge = add_columns(p, w, i)
     store_gradient(Item.of(p, w, i), dx, dy_state, edge)
@@ -372,13 +382,17 @@ def compute_item(p: Program, w, i):
 
 
 def release_keys(p: Program, slot):
-    """Report that the tiles of q and k are free, once dq and dk have left them."""
+    """Report to *load* that the tiles of q and k in `slot` are free, once dq and dk have left them."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     p.pipeline.keys.release(slot)
 
 
 def scale_operands(it: Item):
-    """Replace q and k by x = q e^M and y = k e^-M in two terms each. Store each token's score with itself, and A^T."""
+    """Replace q and k, in shared memory, by x = q e^M and y = k e^-M in two terms of bfloat16 each. Store each token's score
+    with itself, and A^T.
+
+    It waits for the gates, q and k, and at the end for the other computing warpgroup.
+    """
     p, w, t, slot = it.p, it.w, it.p.tiles, it.slot
     p.pipeline.gates.wait()
     M = gate_sums(it)
@@ -404,15 +418,15 @@ def scale_operands(it: Item):
 
 
 def gate_sums(it: Item):
-    """Return the sums of log2 gates from the chunk's middle, [C, 64], of the warpgroup's channels."""
+    """Return M, the sums of log2 gates from the chunk's middle, [C, 64] in float32, of the warpgroup's channels."""
     matrix, gates = it.scan.middle_matrix(), it.p.tiles.gates
     return product(TILE, *((matrix, gates.at[term, it.w]) for term in range(it.p.plan.terms))) * LOG2E
 
 
 def add_columns(p: Program, w, i):
-    """Sum over the columns of V. Return do S^T and v dS^T, [C, 64], and sum_v S dS, [64], of the warpgroup's channels.
+    """Sum over the columns of V. Return do S^T and v dS^T, [C, 64] each, and sum_v S dS, [64], of warpgroup w's channels.
 
-    The first warpgroup stores dA, and the second dv.
+    Warpgroup 0, *scores*, stores dA, and warpgroup 1, *values*, dv. Both meet at the end.
     """
     steps, nothing = p.plan.steps, (zeros(TILE), zeros(TILE), zeros((64,), BY_ROW))
 
@@ -433,14 +447,20 @@ def add_columns(p: Program, w, i):
 
 
 def step_tiles(it: Item, step):
-    """Return the stage of a step, its tiles of v and do, and the warpgroup's channels of both states, once loaded."""
+    """Wait for the tiles of a step, and return its stage, its tiles of v and do, [C, 64], and the warpgroup's channels of S and
+    dS, [64, 64]."""
     t, stage = it.p.tiles, it.p.stage(it.i, step)
     it.p.pipeline.columns.wait(stage)
     return stage, t.v.at[stage], t.do.at[stage], *(x.at[stage, half(it.w)] for x in (t.S, t.dS))
 
 
 def advance_scores(p: Program, w, i, step, carry):
-    """Advance `carry`, the sums over V and dA^T = v do^T, by the terms of a step's 64 columns of V."""
+    """Return `carry` plus the terms of a step's 64 columns of V, in registers. It holds do S^T, v dS^T, sum_v S dS and dA^T = v
+    do^T.
+
+    It waits for the step's tiles, and releases them. w, i: the warpgroup, and the program's item. step: the step's number in
+    it.
+    """
     it, (dx, dy_state, edge, dA) = Item.of(p, w, i), carry
     stage, v, do, S, dS = step_tiles(it, step)
     found = tiles.added_all((dx, dy_state, dA), [(do, transposed(S))], [(v, transposed(dS))], [(v, transposed(do))])
@@ -452,7 +472,12 @@ def advance_scores(p: Program, w, i, step, carry):
 
 
 def advance_values(p: Program, w, i, step, carry):
-    """Advance `carry`, the sums over V, by the terms of a step's 64 columns of V, and store these columns of dv."""
+    """Return `carry` plus the terms of a step's 64 columns of V, in registers. It holds do S^T, v dS^T and sum_v S dS. Write
+    these columns of dv.
+
+    It waits for the step's tiles, and releases them. w, i: the warpgroup, and the program's item. step: the step's number in
+    it.
+    """
     it, (dx, dy_state, edge) = Item.of(p, w, i), carry
     stage, v, do, S, dS = step_tiles(it, step)
     dx, dy_state = tiles.added_all((dx, dy_state), [(do, transposed(S))], [(v, transposed(dS))])
@@ -464,7 +489,8 @@ def advance_values(p: Program, w, i, step, carry):
 
 
 def store_values(it: Item, step, stage):
-    """Store the step's columns of dv = A^T do + y dS, in the tile of do."""
+    """Store the step's columns of dv = A^T do + y dS in the tile of do, once *scores* has read that, and start to copy them to
+    global memory."""
     p, t = it.p, it.p.tiles
     do, dS = t.do.at[stage], t.dS.at[stage]
     pairs = [(y.at[part], dS.at[half(part)]) for y in (it.k, t.y_rest) for part in it.parts]
@@ -485,7 +511,7 @@ def store_values(it: Item, step, stage):
 
 
 def store_score_gradient(it: Item, dA):
-    """Store the transposed dA in two terms, in the tile of A, which no product reads any more."""
+    """Store dA^T in two terms of bfloat16, the second in the tile of A, which no product reads any more. dA: v do^T, [C, C]."""
     it.A[...] = store_rounded(it.dA, lax.optimization_barrier(jnp.where(it.scan.earlier(), dA, 0.0)))
 
 
@@ -493,7 +519,11 @@ def store_score_gradient(it: Item, dA):
 
 
 def store_gradient(it: Item, dx, dy_state, edge):
-    """Form dq, dk and dg of the warpgroup's channels, and store them to global memory."""
+    """Form dq, dk and dg of the warpgroup's channels, and start to copy them to global memory. Write the terms of d_scale
+    there.
+
+    dx, dy_state, edge: the results of `add_columns`.
+    """
     p, w, t = it.p, it.w, it.p.tiles
     q, k, x_rest, y_rest = it.q.at[w], it.k.at[w], t.x_rest.at[w], t.y_rest.at[w]
     if p.plan.resets:
