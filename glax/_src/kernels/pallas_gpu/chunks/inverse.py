@@ -88,7 +88,8 @@ Ref = Any
 
 
 class Operands(NamedTuple):
-    """Hold the operands, in global memory. HK is the number of heads of k, which divides H."""
+    """Hold references to the operands, in global memory. Each field's comment has its shape. HK is the number of heads of k,
+    which divides H; C is 64, the tokens of a chunk."""
 
     k: Ref  # [B, T, HK, K], in bfloat16
     gates: Ref  # [B, chunks * C, H]: natural log gates, in bfloat16 or float32
@@ -97,7 +98,8 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Hold the results, in global memory, by chunk: the inverse R [B, chunks, H, C, C], and factors by token."""
+    """Hold references to the results, in global memory, by chunk: the inverse R, and the factors by which the scans and the
+    gradient multiply tokens. Each field's comment has its shape."""
 
     inverse: Ref  # [B, chunks, H, C, C]: R, in bfloat16
     # [B, chunks, H, FACTORS, C] in float32: beta, beta e^G, e^{G_last - G}, e^G, G to base 2; with e the first two are H to base
@@ -106,7 +108,7 @@ class Results(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Hold the shared memory of a warpgroup: its keys [C, K], vectors [C] and matrices [C, C]."""
+    """Hold references to the shared memory of one warpgroup: its keys [C, K], vectors [C] and matrices [C, C]."""
 
     k: Ref  # [C, K]
     numbers: Ref  # [C]: log2 gates, and then beta, or with e H to base 2
@@ -117,7 +119,8 @@ class Tiles(NamedTuple):
 
     @classmethod
     def types(cls, K: int, has_erase: bool) -> "Tiles":
-        """Return the types of the tiles of all warpgroups of a program: each field with a leading axis over warpgroups."""
+        """Return the shapes and dtypes of the tiles of all warpgroups of a program: each field with a leading axis over
+        warpgroups. K: the width of keys. has_erase: whether e is an operand."""
         n, columns = warpgroups_of(K, has_erase), tile_columns(K)
         numbers, term = plgpu.SMEM((n, C), jnp.float32), tiled(n, C, C, columns=BLOCK)
         keys = tiled(n, C, K, columns=columns)
@@ -125,7 +128,7 @@ class Tiles(NamedTuple):
         return cls(keys, numbers, numbers, tiled(n, C, C), (term, term), e)
 
     def of(self, me) -> "Tiles":
-        """Return the tiles of the warpgroup with index `me`."""
+        """Return views of the tiles of the warpgroup with index `me` in its program, without their leading axis."""
         return jax.tree.map(lambda x: x.at[me], self)
 
 
@@ -137,7 +140,7 @@ class InversePipeline(Pipeline):
 
     @classmethod
     def planned(cls, K: int, has_erase: bool = False) -> "InversePipeline":
-        """Build the pipeline for keys of width K; its barriers are allocated at launch."""
+        """Build the pipeline for keys of width K; its barriers are allocated at launch. has_erase: whether e is loaded, too."""
         copies = "k", *("e",) * has_erase
         return cls(Ring(warpgroups_of(K, has_erase), ("compute",), ("compute",), copies, released_by=()))
 
@@ -173,13 +176,15 @@ def inverses_of_chunks(reverse: bool, before_decay: bool, multiprocessors: int, 
 
 
 def warpgroups_of(K: int, has_erase: bool) -> int:
-    """Return the number of warpgroups of a program: as many as registers and 227 KB of shared memory have room for."""
+    """Return the number of warpgroups of a program: as many as registers and 227 KB of shared memory have room for. K: the
+    width of keys. has_erase: whether e is an operand."""
     return 4 if K <= 128 else 3 - has_erase
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Hold the references of one program. programs: the number of all programs."""
+    """Hold the references of one program. before_decay: whether e reads the state before its token's decay. programs: the
+    number of all programs."""
 
     reverse: bool
     before_decay: bool
@@ -206,16 +211,18 @@ class Program:
         return self.programs * self.warpgroups
 
     def place(self, item):
-        """Return batch row, chunk and head of an item."""
+        """Return (batch row, chunk of the row, head) of an item. item: the item's number, in which heads vary fastest."""
         _, chunks, H = self.results.inverse.shape[:3]
         return chunk_of(item, chunks, H)
 
     def load(self, item, me):
-        """Start to load the keys of an item, if there is one."""
+        """Start to load the keys of an item, and e, unless its number is behind the last item. me: the warpgroup's index in its
+        program, whose tiles are filled."""
         pl.when(item < self.total)(lambda: self.load_keys(item, me))
 
     def load_keys(self, item, me):
-        """Start to load the keys of an item, [C, K], and e."""
+        """Start to load the keys of an item, [C, K], and e. me: the warpgroup's index in its program, whose tiles are
+        filled."""
         b, c, h = self.place(item)
         for name, x, tile in (("k", self.operands.k, self.tiles.k), ("e", self.operands.e, self.tiles.e)):
             if x is not None:
@@ -224,7 +231,7 @@ class Program:
 
     def numbers(self, item):
         """Return the log2 gates of an item's tokens and, unless e is given, their beta: [C] each in float32, in registers by
-        row."""
+        row. Gates are raised to at least LOG_OF_ZERO. An item behind the last has the numbers of the last."""
         b, c, h = self.place(jnp.minimum(item, self.total - 1))
         x, rows = self.operands, pl.ds(c * C, C)
         log, *beta = (
@@ -236,7 +243,7 @@ class Program:
 
 
 def write_inverses(p: Program):
-    """Form R and the factors of every chunk and head, in turns with all other warpgroups."""
+    """Write R and the factors of every chunk and head, in turns with all other warpgroups."""
     me = lax.axis_index(WARPGROUP)
     first, stride = lax.axis_index(PROGRAM) * p.warpgroups + me, p.stride
 
@@ -252,9 +259,10 @@ def write_inverses(p: Program):
 
 
 def write_inverse(p: Program, me, item, following, numbers):
-    """Form R and the factors of an item, and start to load the keys of the item `following`.
+    """Write R and the factors of an item to global memory, and start to load the keys of the item `following`.
 
-    numbers: the gates and beta of the item, from `Program.numbers`.
+    me: the warpgroup's index in its program. item, following: numbers of items. numbers: the gates and beta of the item, from
+    `Program.numbers`.
     """
     if p.operands.e is not None:
         me = lax.optimization_barrier(me)  # registers have no room for addresses that stay through a loop
@@ -287,12 +295,13 @@ def erased(t: Tiles, keys, size: int, places, is_counted=None):
 
 
 def numbers_of(ref, layout):
-    """Return the C numbers of a reference in shared memory, in float32 and the given layout."""
+    """Load the numbers of a vector in shared memory into registers, in float32 and the given layout."""
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def sums_of_gates(reverse: bool, before_decay: bool, log, t: Tiles):
-    """Return G and H, [C] each in registers by row, and store G in `Tiles.sums`. log: the log2 gates, [C]."""
+    """Return G and H, [C] each to base 2, in registers by row, and store G in `Tiles.sums`. Without `before_decay`, H is G.
+    log: the log2 gates, [C]."""
     i, j = tiles.positions_again(reverse)
     t.numbers[...] = log
     plgpu.commit_smem()
@@ -305,9 +314,10 @@ def sums_of_gates(reverse: bool, before_decay: bool, log, t: Tiles):
 
 
 def write_factors(G, H, beta: list, last, factors: Ref):
-    """Write the factors by which the scans and the gradient multiply tokens, [FACTORS, C].
+    """Write the factors by which the scans and the gradient multiply tokens to global memory.
 
-    G, H, and the entry of `beta` if there is one: [C], by row. last: G of the last token.
+    G, H, and the entry of `beta` if there is one: [C], by row, G and H to base 2. last: G of the last token. factors: a
+    reference [FACTORS, C].
     """
     within = jnp.exp2(G)
     reading = within if H is G else jnp.exp2(H)
@@ -317,12 +327,12 @@ def write_factors(G, H, beta: list, last, factors: Ref):
 
 
 def store_inverse(L: Callable, reverse: bool, pair: tuple[Ref, Ref], result: Ref):
-    """Store (I + L)^-1 - I in bfloat16, [C, C].
+    """Store (I + L)^-1 - I in `result` [C, C], in bfloat16.
 
-    L: a function of (size, places, is_counted), which returns [C, BLOCK] of L in float32, in the rows [size i, size (i + 1)) the
-    columns from places[i] on. So L is formed where it is used. is_counted: a mask of the entries that count, the others being 0;
-    None where the others do no harm, because no product of their rows is used.
-    reverse: whether L is upper triangular. pair: tiles [C, C] of BLOCK columns, for two terms.
+    L: a function of (size, places, is_counted), so that L is formed where it is used. It returns an array [C, BLOCK] in
+    float32: in its rows [size i, size (i + 1)) it has the BLOCK columns of L from places[i] on. is_counted: a mask of the
+    entries that count, the others being 0; None where the others do no harm, because no product of their rows is used. reverse:
+    whether L is upper triangular. pair: tiles [C, C] of BLOCK columns, which are overwritten with two terms of operands.
     """
     i, j = remainder(iota(COLUMN, 0), BLOCK), iota(COLUMN, 1)
     own = L(BLOCK, range(0, C, BLOCK), i < j if reverse else i > j)
@@ -342,15 +352,19 @@ def of_rows(size: int, found: list):
 
 
 def joined(X: list, between: list, reverse: bool) -> list:
-    """Return the inverses of blocks of twice the size. X: the inverses of the blocks. between: Y, in the rows of the second
-    blocks."""
+    """Return the inverses of blocks of twice the size, as a list of arrays [C, BLOCK].
+
+    X: the inverses of the blocks, such a list of half the length. between: Y of every two neighbours, in the rows of the second
+    block of each, a list as long as X.
+    """
     is_odd = remainder(quotient(iota(COLUMN, 0), len(X) * BLOCK), 2) == 1
     first = [jnp.where(is_odd, 0.0 if reverse else y, x) for x, y in zip(X, between, strict=True)]
     return first + [jnp.where(is_odd, x, y if reverse else 0.0) for x, y in zip(X, between, strict=True)]
 
 
 def across(X: list, L: Callable, reverse: bool, pair, place: int, onward: int) -> list:
-    """Return Y = -X_s L_sf X_f of every two neighbouring blocks, in the rows of the second.
+    """Return Y = -X_s L_sf X_f of every two neighbouring blocks, in the rows of the second: a list of arrays [C, BLOCK], as
+    long as X.
 
     X: the inverses of the blocks. L: as for `store_inverse`. pair: tiles that take X in the columns from `place`, and L X in
     those from `onward`.
@@ -370,16 +384,17 @@ def across(X: list, L: Callable, reverse: bool, pair, place: int, onward: int) -
 
 
 def store_columns(pair, place: int, terms):
-    """Store the two bfloat16 terms of a matrix, one in each tile of `pair`, in the columns from `place`."""
+    """Store the two bfloat16 terms of a matrix in shared memory, one in each tile of `pair`, in the columns from `place` on."""
     for tile, term in zip(pair, terms, strict=True):
         tile.at[:, pl.ds(place, term.shape[1])][...] = term
 
 
 def products(left: list, pair, place: int, size: int, rows: list[int]):
-    """Return a @ b for every 2 * size rows of a, [C, size], without the product of the second terms of both.
+    """Return the products of blocks of rows, [C, size]: each 2 * size rows of a matrix a are multiplied with `size` rows of a
+    matrix b of their own. The product of the second terms of both is left out.
 
-    left: a in columns of BLOCK, each in two bfloat16 terms in registers. pair: the two terms of b, in the columns from `place`.
-    rows: for each 2 * size rows of a, the row in which its b begins.
+    left: a, [C, size], in parts of BLOCK columns, each as two bfloat16 terms in registers. pair: the two terms of b, in the
+    columns from `place` on. rows: for each 2 * size rows of a, the first of the rows of b that it is multiplied with.
     """
 
     def scope(*totals):
@@ -394,7 +409,7 @@ def products(left: list, pair, place: int, size: int, rows: list[int]):
 
 
 def inverses_of_blocks(L, reverse: bool):
-    """Return (I + L_b)^-1 for the blocks L_b of 16 rows in L [C, 16]: [C, 16] in float32, one block below the other.
+    """Return (I + L_b)^-1 for the blocks L_b of 16 rows in L [C, 16], [C, 16] in float32 registers: one block below the other.
 
     reverse: whether the blocks are upper triangular.
     """
@@ -418,7 +433,8 @@ def substitute(context, L, *, reverse: bool):
 
 
 def inverse_of_block(lane: "Lane", block, reverse: bool) -> list:
-    """Return the inverse of I + block. Both are nested lists, indexed [tile of rows][tile of columns][column]."""
+    """Return the inverse of I + block, for the 16 rows of a warp. Both are nested lists of this lane's MLIR values, indexed
+    [tile of rows][tile of columns][column]."""
     X = lane.identity()
     for step in range(BLOCK - 1):
         eliminate(lane, block, X, BLOCK - 1 - step if reverse else step, reverse)
@@ -426,8 +442,8 @@ def inverse_of_block(lane: "Lane", block, reverse: bool) -> list:
 
 
 def eliminate(lane: "Lane", block, X, j: int, reverse: bool):
-    """Subtract L_ij X_j from every row i of X behind row j. block, which is L, and X are nested lists, indexed [tile of
-    rows][tile of columns][column]."""
+    """Subtract L_ij X_j from every row i of X behind row j, in place: X gets new values. block, which is L, and X are nested
+    lists, indexed [tile of rows][tile of columns][column]."""
     tile, within = divmod(j, TILE)
     # Row j has columns up to j, or in reverse from j on. The rows behind it begin in its own tile.
     columns = range(tile, 2) if reverse else range(tile + 1)
@@ -452,13 +468,16 @@ class Lane:
         self.number = arith.remui(utils.thread_idx(), self.constant(32))
 
     def constant(self, x: int):
+        """Return x as an int32 value of MLIR."""
         return utils.c(x, self.integer)
 
     def columns(self, pair) -> list:
+        """Return the two numbers of a vector of MLIR, as a list."""
         place = ir.DenseI64ArrayAttr.get
         return [vector.extract(pair, dynamic_position=[], static_position=place([i])) for i in range(2)]
 
     def pair(self, columns):
+        """Return the vector of MLIR with two numbers."""
         return vector.from_elements(self.vector, list(columns))
 
     def identity(self) -> list:
@@ -474,6 +493,7 @@ class Lane:
         return [[[diagonal(i) if a == b else zero for i in range(2)] for b in range(2)] for a in range(2)]
 
     def shuffled(self, x, lane):
+        """Return the value of x in the warp's lane with number `lane`. All lanes of the warp take part."""
         nvvm = utils.nvvm  # which JAX exports nowhere else
         return nvvm.shfl_sync(utils.c(0xFFFFFFFF, self.integer), x, lane, self.constant(31), nvvm.ShflKind.idx)
 

@@ -94,7 +94,8 @@ Ref = Any
 
 
 class Operands(NamedTuple):
-    """Hold the operands, in global memory: tokens, and the scale of each chunk. Each field's comment has its shape."""
+    """Hold references to the operands, in global memory: tokens, and the scale of each chunk. Each field's comment has its
+    shape. HQ and HK, the numbers of heads of q and k, divide H."""
 
     q: Ref  # [B, T, HQ, K]
     k: Ref  # [B, T, HK, K]
@@ -105,8 +106,8 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Hold the results, in global memory: matrices of pairs and decayed rows, by chunk. All but `decay` and `levels` are
-    bfloat16."""
+    """Hold references to the results, in global memory: matrices of pairs and decayed rows, by chunk. Each field's comment has
+    its shape. All but `decay` and `levels` are bfloat16."""
 
     inverse: Ref  # [B, chunks, H, C, C]: R
     scores: Ref  # [B, chunks, H, C, C]: P
@@ -118,6 +119,7 @@ class Results(NamedTuple):
 
     @classmethod
     def types(cls, B: int, chunks: int, H: int, K: int) -> "Results":
+        """Return the shapes and dtypes of the results."""
         pairs, keys = (jax.ShapeDtypeStruct((B, chunks, H, C, n), BF16) for n in (C, K))
         decay, levels = (
             jax.ShapeDtypeStruct((B, chunks, H, K), jnp.float32),
@@ -131,7 +133,7 @@ class Results(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Hold the shared memory of a chunk. "In two terms" means a high part and a rest in bfloat16."""
+    """Hold references to the shared memory of a chunk. "In two terms" means a high part and a rest in bfloat16."""
 
     q: Ref  # [C, K]; at last scale Q e^G
     k: Ref  # [C, K]; with beta at last K e^G
@@ -143,7 +145,8 @@ class Tiles(NamedTuple):
 
     @classmethod
     def types(cls, K: int, gates, has_erase: bool) -> "Tiles":
-        """Return the types of the tiles. gates: the dtype of the gates.
+        """Return the shapes and dtypes of the tiles. K: the width of keys. gates: the dtype of the gates. has_erase: whether e
+        is an operand.
 
         Gates in float32 are divided into two terms, after which their tile holds the `Pairs`.
         """
@@ -160,20 +163,22 @@ class Tiles(NamedTuple):
 
     @property
     def erasing(self) -> Ref:
-        """Return the tile of the vectors that erase: e if it is an operand, else k."""
+        """Return the tile [C, K] of the vectors that erase: e if it is an operand, else k."""
         return self.k if self.e is None else self.e
 
     @property
     def y(self) -> tuple[Ref, Ref]:
+        """Return the two tiles of `Pairs.y`."""
         return Pairs(*self.shared[1]).y
 
     @property
     def inverse(self) -> tuple[Ref, Ref]:
+        """Return the two tiles of `Pairs.inverse`."""
         return Pairs(*self.shared[1]).inverse
 
 
 class Pairs(NamedTuple):
-    """Hold the shared memory of matrices in two terms, each a pair of tiles: the high part and the rest."""
+    """Hold references to the shared memory of matrices in two terms, each a pair of tiles: the high part and the rest."""
 
     # [C, CHANNELS]: first a matrix of `measure`, then K e^-M; at last P, and in turns the matrix of e^{G_last - G} and R
     y: tuple[Ref, Ref]
@@ -181,6 +186,7 @@ class Pairs(NamedTuple):
 
     @classmethod
     def types(cls) -> "Pairs":
+        """Return the shapes and dtypes of the tiles."""
         y, inverse = tiled(C, CHANNELS), tiled(C, C, columns=inverses.BLOCK)
         return cls((y, y), (inverse, inverse))
 
@@ -202,7 +208,8 @@ class PairsPipeline(Pipeline):
 def pairs_of_chunks(reverse: bool, before_decay: bool, *operands) -> Results:
     """Compute R, P and the decayed operands of every chunk and head: the fields of `Results`.
 
-    before_decay: whether e reads the state before its token's decay. operands: the fields of `Operands`.
+    reverse: whether the scan goes from the last token to the first. before_decay: whether e reads the state before its token's
+    decay. operands: the fields of `Operands`.
     """
     x = Operands(*operands)
     (B, chunks), H, K, has_erase = x.scale.shape, x.gates.shape[2], x.k.shape[3], x.e is not None
@@ -222,7 +229,8 @@ def pairs_of_chunks(reverse: bool, before_decay: bool, *operands) -> Results:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Hold the references of one program: its operands, results, shared memory and barriers."""
+    """Hold the references of one program: its operands and results in global memory, its shared memory and barriers.
+    before_decay: whether e reads the state before its token's decay."""
 
     reverse: bool
     before_decay: bool
@@ -232,11 +240,13 @@ class Program:
     pipeline: PairsPipeline
 
     def place(self):
-        """Return batch row, chunk and head. They are computed at each use, so that no register holds them."""
+        """Return (batch row, chunk of the row, head) of the program. They are computed at each use, so that no register holds
+        them."""
         x = self.operands
         return chunk_of(lax.optimization_barrier(lax.axis_index(PROGRAM)), x.scale.shape[1], x.gates.shape[2])
 
     def scale(self):
+        """Return the scale of the chunk's scores, a number."""
         b, c, _ = self.place()
         return self.operands.scale[b, c]
 
@@ -258,20 +268,21 @@ class Program:
 
     @property
     def blocks(self) -> int:
-        """Return the number of blocks of K, which are computed one after another."""
+        """Return the number of blocks of CHANNELS channels in K, which are computed one after another."""
         return self.operands.k.shape[3] // CHANNELS
 
     def gates_of(self, channels) -> list[Ref]:
-        """Return the terms of the gates in the given channels, [C, CHANNELS] each."""
+        """Return views of the terms of the gates in the given channels, [C, CHANNELS] each. channels: a slice of K."""
         return [term.at[:, channels] for term in self.tiles.gates]
 
     def summed(self, matrix, channels):
-        """Return the sums of gates matrix @ g, [C, CHANNELS] in natural logarithms."""
+        """Return matrix @ g, [C, CHANNELS] in float32: sums of natural log gates in the given channels. matrix: [C, C] in
+        bfloat16. channels: a slice of K."""
         return tiles.product(PAIRS, *((matrix, g) for g in self.gates_of(channels)))
 
 
 def form_chunk(p: Program):
-    """Form the results of one chunk and head."""
+    """Write the results of one chunk and head to global memory."""
     t, (b, c, h) = p.tiles, p.place()
     load_chunk(p)
     last = measure(p)
@@ -302,7 +313,7 @@ def form_chunk(p: Program):
 
 
 def with_own_scores(p: Program, P):
-    """Return P with q_i . k_i on its diagonal. P: the scores of different tokens, [C, C]."""
+    """Return P with scale q_i . k_i on its diagonal, in bfloat16. P: the scores of different tokens, [C, C]."""
     # In memory's order, which L does not read either: no register then holds the positions until they are read again.
     i, j = tiles.positions_again(False)
     own = by_row(plgpu.load(p.tiles.numbers.at[OWN], layout=BY_ROW) * p.scale(), PAIRS)
@@ -310,9 +321,10 @@ def with_own_scores(p: Program, P):
 
 
 def load_chunk(p: Program):
-    """Load the tokens of the chunk, and raise gates to at least LOG_OF_ZERO, so that no sum has -inf.
+    """Load the tokens of the chunk into shared memory, and wait for them. Raise gates to at least LOG_OF_ZERO, so that no sum
+    has -inf.
 
-    Gates in float32 become the sum of two terms, which hold 16 of their bits.
+    Gates in float32 become the sum of two terms of bfloat16, which hold 16 of their bits.
     """
     x, t, (b, c, h) = p.operands, p.tiles, p.place()
     H, wide = x.gates.shape[2], t.shared[0]
@@ -334,9 +346,11 @@ def load_chunk(p: Program):
 
 
 def measure(p: Program):
-    """Return the last level of the chunk: the first in which every |M| is at most FAST_LIMIT, or LEVELS.
+    """Return the number of the chunk's last level, from 0: the first of FAST_LEVELS in which every |M| is at most FAST_LIMIT,
+    else LEVELS.
 
-    Store q_i . k_i and the largest |M| of each token, and write e^{G_last}. The tile `y[0]` is overwritten.
+    Store q_i . k_i and the largest |M| of each token in `Tiles.numbers`, and write e^{G_last} to global memory. The tile `y[0]`
+    is overwritten, and `Tiles.sums` holds the matrix of M of the last level that was tried.
     """
     t, (b, c, h) = p.tiles, p.place()
     row = tiles.iota(PAIRS, 0)
@@ -368,7 +382,7 @@ def measure(p: Program):
 
 
 def find_last_level(is_in_range):
-    """Return the first of FAST_LEVELS for which is_in_range(level) holds, else LEVELS.
+    """Return the first level of 0 to FAST_LEVELS - 1 for which is_in_range(level) holds, else LEVELS.
 
     It is a loop, so that its code exists once: a program executes most of its code once, and waits until that is fetched.
     """
@@ -385,8 +399,8 @@ def find_last_level(is_in_range):
 
 
 def is_small(row: Ref, largest):
-    """Return whether every |M| is at most FAST_LIMIT. largest: the largest |M| of each token, [C]. row: a row of shared memory,
-    which is overwritten."""
+    """Return whether every |M| is at most FAST_LIMIT, the same in every thread. largest: the largest |M| of each token, [C] by
+    row. row: a row of shared memory, which is overwritten."""
     plgpu.commit_smem()  # all warps have read the row
     row[...] = largest
     plgpu.commit_smem()
@@ -410,10 +424,11 @@ def in_interval(reverse: bool, bounds: Callable):
 
 
 def reference_matrix(p: Program, size, own: bool = True):
-    """Return the matrix [C, C] whose product with gates is M, for blocks of `size` tokens, a power of two: the sums between every
-    token and its reference, with sign -1 before the reference.
+    """Return the matrix [C, C] in bfloat16 whose product with gates is M, for blocks of `size` tokens, a power of two: the sums
+    between every token and its reference, with sign -1 before the reference.
 
-    own: whether a token's own gate counts to the gates through it, as in M; else to those behind it.
+    own: True for M, in which the gates through a token include its own. If False, the token's own gate counts to those behind
+    it.
     """
 
     def is_second(i):
@@ -436,9 +451,11 @@ def store_reference_matrix(p: Program, size):
 
 
 def scores(p: Program, last):
-    """Return P without the scores of tokens with themselves, in bfloat16, and L before it is multiplied by beta: [C, C] each.
+    """Return P without the scores of tokens with themselves, in bfloat16, and L before it is multiplied by beta, in float32:
+    [C, C] each in registers.
 
-    last: the level that takes all pairs that are left. Where it is 0, `measure` has left its matrix in `Tiles.sums`.
+    last: the result of `measure`, the level that takes all pairs that are left. Where it is 0, `measure` has left its matrix in
+    `Tiles.sums`.
     """
 
     def advance(level, found):
@@ -459,8 +476,11 @@ def scores(p: Program, last):
 
 
 def products(p: Program, size):
-    """Return (x e^M) (K e^-M)^T, [C, C], for the rows x of Q, and for those of K or E. `Tiles.sums` holds the matrix of M, for
-    blocks of `size` tokens. The M of e may be without its token's own gate."""
+    """Return (Q e^M) (K e^-M)^T and (x e^M) (K e^-M)^T, [C, C] each in float32 registers. x is E if that is an operand, else K.
+
+    `Tiles.sums` holds the matrix of M, for blocks of `size` tokens. With `before_decay` the M of x is without its token's own
+    gate. `Tiles.y` is overwritten.
+    """
     t = p.tiles
 
     def advance(block, found):
@@ -480,7 +500,8 @@ def products(p: Program, size):
 
 
 def running_matrix(p: Program, through: bool):
-    """Return the matrix [C, C] whose product with gates is G, the sums through tokens, or G_last - G, those behind."""
+    """Return the matrix [C, C] in bfloat16 whose product with gates is G, the sums through each token, if `through`; else
+    G_last - G, the sums behind it."""
     i, j = p.in_order(*tiles.positions_again(False))
     return tiles.indicator(j <= i if through else j > i)
 
