@@ -1,4 +1,8 @@
-"""Load the heads and states of a step from the blocks of a plan, in units of whole tiles, and store them."""
+"""Load the heads and states of a step from the blocks of a plan, in units of whole tiles, and store them.
+
+A unit is one head, or two whose channels lie side by side in the lanes: `pack` heads (`plan.Plan`). `unit` is its number in the
+program. References are blocks in VMEM.
+"""
 
 from typing import NamedTuple
 
@@ -14,8 +18,8 @@ from glax._src.kernels.pallas_tpu.refs import BackwardRefs, ForwardRefs, Ref, St
 
 
 class GradientOperands(NamedTuple):
-    """Hold the operands of the gradient of one unit. S is the state before the chunk, and dS = dL/dS behind it; both are
-    transposed."""
+    """Hold the operands of the gradient of one unit, with 0 in rows that are not the step's. S is the state before the chunk,
+    and dS = dL/dS behind it; both are transposed."""
 
     q: jnp.ndarray  # [C, pack * K]
     k: jnp.ndarray  # [C, pack * K]
@@ -26,7 +30,8 @@ class GradientOperands(NamedTuple):
 
 
 def step_rows(plan: Plan, step: Step, axis: int = 0):
-    """Return whether each row of the block belongs to this step, [C, 1], or [1, C] for axis 1. Return None if all rows do."""
+    """Return whether each row of the block belongs to this step, a mask [C, 1], or [1, C] for axis 1. Return None if all rows
+    of all blocks do."""
     if not plan.ragged:
         return None
     shape = (plan.chunk, 1) if axis == 0 else (1, plan.chunk)
@@ -35,20 +40,25 @@ def step_rows(plan: Plan, step: Step, axis: int = 0):
 
 
 def lanes(width: int, unit):
-    """Return the slice of the lanes of a unit, `width` for each. unit: an index, which may be traced."""
+    """Return the slice of `width` lanes that belongs to a unit. unit: its index in the block, which may be traced if 128
+    divides width."""
     if isinstance(unit, int):
         return slice(unit * width, (unit + 1) * width)
     return pl.ds(pl.multiple_of(unit * width, 128), width)
 
 
 def load_unit(plan: Plan, step: Step, ref, heads: int, width: int, unit):
-    """Load a unit's heads of a tensor with `heads` heads, [C, pack * width], with 0 in rows that are not the step's."""
+    """Load a unit's heads of an array from its block in VMEM, [C, pack * width], with 0 in rows that are not the step's.
+
+    ref: the block, [C, heads that a program reads * width]. heads: the number of heads of the array. unit: the unit's number in
+    the program.
+    """
     at = lanes(plan.pack * width, plan.unit_of(unit, heads))
     return chunk_math.select_rows(ref[:, at], step_rows(plan, step))
 
 
 def load_rows(plan: Plan, step: Step, refs: ForwardRefs | BackwardRefs, unit):
-    """Load q [C, pack * K], k [C, pack * K] and v [C, pack * V] of a unit."""
+    """Load q [C, pack * K], k [C, pack * K] and v [C, pack * V] of a unit from VMEM, with 0 in rows that are not the step's."""
     Hq, Hk, Hv = plan.heads
     q = load_unit(plan, step, refs.q, Hq, plan.K, unit)
     k = load_unit(plan, step, refs.k, Hk, plan.K, unit)
@@ -57,15 +67,15 @@ def load_rows(plan: Plan, step: Step, refs: ForwardRefs | BackwardRefs, unit):
 
 
 def load_gradient_operands(plan: Plan, step: Step, refs: BackwardRefs, unit) -> GradientOperands:
-    """Load the rows, the output's cotangent and both states of a unit."""
+    """Load q, k, v, the output's cotangent and both states of a unit from VMEM."""
     rows = load_rows(plan, step, refs, unit)
     d_output = load_unit(plan, step, refs.d_output, plan.H, plan.V, unit)
     return GradientOperands(*rows, d_output, refs.states_before[unit].astype(jnp.float32), refs.d_state[unit])
 
 
 def join_heads(plan: Plan, width: int, factors, axis: int = 1):
-    """Return one factor for all lanes of a unit (axis 1), or for all its rows (axis 0). factors: one for each head of the unit;
-    each may be broadcast."""
+    """Return one factor for all lanes of a unit (axis 1), or for all its rows (axis 0), from one for each head. width: the
+    lanes, or rows, of a head. factors: a list of `pack` arrays, each of which may be broadcast."""
     if plan.pack == 1:
         return factors[0]
     shape = (1, 2 * width) if axis else (2 * width, 1)
@@ -73,7 +83,7 @@ def join_heads(plan: Plan, width: int, factors, axis: int = 1):
 
 
 def select_head(plan: Plan, x, width: int, head: int):
-    """Return x [C, pack * width] with 0 in the lanes of the unit's other head."""
+    """Return x [C, pack * width] with 0 in the lanes of the unit's other head. head: 0 or 1, the head's number in its unit."""
     if plan.pack == 1:
         return x
     lane = lax.broadcasted_iota(jnp.int32, (1, 2 * width), 1)
@@ -90,7 +100,8 @@ def block_diagonal(plan: Plan, x):
 
 
 def load_state(plan: Plan, source: Ref | None, target: Ref):
-    """Copy a program's states [heads, K, V], or zeros, to its units [units, pack * V, pack * K], transposed."""
+    """Fill a program's units [units, pack * V, pack * K] in float32 with its states [heads, K, V], transposed. source: the
+    states, or None for zeros. target: the units, in scratch memory."""
     if source is None or plan.pack > 1:
         target[...] = jnp.zeros_like(target)
     if source is None:
@@ -102,7 +113,7 @@ def load_state(plan: Plan, source: Ref | None, target: Ref):
 
 
 def store_state(plan: Plan, source: Ref, target: Ref):
-    """Copy a program's units [units, pack * V, pack * K] to its states [heads, K, V], transposed."""
+    """Store a program's units [units, pack * V, pack * K], from scratch memory, as its states [heads, K, V], transposed."""
     for head in range(plan.program_heads):
         unit, part = divmod(head, plan.pack)
         V, K = (slice(part * width, (part + 1) * width) for width in (plan.V, plan.K))
@@ -110,7 +121,8 @@ def store_state(plan: Plan, source: Ref, target: Ref):
 
 
 def load_head_gates(plan: Plan, step: Step, refs: ForwardRefs | StateRefs | BackwardRefs):
-    """Load per-head gates, [gate_rows, C] float32, with 0 outside of the step's rows. None without such gates."""
+    """Load per-head gates from VMEM, [gate_rows, C] in float32, with 0 outside of the step's rows. Return None without such
+    gates."""
     if refs.gates is None:
         return None
     gates = jnp.broadcast_to(refs.gates[...], (plan.gate_rows, plan.chunk))
@@ -118,7 +130,8 @@ def load_head_gates(plan: Plan, step: Step, refs: ForwardRefs | StateRefs | Back
 
 
 def store_unit(plan: Plan, step: Step, ref: Ref, unit, x):
-    """Store x, a unit's lanes, in the step's rows of the block."""
+    """Store x [C, width] in a unit's lanes of its block in VMEM, cast to the dtype of `ref`. With packing, only the step's rows
+    change."""
     at = lanes(x.shape[1], unit)
     x = x.astype(ref.dtype)
     rows = step_rows(plan, step) if plan.packed else None
@@ -126,7 +139,7 @@ def store_unit(plan: Plan, step: Step, ref: Ref, unit, x):
 
 
 def store_gradient(plan: Plan, step: Step, ref: Ref, heads: int, unit, x):
-    """Store a unit's gradient of a tensor with `heads` heads.
+    """Store x [C, pack * width], a unit's gradient of an array with `heads` heads, in its block in VMEM.
 
     Units that share a head add their gradients, in a block that starts as 0.
     """
@@ -137,12 +150,12 @@ def store_gradient(plan: Plan, step: Step, ref: Ref, heads: int, unit, x):
 
 
 def wide(x):
-    """Return x in float32 if it is in float16, which a TPU does not read."""
+    """Return x in float32 if it is in float16, which a TPU does not read; else x."""
     return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
 
 
 def gate_inputs(plan: Plan, r: Recurrence) -> dict:
-    """Return {name of a reference: (array, block)} for the gates of r."""
+    """Return {field of the references: (array, specification of its block)} for the gates of r, in the plan's layout."""
     decay = r.decay
     if decay.constant is not None:
         x = decay.constant.astype(jnp.float32).reshape(plan.N, plan.groups, plan.program_heads, 1)
@@ -156,7 +169,8 @@ def gate_inputs(plan: Plan, r: Recurrence) -> dict:
 
 
 def erasure_inputs(plan: Plan, r: Recurrence) -> dict:
-    """Return {name of a reference: (array, block)} for beta, or for erase and write."""
+    """Return {field of the references: (array, specification of its block)} for beta, or for erase and write, in the plan's
+    layout."""
     if r.erasure is None:
         return {}
     beta, erase, write = r.erasure.beta, r.erasure.erase, r.erasure.write
@@ -171,7 +185,7 @@ def erasure_inputs(plan: Plan, r: Recurrence) -> dict:
 
 
 def row_inputs(plan: Plan, r: Recurrence) -> dict:
-    """Return {name of a reference: (array, block)} for q, k and v."""
+    """Return {field of the references: (array, specification of its block)} for q, k and v, in the plan's layout."""
     Hq, Hk, Hv = plan.heads
     return dict(
         q=(plan.to_lanes(r.q, plan.K), plan.token_block(Hq, plan.K)),
@@ -181,15 +195,15 @@ def row_inputs(plan: Plan, r: Recurrence) -> dict:
 
 
 def state_input(plan: Plan, x) -> tuple:
-    """Return (the states x [N, H, K, V] in the plan's layout, their block)."""
+    """Return (the states x [N, H, K, V] in the plan's layout, the specification of their block)."""
     return plan.to_state_blocks(wide(x)), plan.sequence_block(plan.program_heads, plan.K, plan.V)
 
 
 def estimate_cost(plan: Plan, r: Recurrence, products: int, inputs: dict, outputs: dict) -> pl.CostEstimate:
     """Return an estimate of the kernel's cost, by which XLA schedules it.
 
-    products: the matrix products for each unit and chunk. The estimate counts the exponentials of the decays, and the bytes of
-    every array once.
+    products: the number of matrix products [C, K] @ [K, V] for each unit and chunk. inputs: (array, block) by name. outputs:
+    (shape, dtype, block) by name. The estimate counts the exponentials of the decays, and the bytes of every array once.
     """
     chunks = plan.B * plan.groups * plan.steps * plan.units
     C, K, V = plan.chunk, plan.pack * plan.K, plan.pack * plan.V

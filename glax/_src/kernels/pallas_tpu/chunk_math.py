@@ -13,8 +13,8 @@ NT, NN, TN = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ())), (((0,), (0,)), 
 
 
 def dot(x, y, dims, dtype):
-    """Multiply matrices with operands in `dtype` and sums in float32. float32 operands are multiplied at the highest
-    precision."""
+    """Return the product of two matrices, with operands in `dtype` and sums in float32. float32 operands are multiplied at the
+    highest precision. dims: NT, NN or TN."""
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(
         x.astype(dtype), y.astype(dtype), dims, precision=precision, preferred_element_type=jnp.float32
@@ -44,7 +44,7 @@ def select_rows(x, mask, otherwise=0.0):
 
 
 def bfloat16_parts(x, exact: bool):
-    """Split x into bfloat16 arrays that add up to x: one for bfloat16, three for float32.
+    """Return bfloat16 arrays that add up to x, a list: one for bfloat16 x, three for float32 x.
 
     If not `exact`, a float32 x is split into two, which hold 16 of its 24 bits.
     """
@@ -58,13 +58,15 @@ def bfloat16_parts(x, exact: bool):
 
 
 def sum_by(matrix, x, exact: bool):
-    """Return matrix @ x for a matrix of 0, 1 and -1. The products are exact, and the sums are float32."""
+    """Return matrix @ x in float32, for a matrix of 0, 1 and -1. The products are exact, and the sums are float32. exact:
+    whether all bits of a float32 x count, else 16."""
     matrix = matrix.astype(jnp.bfloat16)
     return jnp.asarray(sum(dot(matrix, part, NN, jnp.bfloat16) for part in bfloat16_parts(x, exact)))
 
 
 def fine_dot(x, y, dims, dtype):
-    """Multiply float32 matrices with sums in float32. If `dtype` is bfloat16, 16 bits of each operand count; else all.
+    """Return the product of two float32 matrices, with sums in float32. If `dtype` is bfloat16, 16 bits of each operand count;
+    else all. dims: NT, NN or TN.
 
     The products of the two bfloat16 terms of each operand are one product of twice the depth and twice the width, for matrix
     units of 256 x 256. The smaller terms are summed separately from the largest.

@@ -14,6 +14,9 @@ With beta, e = beta k and w = beta. Then beta multiplies the rows of products wi
 
 What a token writes depends on what all earlier ones wrote, so rounding errors grow where nothing decays. Therefore products take
 16 bits of each operand where q, k and v are bfloat16 (`chunk_math.fine_dot`).
+
+A unit is one head, or two whose channels lie side by side in the lanes: `pack` heads (`plan.Plan`). `unit` is its number in the
+program.
 """
 
 import dataclasses
@@ -50,7 +53,8 @@ Refs = ForwardRefs | StateRefs | BackwardRefs
 class HeadDecays:
     """Form the products of a chunk with the decays of per-head gates, for the heads of one unit.
 
-    Decays multiply products, never operands. sums and edges are None without gates.
+    Decays multiply products, never operands. heads: the numbers of the unit's heads in its program. sums and edges are None
+    without gates. dtype: the dtype of q, k and v, which sets the precision of products (`chunk_math.fine_dot`).
     """
 
     plan: Plan
@@ -60,12 +64,13 @@ class HeadDecays:
     dtype: Any
 
     def entering(self, S):
-        """Return the state before the chunk, transposed, as the argument S of `read`: S unchanged. The adjoint of this function
-        is the function itself."""
+        """Return the argument S of `read` for S, the transposed state before the chunk [pack * V, pack * K]: S unchanged. The
+        adjoint of this function is the function itself."""
         return S
 
     def read(self, xs, S):
-        """Return (x e^G) S for each x of xs [C, pack * K]: [C, pack * V]."""
+        """Return (x e^G) S for each x of xs [C, pack * K]: a list of arrays [C, pack * V]. S: the result of `entering`, [pack *
+        V, pack * K]."""
         products = stacked_dot(xs, S, chunk_math.NT, self.dtype)
         if self.sums is None:
             return products
@@ -74,14 +79,15 @@ class HeadDecays:
 
     @functools.cached_property
     def between(self) -> list:
-        """Return e^{G_i - G_j} of each head for j before i and j = i, else 0: [C, C]."""
+        """Return e^{G_i - G_j} of each head for j before i and j = i, else 0: a list of arrays [C, C]."""
         causal = chunk_math.causal_mask(self.plan.chunk, self.plan.reverse, inclusive=True)
         if self.sums is None:
             return [jnp.where(causal, 1.0, 0.0)] * self.plan.pack
         return [self.sums.pair_decays(head, causal) for head in self.heads]
 
     def scores(self, q, e, k) -> tuple[list, list]:
-        """Return (P of each head, L of each head), [C, C] each. L includes its diagonal. P is empty if q is None."""
+        """Return (P of each head, L of each head), lists of arrays [C, C]. L includes its diagonal. P is empty if q is None. q,
+        e, k: [C, pack * K]."""
 
         parts = self.plan.pack
         rows = [part for x in (q, e) if x is not None for part in select_heads(self.plan, x)]
@@ -90,7 +96,8 @@ class HeadDecays:
         return scores[:-parts], scores[-parts:]
 
     def read_gradient(self, ds, S):
-        """Return the gradients (d S^T) e^G of the operands of `read`, [C, pack * K] each. ds: the gradients of its results."""
+        """Return the gradients (d S^T) e^G of the operands of `read`, a list of arrays [C, pack * K]. ds: the gradients of its
+        results. S: the argument of `read`."""
         products = stacked_dot(ds, S, chunk_math.NN, self.dtype)
         if self.sums is None:
             return products
@@ -98,8 +105,8 @@ class HeadDecays:
         return [product * join_heads(self.plan, self.plan.K, decays) for product in products]
 
     def read_added(self, x, d):
-        """Return the term d^T (x e^G) of one result of `read` in the gradient of S, [pack * V, pack * K]. d: the gradient of
-        that result."""
+        """Return the term d^T (x e^G) of one result of `read` in the gradient of S, [pack * V, pack * K]. x: the operand, [C,
+        pack * K]. d: the gradient of the result, [C, pack * V]."""
         d = d.astype(jnp.float32).T
         if self.edges is not None:
             d = d * join_heads(
@@ -108,9 +115,10 @@ class HeadDecays:
         return block_diagonal(self.plan, chunk_math.fine_dot(d, x, chunk_math.NN, self.dtype))
 
     def scores_gradient(self, d_pairs: list, xs: list, k):
-        """Return the gradients [C, pack * K] of each x of xs, and for each x its term in the gradient of k.
+        """Return (the gradients of each x of xs, for each x its term in the gradient of k): two lists of arrays [C, pack * K].
 
-        d_pairs: for each x, the gradient of its scores, [C, C] for each head, with 0 where no score is.
+        d_pairs: for each x, the gradient of its scores, [C, C] for each head, with 0 where no score is. xs: q and e. k: [C,
+        pack * K].
         """
         dxs, dks = [jnp.zeros(k.shape, jnp.float32) for _ in xs], [jnp.zeros(k.shape, jnp.float32) for _ in xs]
         for part, between in enumerate(self.between):
@@ -124,13 +132,13 @@ class HeadDecays:
         return dxs, dks
 
     def leaving(self, dS):
-        """Return dS, the gradient of the state after the chunk, as the argument of `write_gradient` and `decayed`: dS
-        unchanged."""
+        """Return the argument of `write_gradient` and `decayed` for dS, the gradient of the state after the chunk, [pack * V,
+        pack * K]: dS unchanged."""
         return dS
 
     def write_gradient(self, k, U, dS):
-        """Return the gradients of U [C, pack * V] and of k [C, pack * K] through the state after the chunk, whose gradient is
-        dS."""
+        """Return the gradients of U [C, pack * V] and of k [C, pack * K] through the state after the chunk. dS: the result of
+        `leaving`."""
         dU = chunk_math.fine_dot(k, dS, chunk_math.NT, self.dtype)
         dk = chunk_math.fine_dot(U, dS, chunk_math.NN, self.dtype)
         if self.sums is None:
@@ -141,23 +149,26 @@ class HeadDecays:
         return dU, dk
 
     def decayed(self, dS):
-        """Return e^{G_last} dS: the gradient of the state before the chunk, without the terms of tokens that read it."""
+        """Return e^{G_last} dS: the gradient of the state before the chunk, without the terms of tokens that read it. dS: the
+        result of `leaving`."""
         if self.edges is None:
             return dS
         return dS * join_heads(self.plan, self.plan.K, [self.edges.total[head : head + 1] for head in self.heads])
 
     def carry(self, S, k, U):
-        """Return the state after the chunk, e^{G_last} S + (k e^{G_last - G})^T U."""
+        """Return the state after the chunk, e^{G_last} S + (k e^{G_last - G})^T U, transposed. S: the result of `entering`. U:
+        [C, pack * V]."""
         return head_gate.carry_state(self.plan, S, k, U, self.edges, self.heads, self.dtype, chunk_math.fine_dot)
 
 
 @dataclasses.dataclass(frozen=True)
 class KeyDecays:
-    """Form the products of a chunk with the decays of per-key gates, which multiply operands. The methods are those of
-    `HeadDecays`.
+    """Form the products of a chunk with the decays of per-key gates, for one unit. Decays multiply operands. The methods are
+    those of `HeadDecays`.
 
     In the factored form sums of gates begin at the chunk's middle: the methods take e^L S for S, and e^R dS for dS. levels: a
-    function (body, carry) -> carry, which calls body(up, down, mask, carry) for each set of pairs that share a reference.
+    function (body, carry) -> carry, which calls body(up, down, mask, carry) for each set of pairs that share a reference: up
+    and down, [C, K], are the factors of rows and of keys, and mask [C, C] selects the pairs. K is here pack * K of the plan.
     """
 
     plan: Plan
@@ -171,6 +182,7 @@ class KeyDecays:
 
     @classmethod
     def factored(cls, plan: Plan, step: Step, refs: Refs, unit: int) -> "KeyDecays":
+        """Return the decays of a unit in the factored form, which is exact only for gates in range."""
         f = key_gate.middle_factors(plan, refs, key_gate.load_gates(plan, step, refs, unit))
         causal = chunk_math.causal_mask(plan.chunk, plan.reverse, inclusive=True)
 
@@ -181,6 +193,7 @@ class KeyDecays:
 
     @classmethod
     def exact(cls, plan: Plan, step: Step, refs: Refs, unit) -> "KeyDecays":
+        """Return the decays of a unit in the exact form, for all gates."""
         gates = key_gate.load_gates(plan, step, refs, unit)
         edges = key_gate.edge_decays(plan, refs, gates)
         diagonal = chunk_math.diagonal_mask(plan.chunk)
@@ -249,28 +262,33 @@ class KeyDecays:
 
 
 def stacked_dot(xs, y, dims, dtype) -> list:
-    """Return the product of each x of xs [C, width] and y, with the contracted axes `dims`. y is loaded into the matrix unit
-    once."""
+    """Return the product of each x of xs [C, width] and y, a list. y is loaded into the matrix unit once.
+
+    dims: NT or NN of `chunk_math`. dtype: the precision, as in `chunk_math.fine_dot`.
+    """
     C, product = xs[0].shape[0], chunk_math.fine_dot(jnp.concatenate(xs), y, dims, dtype)
     return [product[i * C : (i + 1) * C] for i in range(len(xs))]
 
 
 def times(x, factor):
+    """Return x * factor, or x if factor is None."""
     return x if factor is None else x * factor
 
 
 def masked(x, mask):
+    """Return x where mask holds, else 0."""
     return jnp.where(mask, x, 0)
 
 
 def select_heads(plan: Plan, x) -> list:
-    """Return, for each head of a unit, x [C, pack * K] with 0 in the lanes of the other head."""
+    """Return, for each head of a unit, x [C, pack * K] with 0 in the lanes of the unit's other head: a list of `pack`
+    arrays."""
     return [select_head(plan, x, plan.K, part) for part in range(plan.pack)]
 
 
 def run_units(plan: Plan, step: Step, refs: Refs, body):
-    """Run body(unit, decays), a generator, for every unit. With per-key gates `decays` is factored if all units are in range,
-    else exact."""
+    """Run body(unit, decays), a generator, for every unit of the program. decays: `HeadDecays`; or with per-key gates
+    `KeyDecays`, factored if all units are in range, else exact."""
     if refs.key_gates is not None:
 
         def factored():
@@ -302,7 +320,8 @@ def side_by_side(units):
 
 
 class Erased(NamedTuple):
-    """Hold e and w of one unit. With beta, e = beta * rows and w = beta, else e = rows."""
+    """Hold e and w of one unit. With beta, e = beta * rows and w = beta, else e = rows, and w is `write`, or 1 if that is
+    None."""
 
     rows: jnp.ndarray  # [C, pack * K]: k, or e
     beta: list | None  # of each head: [C, 1]
@@ -310,14 +329,15 @@ class Erased(NamedTuple):
 
 
 def load_betas(plan: Plan, step: Step, refs: Refs):
-    """Load beta of all heads of a program, [C, gate_rows] float32, with 0 outside of the step's rows. None without beta."""
+    """Load beta of all heads of a program from VMEM, [C, gate_rows] in float32, with 0 outside of the step's rows. Return None
+    without beta."""
     if refs.beta is None:
         return None
     return chunk_math.select_rows(refs.beta[...], step_rows(plan, step, axis=1)).T
 
 
 def load_erased(plan: Plan, step: Step, refs: Refs, unit, k, betas) -> Erased:
-    """Load e and w of a unit. betas: the result of `load_betas`."""
+    """Load e and w of a unit from VMEM. k: the unit's keys, [C, pack * K]. betas: the result of `load_betas`."""
     if betas is not None:
         return Erased(k, [column(betas, unit * plan.pack + part) for part in range(plan.pack)], None)
     e = load_unit(plan, step, refs.erase, plan.H, plan.K, unit)
@@ -325,7 +345,7 @@ def load_erased(plan: Plan, step: Step, refs: Refs, unit, k, betas) -> Erased:
 
 
 def column(x, index):
-    """Return one column of x, [C, 1]. The index may be traced: a sum over a mask then selects it."""
+    """Return column `index` of x [C, n] as [C, 1]. The index may be traced: a sum over a mask then selects it."""
     if isinstance(index, int):
         return x[:, index : index + 1]
     lane = lax.broadcasted_iota(jnp.int32, x.shape, 1)
@@ -333,13 +353,14 @@ def column(x, index):
 
 
 def unsolved(plan: Plan, erased: Erased, v, read) -> tuple:
-    """Return D = w * v - (e e^G) S, [C, pack * V], and X, which is beta D with beta and else D. read: (e e^G) S."""
+    """Return D and X, [C, pack * V] each. With beta, D = v - (k e^G) S and X = beta D. Otherwise D = w * v - (e e^G) S, and X
+    is D. v: [C, pack * V]. read: the product with S in D."""
     left = times(v.astype(jnp.float32), erased.write) - read
     return left, left if erased.beta is None else left * join_heads(plan, plan.V, erased.beta)
 
 
 def inverses(plan: Plan, erased: Erased, scores: list):
-    """Yield between stages, and return the list of (I + L)^-1 of each head of a unit.
+    """Return the list of (I + L)^-1 [C, C] of each head of a unit. The function is a generator, which yields between stages.
 
     scores: L of each head without beta; its diagonal is not read.
     """
@@ -352,7 +373,8 @@ def inverses(plan: Plan, erased: Erased, scores: list):
 
 
 def apply_heads(plan: Plan, pairs: list, x, dims, dtype):
-    """Return the product of each head's pairs [C, C] with its lanes of x [C, pack * V]: [C, pack * V]."""
+    """Return the product of each head's pairs [C, C] with its lanes of x [C, pack * V], as one array [C, pack * V]. dims: NN,
+    or TN for transposed pairs. dtype: the precision, as in `chunk_math.fine_dot`."""
     products = (chunk_math.fine_dot(a, select_head(plan, x, plan.V, part), dims, dtype) for part, a in enumerate(pairs))
     return jnp.asarray(sum(products))
 
@@ -361,7 +383,8 @@ def apply_heads(plan: Plan, pairs: list, x, dims, dtype):
 
 
 def forward(plan: Plan, step: Step, scale, refs: ForwardRefs):
-    """Store a chunk's outputs and replace its state S by the state S' behind it, for the delta rule."""
+    """Store a chunk's outputs, and replace its state S in VMEM by the state S' behind it, for the delta rule. scale: the scale
+    of the step's sequence."""
     betas = load_betas(plan, step, refs)
 
     def unit_outputs(unit, decays):
@@ -391,7 +414,7 @@ def forward(plan: Plan, step: Step, scale, refs: ForwardRefs):
 
 
 def save_states(plan: Plan, step: Step, refs: StateRefs):
-    """Save the inverses of a chunk, and advance the state by it without computing outputs."""
+    """Store the inverses of a chunk, and replace its state in VMEM by the state behind it, without computing outputs."""
     betas = load_betas(plan, step, refs)
 
     def unit_state(unit, decays):
@@ -422,7 +445,8 @@ def save_states(plan: Plan, step: Step, refs: StateRefs):
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """Hold the stages of the gradient of one step. betas: the result of `load_betas`."""
+    """Hold the stages of the gradient of one step. scale: the scale of the step's sequence. betas: the result of
+    `load_betas`."""
 
     plan: Plan
     step: Step
@@ -431,7 +455,7 @@ class Backward:
     betas: jnp.ndarray | None
 
     def run(self, unit, decays: HeadDecays | KeyDecays):
-        """Compute the gradients of a unit, and the terms of its gates' gradients. It is a generator, which yields between
+        """Store the gradients of a unit, and the terms of its gates' gradients. It is a generator, which yields between
         stages."""
         plan, refs, scale, dtype = self.plan, self.refs, self.scale, decays.dtype
         # [C, K]   [C, K]   [C, V]   [C, V]   [V, K]   [V, K]
@@ -487,7 +511,8 @@ class Backward:
         store_gradient(plan, self.step, refs.dv, Hv, unit, dv)
 
     def pairs(self, xs, y, dtype) -> list:
-        """Return x y^T for j before i, else 0: [C, C] for each x of xs and each head. The operands are [C, pack * V]."""
+        """Return x y^T of each head for j before i, else 0: for each x of xs a list of arrays [C, C], one for each head. xs, y:
+        [C, pack * V]."""
         plan, parts = self.plan, self.plan.pack
         strict = chunk_math.causal_mask(plan.chunk, plan.reverse, inclusive=False)
         rows = [select_head(plan, x, plan.V, part).astype(jnp.float32) for x in xs for part in range(parts)]
@@ -495,8 +520,8 @@ class Backward:
         return [products[i * parts : (i + 1) * parts] for i in range(len(xs))]
 
     def add_betas(self, unit, products, pairs):
-        """Store the gradient of a unit's betas in scratch memory: the sum of each row over products [C, pack * V] and pairs [C,
-        C]."""
+        """Store the gradient of a unit's betas in scratch memory: for each head, the sum of each row over its lanes of products
+        [C, pack * V] and its pairs [C, C]."""
         lane = lax.broadcasted_iota(jnp.int32, self.refs.beta_terms.shape, 1)
         for part, each in enumerate(pairs):
             rows = chunk_math.row_sums(select_head(self.plan, products, self.plan.V, part), each)

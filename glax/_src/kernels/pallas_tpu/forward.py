@@ -21,17 +21,21 @@ from glax._src.kernels.pallas_tpu.refs import BackwardRefs, ForwardRefs, StateRe
 
 
 def chunk_form(refs: ForwardRefs | StateRefs | BackwardRefs):
-    """Return the module with the chunk's functions for this call: `delta`, `key_gate` or `head_gate`."""
+    """Return the module whose functions compute a chunk of this call: `delta`, `key_gate` or `head_gate`."""
     if refs.beta is not None or refs.erase is not None:
         return delta
     return head_gate if refs.key_gates is None else key_gate
 
 
 def forward(plan: Plan, step: Step, scale, refs: ForwardRefs):
-    """Compute one step's outputs and carry the state to the next chunk of its sequence.
+    """Store one step's outputs, and carry the state to the next chunk of its sequence, in VMEM. scale: the scale of the step's
+    sequence.
 
-    o_i = scale * ((q_i e^{G_i}) S + sum_{j <= i} (q_i . k_j e^{G_i - G_j}) v_j)
-    S' = e^{G_last} S + sum_j k_j e^{G_last - G_j} v_j^T
+        o_i = scale * ((q_i e^{G_i}) S + sum_{j <= i} (q_i . k_j e^{G_i - G_j}) v_j)
+        S' = e^{G_last} S + sum_j k_j e^{G_last - G_j} v_j^T
+
+    G_i is the sum of the chunk's log gates through token i, and S the state before the chunk. With the delta rule, the formulas
+    are those of `delta`.
     """
 
     @when(step.begins)

@@ -6,6 +6,9 @@ enough. Gates are at least -128, so the sum over a chunk is off by less than 1e-
 
 One product with a matrix of ones sums along the lanes. Broadcasting a column over the lanes costs sixteen permutations per
 head. Therefore only sums are read from columns, never the exponentials of sums.
+
+A unit is one head, or two whose channels lie side by side in the lanes: `pack` heads (`plan.Plan`). `unit` is its number in the
+program. K and V stand for pack * K and pack * V of the plan in shapes of a unit.
 """
 
 import dataclasses
@@ -33,7 +36,7 @@ from glax._src.kernels.pallas_tpu.refs import BackwardRefs, ForwardRefs, StateRe
 
 
 class EdgeDecays(NamedTuple):
-    """Hold the decays between tokens and the edges of the chunk, for all R heads of a program."""
+    """Hold the decays between tokens and the edges of the chunk, for all heads of a program; R is `Plan.gate_rows`."""
 
     from_start: jnp.ndarray  # [R, C]: from the chunk's start through a token
     to_end: jnp.ndarray  # [R, C]: after a token, to the chunk's end
@@ -41,7 +44,10 @@ class EdgeDecays(NamedTuple):
 
 
 class HeadSums(NamedTuple):
-    """Hold the sums G of log gates for all R heads of a program. G is a sum of one or two terms."""
+    """Hold the sums G of log gates from the chunk's first token in scan order through each token, for all heads of a program.
+
+    G is a sum of one or two terms. R is `Plan.gate_rows`. `head` is a head's number in its program, and `term` is 0 or 1.
+    """
 
     rows: tuple  # of each term: [R, C]
     columns: jnp.ndarray  # [C, terms * R]: `rows` transposed, side by side
@@ -49,6 +55,7 @@ class HeadSums(NamedTuple):
 
     @property
     def terms(self) -> range:
+        """Return the numbers of the terms."""
         return range(len(self.rows))
 
     def row(self, term: int, head: int):
@@ -61,31 +68,35 @@ class HeadSums(NamedTuple):
         return self.columns[:, at : at + 1]
 
     def pair_decays(self, head: int, mask):
-        """Return the decay after token j through token i where mask holds, else 0: [C, C]."""
+        """Return e^{G_i - G_j}, the decay after token j through token i, where mask holds, else 0: [C, C]."""
         between = sum(self.column(term, head) - self.row(term, head) for term in self.terms)
         return jnp.exp(jnp.where(mask, between, -jnp.inf))
 
     def broadcast_column(self, term: int, head: int, width: int):
-        """Return a term of a head's G in all lanes, [C, width]."""
+        """Return a term of a head's G, the same number in all lanes of a token: [C, width]."""
         return jnp.broadcast_to(self.column(term, head), (self.columns.shape[0], width))
 
     def from_start(self, head: int, width: int):
-        """Return the decay from the chunk's start through each token, [C, width]."""
+        """Return e^{G_i}, the decay from the chunk's start through each token, the same number in all lanes of a token: [C,
+        width]."""
         return jnp.exp(sum(self.broadcast_column(term, head, width) for term in self.terms))
 
     def to_end(self, head: int, width: int):
-        """Return the decay after each token to the chunk's end, [C, width]."""
+        """Return e^{G_last - G_i}, the decay after each token to the chunk's end, the same number in all lanes of a token: [C,
+        width]."""
         last = (self.last[term][head : head + 1] for term in self.terms)
         columns = ((end, self.broadcast_column(term, head, width)) for term, end in zip(self.terms, last, strict=True))
         return jnp.exp(sum(end - column for end, column in columns))
 
     def edge_decays(self) -> EdgeDecays:
+        """Return the decays between tokens and the edges of the chunk, for all heads of the program."""
         to_end = sum(end - x for end, x in zip(self.last, self.rows, strict=True))
         return EdgeDecays(jnp.exp(sum(self.rows)), jnp.exp(to_end), jnp.exp(sum(self.last)))
 
 
 def head_sums(gates, reverse: bool, dtype) -> HeadSums:
-    """Return the sums of gates [R, C], float32 and 0 outside of the step's rows, as `HeadSums`. dtype: the type of q, k and v."""
+    """Return the sums of log gates. gates: [R, C] in float32, 0 outside of the step's rows. dtype: the dtype of q, k and v;
+    with float32 the sums have two terms."""
     R, C = gates.shape
     gates = jnp.maximum(gates, LOG_OF_ZERO)
     terms = [gates]
@@ -115,7 +126,7 @@ def load_gates(
 
 
 def forward(plan: Plan, step: Step, scale, refs: ForwardRefs):
-    """Store a chunk's outputs and replace its state S by the state S' behind it, without gates or with per-head gates:
+    """Store a chunk's outputs, and replace its state S in VMEM by the state S' behind it, without gates or with per-head gates:
 
     o = scale (e^G (q S^T) + ((q k^T) * e^{G_i - G_j}) v)        S' = e^{G_last} S + v^T (k e^{G_last - G})        S: [V, K]
     """
@@ -142,8 +153,9 @@ def forward(plan: Plan, step: Step, scale, refs: ForwardRefs):
 
 
 def carry_state(plan: Plan, S, k, v, edges: EdgeDecays | None, heads, dtype, product=chunk_math.dot):
-    """Advance the state by one chunk:   S' = e^{G_last} S + sum_j v_j (k_j e^{G_last - G_j})^T   [V, K].
+    """Return a unit's state after the chunk:   S' = e^{G_last} S + sum_j v_j (k_j e^{G_last - G_j})^T   [pack * V, pack * K].
 
+    edges: the decays of all heads of the program, or None without gates. heads: the numbers of the unit's heads in the program.
     product: multiplies the matrices, as `chunk_math.dot` does.
     """
     v = v.T
@@ -154,7 +166,7 @@ def carry_state(plan: Plan, S, k, v, edges: EdgeDecays | None, heads, dtype, pro
 
 
 def save_states(plan: Plan, step: Step, refs: StateRefs):
-    """Advance the state by one chunk without computing outputs."""
+    """Replace the state in VMEM by the state behind the chunk, for all units, without computing outputs."""
     dtype = refs.k.dtype
     _, edges = load_gates(plan, step, refs, dtype)
     for unit in range(plan.units):
@@ -166,7 +178,8 @@ def save_states(plan: Plan, step: Step, refs: StateRefs):
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """Hold the stages of the gradient of one step. The masks are [C, C]."""
+    """Hold the stages of the gradient of one step. scale: the scale of the step's sequence. sums and edges are None without
+    gates. The masks are [C, C]."""
 
     plan: Plan
     step: Step
@@ -178,7 +191,8 @@ class Backward:
     strictly_causal: jnp.ndarray
 
     def run(self, unit: int):
-        """Compute the gradients of a unit, and the terms of its gates' gradients."""
+        """Store the gradients of a unit in VMEM, and the terms of its gates' gradients in scratch memory. Replace dS by dL/dS
+        before the chunk."""
         plan, refs, scale, dtype = self.plan, self.refs, self.scale, self.refs.q.dtype
         heads, (Hq, Hk, Hv) = plan.heads_of(unit), plan.heads
         q, k, v, do, S, dS = x = load_gradient_operands(plan, self.step, refs, unit)
@@ -209,8 +223,8 @@ class Backward:
         store_gradient(plan, self.step, refs.dv, Hv, unit, dv)
 
     def decay_state_terms(self, sums: HeadSums, heads, dq, dk, dv):
-        """Return dq, dk and dv, so far the terms from S and dS, multiplied by the decays between tokens and the chunk's
-        edges."""
+        """Return dq, dk and dv, so far the terms from S and dS, multiplied by the decays between tokens and the chunk's edges.
+        heads: the numbers of the unit's heads in the program."""
         plan = self.plan
         dq *= join_heads(plan, plan.K, [sums.from_start(head, dq.shape[1]) for head in heads])
         to_end = [sums.to_end(head, max(dk.shape[1], dv.shape[1])) for head in heads]
@@ -219,10 +233,11 @@ class Backward:
         return dq, dk, dv
 
     def add_pairs(self, unit: int, part: int, head: int, x: GradientOperands, gradients, gate_terms):
-        """Add the terms of pairs of one head's tokens to gradients = (dq, dk, dv), and store the head's terms of the gates'
-        gradients.
+        """Return (dq, dk, dv) with the terms of pairs of one head's tokens added to `gradients`, which are such arrays. Store
+        the head's terms of the gates' gradients in scratch memory.
 
-        part: the index of the head in its unit. gate_terms: the terms [C, K] and [1, K] that come from the states, or None.
+        part: the head's number in its unit. head: its number in the program. x: the unit's operands. gate_terms: the terms [C,
+        K] and [1, K] that come from the states, or (None, None) without gates.
         """
         plan, refs, scale, dtype = self.plan, self.refs, self.scale, self.refs.q.dtype
         dq, dk, dv = gradients
@@ -253,7 +268,7 @@ class Backward:
 
 
 def backward(plan: Plan, step: Step, scale, refs: BackwardRefs):
-    """Compute dq, dk, dv, dS before the chunk and the gates' gradient, from S before the chunk and dS after it.
+    """Store dq, dk, dv, dS before the chunk and the gates' gradient, from S before the chunk and dS after it, all in VMEM.
 
     Let W_ij = A_ij dA_ij for the pairs j < i. A token's q.dq - k.dk is the sum of its row of W, minus the sum of its column,
     plus the terms from S and dS. The pair of a token with itself passes no gate, so it is never added.
@@ -269,7 +284,8 @@ def backward(plan: Plan, step: Step, scale, refs: BackwardRefs):
 
 
 def emit_gate_gradients(plan: Plan, step: Step, refs: BackwardRefs):
-    """Store dg_t = <S, dS>_{before the chunk} - sum over s before t in the chunk of (q_s dq_s - k_s dk_s), for every head."""
+    """Store dg_t = <S, dS>_{before the chunk} - sum over s before t in the chunk of (q_s dq_s - k_s dk_s), for every head, from
+    the terms in scratch memory. A constant decay's dg_t is added up over the steps of a sequence, in scratch memory."""
     s, t = (chunk_math.positions((plan.chunk, plan.chunk), axis, plan.reverse) for axis in (0, 1))
     # [R, C]
     terms = refs.row_terms[...].T[: plan.gate_rows]

@@ -25,7 +25,7 @@ BLOCK = 8  # the sublanes of a tile
 
 
 def unit_inverse(L, reverse: bool):
-    """Yield between stages, and return (I + L)^-1 [C, C].
+    """Return (I + L)^-1 [C, C] in float32. The function is a generator, which yields between stages.
 
     L is strictly lower triangular or, if `reverse`, strictly upper triangular.
     """
@@ -48,8 +48,9 @@ def unit_inverse(L, reverse: bool):
 
 
 def split_pairs(X, size: int, reverse: bool):
-    """Return the rows of X in the first block of every pair of blocks, and those in the later block, [C / 2, C] each. size: the
-    rows of a block."""
+    """Return the rows of X in the first block of every pair of neighbouring blocks, and those in the later block, [C / 2, C]
+    each. X: [C, C]. size: the rows of a block. reverse: whether the later block of a pair is the one with the lower row
+    numbers."""
     C = X.shape[0]
     pairs = X.reshape(C // (2 * size), 2, size, C)
     first, later = (pairs[:, i].reshape(C // 2, C) for i in ((1, 0) if reverse else (0, 1)))
@@ -57,7 +58,8 @@ def split_pairs(X, size: int, reverse: bool):
 
 
 def join_pairs(first, later, size: int, reverse: bool):
-    """Return the matrix [C, C] with the rows of both arrays, [C / 2, C] each: the inverse of `split_pairs`."""
+    """Return the matrix [C, C] with the rows of both arrays, [C / 2, C] each: the inverse of `split_pairs`, which has the other
+    arguments."""
     C, dtype = first.shape[1], first.dtype
     if dtype == jnp.bfloat16 and size < 16:  # rows of less than a tile
         first, later = first.astype(jnp.float32), later.astype(jnp.float32)
@@ -66,12 +68,12 @@ def join_pairs(first, later, size: int, reverse: bool):
 
 
 def block_dot(x, y, size: int, reverse: bool, x_is_first: bool):
-    """Return x @ y for one block of every pair, to float32: six products of the three bfloat16 terms x0, x1, x2 and y0, y1, y2,
-    as one product.
+    """Return x @ y for one block of every pair, to float32, as [C / 2, C]. It is one product for six of the products of the
+    three bfloat16 terms x0, x1, x2 and y0, y1, y2.
 
     x [C / 2, C] has one block in each row of blocks: in the lanes of its pair's first block with `x_is_first`, else in those of
     the later one. The lanes of the pair's other block are 0, and take a second term of x. y [C / 2, C] has the rows that x
-    multiplies.
+    multiplies. size, reverse: as in `split_pairs`.
 
                             x0 y0 + x1 y1      x0 y1 + x1 y0 + x2 y0 + x0 y2
     """
@@ -94,12 +96,14 @@ def block_dot(x, y, size: int, reverse: bool, x_is_first: bool):
 
 
 def roll_lanes(x, shift: int):
-    """Return bfloat16 x with its lanes moved by shift. A TPU moves lanes of 32 bits, here two rows in one."""
+    """Return bfloat16 x with its lanes moved by `shift` to higher lanes, around the end. A TPU moves lanes of 32 bits, here two
+    rows in one."""
     return pltpu.bitcast(pltpu.roll(pltpu.bitcast(x, jnp.int32), shift, 1), jnp.bfloat16)
 
 
 def inverted_blocks(L, reverse: bool):
-    """Compute (I + L)^-1 of every block [8, 8] on the diagonal, and 0 elsewhere: [C, C].
+    """Return (I + L)^-1 of every block [8, 8] on the diagonal, and 0 elsewhere: [C, C]. The function is a generator, which
+    yields after each column.
 
     Column m of a block is done when row m is: then L_im times row m is subtracted from every later row i.
     """

@@ -2,6 +2,9 @@
 
 The factored form writes e^{G_i - G_j} as e^{M_i} e^{-M_j} for all pairs together, with M = G minus G at the chunk's middle. The
 exact form halves the chunk repeatedly, so that no exponent is positive for gates <= 0. `xla.chunk_math` has both forms, too.
+
+A unit is one head, or two whose channels lie side by side in the lanes: `pack` heads (`plan.Plan`). `unit` is its number in the
+program. K and V stand for pack * K and pack * V of the plan in shapes of a unit.
 """
 
 import dataclasses
@@ -35,19 +38,21 @@ Refs = ForwardRefs | StateRefs | BackwardRefs
 
 
 def load_gates(plan: Plan, step: Step, refs: Refs, unit):
-    """Load the log gates of a unit, [C, K] float32, with 0 outside of the step's rows."""
+    """Load the log gates of a unit from VMEM, [C, K] in float32 and at least LOG_OF_ZERO, with 0 outside of the step's rows."""
     gates = load_unit(plan, step, refs.key_gates, plan.H, plan.K, unit).astype(jnp.float32)
     return jnp.maximum(gates, limits.LOG_OF_ZERO)
 
 
 def sum_gates(refs: Refs, matrix, gates):
-    """Return matrix @ gates, exact to float32 for float32 inputs, and to 16 bits of each gate for bfloat16 inputs."""
+    """Return matrix @ gates, [C, K] in float32: exact for float32 inputs, and to 16 bits of each gate for bfloat16 inputs.
+    matrix: [C, C] of 1, 0 and -1. gates: [C, K]."""
     gates = gates.astype(jnp.bfloat16) if refs.key_gates.dtype == jnp.bfloat16 else gates
     return chunk_math.sum_by(matrix, gates, exact=refs.k.dtype == jnp.float32)
 
 
 def in_range(plan: Plan, step: Step, refs: Refs):
-    """Return whether |M|, |L| and |R| of `glax._src.kernels.common.limits` are in range in every channel of every unit.
+    """Return whether |M|, |L| and |R| of `glax._src.kernels.common.limits` are in range in every channel of every unit, a
+    traced bool.
 
     Each is at most the sum of |gates| over its half of the chunk. `MiddleFactors` has e^L and e^R as two factors. The state is
     multiplied by one, then by the other, with the chunk's own part added in between. It is never multiplied by their product.
@@ -64,7 +69,8 @@ def in_range(plan: Plan, step: Step, refs: Refs):
 
 
 def run_units(plan: Plan, step: Step, refs: Refs, factored, exact):
-    """Run factored(), which computes all units, if all are in range; else exact(unit) for one unit after another."""
+    """Run factored(), which computes all units, if the gates of all are in range; else exact(unit) for one unit after
+    another."""
     is_in_range = in_range(plan, step, refs)
 
     @pl.when(is_in_range)
@@ -80,7 +86,7 @@ def run_units(plan: Plan, step: Step, refs: Refs, factored, exact):
 
 
 class MiddleFactors(NamedTuple):
-    """Hold the decays relative to the chunk's middle, for the factored form."""
+    """Hold the decays of a unit relative to the chunk's middle, for the factored form."""
 
     up: jnp.ndarray  # [C, K]: e^M, multiplies q
     down: jnp.ndarray  # [C, K]: e^-M, multiplies k
@@ -89,6 +95,7 @@ class MiddleFactors(NamedTuple):
 
 
 def middle_factors(plan: Plan, refs: Refs, gates) -> MiddleFactors:
+    """Return the decays of a unit relative to the chunk's middle. gates: the result of `load_gates`."""
     C, reverse, half = plan.chunk, plan.reverse, plan.chunk // 2
     # [C, C]
     i, s = chunk_math.positions((C, C), 0, reverse), chunk_math.positions((C, C), 1, reverse)
@@ -102,7 +109,7 @@ def middle_factors(plan: Plan, refs: Refs, gates) -> MiddleFactors:
 
 
 class EdgeDecays(NamedTuple):
-    """Hold the decays between tokens and the edges of the chunk, for the exact form."""
+    """Hold the decays of a unit between tokens and the edges of the chunk, for the exact form."""
 
     from_start: jnp.ndarray  # [C, K]: from the chunk's start through a token
     to_end: jnp.ndarray  # [C, K]: after a token, to the chunk's end
@@ -110,27 +117,29 @@ class EdgeDecays(NamedTuple):
 
 
 def sums_from_start(plan: Plan, refs: Refs, gates):
-    """Return the sums of log gates from the chunk's first token through each token, [C, K]."""
+    """Return the sums of log gates from the chunk's first token in scan order through each token, [C, K]."""
     i, s = (chunk_math.positions((plan.chunk, plan.chunk), axis, plan.reverse) for axis in (0, 1))
     return sum_gates(refs, jnp.where(s <= i, 1.0, 0.0), gates)
 
 
 def sums_to_end(plan: Plan, refs: Refs, gates):
-    """Return the sums of log gates after each token through the chunk's last token, [C, K]."""
+    """Return the sums of log gates after each token through the chunk's last token in scan order, [C, K]."""
     i, s = (chunk_math.positions((plan.chunk, plan.chunk), axis, plan.reverse) for axis in (0, 1))
     return sum_gates(refs, jnp.where(s > i, 1.0, 0.0), gates)
 
 
 def edge_decays(plan: Plan, refs: Refs, gates) -> EdgeDecays:
+    """Return the decays of a unit between tokens and the edges of the chunk. gates: the result of `load_gates`."""
     total = jnp.exp(gates.sum(0, keepdims=True))
     return EdgeDecays(jnp.exp(sums_from_start(plan, refs, gates)), jnp.exp(sums_to_end(plan, refs, gates)), total)
 
 
 def fold_levels(plan: Plan, refs: Refs, gates, body, carry):
-    """Return the carry after carry = body(factor, mask, carry) for each halving of the chunk.
+    """Return the carry after carry = body(factor, mask, carry) for each halving of the chunk, from blocks of C tokens to blocks
+    of 2.
 
     mask [C, C] selects pairs of a token in the later half of a block with one in the earlier half. factor [C, K] is the decay
-    between each token and its block's middle.
+    between each token and its block's middle. gates: the result of `load_gates`.
     """
     C = plan.chunk
     i, s = chunk_math.positions((C, C), 0, plan.reverse), chunk_math.positions((C, C), 1, plan.reverse)
@@ -150,14 +159,15 @@ def fold_levels(plan: Plan, refs: Refs, gates, body, carry):
 
 
 def masked_pairs(plan: Plan, x, y, mask, part: int, width: int, dtype):
-    """Return x y^T of one head of a unit where mask holds, else 0: [C, C]."""
+    """Return x y^T of one head of a unit where mask holds, else 0: [C, C]. x, y: [C, pack * width]. part: the head's number in
+    its unit."""
     product = chunk_math.dot(select_head(plan, x, width, part), y, chunk_math.NT, dtype)
     return jnp.where(mask, product, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """Hold the stages of the forward of one step."""
+    """Hold the stages of the forward of one step. scale: the scale of the step's sequence."""
 
     plan: Plan
     step: Step
@@ -166,23 +176,28 @@ class Forward:
 
     @property
     def dtype(self):
+        """Return the dtype of q, k and v, in which products take their operands."""
         return self.refs.q.dtype
 
     def pairs(self, q, k, mask, part: int):
+        """Return q k^T of one head of a unit where mask holds, else 0: [C, C]. part: the head's number in its unit."""
         return masked_pairs(self.plan, q, k, mask, part, self.plan.K, self.dtype)
 
     def emit_outputs(self, unit, o, pairs, v):
-        """Add the products of pairs [C, C] and v [C, V] of each head to o [C, V], and store it."""
+        """Add the products of pairs [C, C] and v [C, pack * V] of each head to o [C, pack * V], and store o times the scale in
+        VMEM. pairs: a list of one matrix for each head of the unit."""
         for part in range(self.plan.pack):
             v_part = select_head(self.plan, v, self.plan.V, part)
             o += chunk_math.dot(pairs[part], v_part, chunk_math.NN, self.dtype)
         store_unit(self.plan, self.step, self.refs.output, unit, o * self.scale)
 
     def factored_units(self):
+        """Compute the outputs and states of all units in the factored form."""
         for unit in range(self.plan.units):
             self.factored(unit)
 
     def factored(self, unit):
+        """Store a unit's outputs, and replace its state, in the factored form."""
         plan, refs, dtype = self.plan, self.refs, self.dtype
         # [C, K]   [C, K]   [C, V]
         q, k, v = load_rows(plan, self.step, refs, unit)
@@ -197,6 +212,7 @@ class Forward:
         refs.state[unit] = (S * f.enter + block_diagonal(plan, chunk_math.dot(v, k, chunk_math.TN, dtype))) * f.leave
 
     def exact(self, unit):
+        """Store a unit's outputs, and replace its state, in the exact form."""
         plan, refs, dtype, parts = self.plan, self.refs, self.dtype, range(self.plan.pack)
         # [C, K]   [C, K]   [C, V]
         q, k, v = load_rows(plan, self.step, refs, unit)
@@ -224,7 +240,7 @@ def forward(plan: Plan, step: Step, scale, refs: ForwardRefs):
 
 
 def save_states(plan: Plan, step: Step, refs: StateRefs):
-    """Advance the state by one chunk without computing outputs.
+    """Replace the state in VMEM by the state behind the chunk, for all units, without computing outputs.
 
     It takes one exponential for each element, which is exact for every gate, so it needs no check.
     """
@@ -244,7 +260,7 @@ def save_states(plan: Plan, step: Step, refs: StateRefs):
 
 
 class UnitGradient(NamedTuple):
-    """Hold the gradient of a unit. dq and dk lack the pairs of each token with itself, and dq lacks the scale."""
+    """Hold the gradient of a unit in float32. dq and dk lack the pairs of each token with itself, and dq lacks the scale."""
 
     dq: jnp.ndarray  # [C, K]
     dk: jnp.ndarray  # [C, K]
@@ -258,7 +274,7 @@ class UnitGradient(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """Hold the stages of the gradient of one step. The masks are [C, C]."""
+    """Hold the stages of the gradient of one step. scale: the scale of the step's sequence. The masks are [C, C]."""
 
     plan: Plan
     step: Step
@@ -269,33 +285,40 @@ class Backward:
 
     @property
     def dtype(self):
+        """Return the dtype of q, k and v, in which products take their operands."""
         return self.refs.q.dtype
 
     @property
     def parts(self) -> range:
+        """Return the numbers of the heads in a unit."""
         return range(self.plan.pack)
 
     def pairs(self, q, k, mask) -> list:
+        """Return q k^T where mask holds, else 0, for each head of a unit: a list of arrays [C, C]."""
         return [self.pair(q, k, mask, part) for part in self.parts]
 
     def pair(self, q, k, mask, part: int):
+        """Return q k^T where mask holds, else 0, for one head of a unit: [C, C]. part: the head's number in its unit."""
         return masked_pairs(self.plan, q, k, mask, part, self.plan.K, self.dtype)
 
     def d_pairs(self, x: GradientOperands) -> list:
+        """Return do v^T for j before i, else 0, for each head of a unit: a list of arrays [C, C]."""
         return [
             masked_pairs(self.plan, x.d_output, x.v, self.strictly_causal, part, self.plan.V, self.dtype)
             for part in self.parts
         ]
 
     def apply_pairs(self, pairs, x, width: int, dims):
-        """Return the product of each head's pairs [C, C] with its lanes of x, [C, pack * width]. dims: the contracted axes."""
+        """Return the product of each head's pairs [C, C] with its lanes of x [C, pack * width], as one array [C, pack * width].
+        dims: NN, or TN for transposed pairs."""
         products = (
             chunk_math.dot(pairs[part], select_head(self.plan, x, width, part), dims, self.dtype) for part in self.parts
         )
         return sum(products)
 
     def emit_gradients(self, unit, x: GradientOperands, d: UnitGradient):
-        """Store the gradients of a unit, after adding the pairs of each token with itself."""
+        """Store the gradients of a unit in VMEM, after adding the pairs of each token with itself. x: the unit's operands. d:
+        its gradient so far."""
         plan, step, refs, scale = self.plan, self.step, self.refs, self.scale
         Hq, Hk, Hv = plan.heads
         s_before = jnp.where(self.strictly_causal, 1.0, 0.0)
@@ -320,10 +343,12 @@ class Backward:
         store_gradient(plan, step, refs.dv, Hv, unit, d.dv)
 
     def factored_units(self):
+        """Compute the gradients of all units in the factored form."""
         for unit in range(self.plan.units):
             self.factored(unit)
 
     def factored(self, unit):
+        """Store a unit's gradients, and replace dS by dL/dS before the chunk, in the factored form."""
         plan, refs, scale, dtype = self.plan, self.refs, self.scale, self.dtype
         q, k, v, do, S, dS = x = load_gradient_operands(plan, self.step, refs, unit)
         f = middle_factors(plan, refs, load_gates(plan, self.step, refs, unit))
@@ -355,6 +380,7 @@ class Backward:
         self.emit_gradients(unit, x, d)
 
     def exact(self, unit):
+        """Store a unit's gradients, and replace dS by dL/dS before the chunk, in the exact form."""
         plan, refs, scale, dtype = self.plan, self.refs, self.scale, self.dtype
         q, k, v, do, S, dS = x = load_gradient_operands(plan, self.step, refs, unit)
         # [C, K]
@@ -396,7 +422,7 @@ class Backward:
 
 
 def backward(plan: Plan, step: Step, scale, refs: BackwardRefs):
-    """Compute dq, dk, dv, dS before the chunk and the gates' gradient, from S before the chunk and dS after it.
+    """Store dq, dk, dv, dS before the chunk and the gates' gradient, from S before the chunk and dS after it, all in VMEM.
 
     The pair of a token with itself passes no gate. Its terms of dq and dk stay out of the gates' sums, which they would exceed
     by far. The sums use products of rounded factors, and the same rounded factors wherever a pair appears. Therefore the terms

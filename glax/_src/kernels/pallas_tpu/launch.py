@@ -46,12 +46,13 @@ def launch(
 
 
 def when(condition):
-    """Decorate a function as `pl.when` does. A Python bool is decided while tracing."""
+    """Return a decorator that runs a function without arguments if the condition holds, as `pl.when` does. A Python bool is
+    decided while tracing."""
     if isinstance(condition, bool):
         return lambda f: f() if condition else None
     return pl.when(condition)
 
 
 def has_rows(plan: Plan, step: Step) -> bool | jax.Array:
-    """Return whether a step has rows of a sequence. Without packing every step has."""
+    """Return whether a step has rows of a sequence: True without packing, else a traced bool."""
     return step.high > step.low if plan.packed else True

@@ -37,7 +37,7 @@ Ref = Any
 @dataclasses.dataclass(frozen=True)
 class Tokens:
     """Hold the arrays of the tokens in float32, [B, groups, T, heads, K] or [..., V], or references to the blocks of one group
-    of heads. An absent array is None."""
+    of heads. An absent array is None. v, columns and w have the width V."""
 
     q: Any  # times the scale
     k: Any
@@ -50,7 +50,8 @@ class Tokens:
 
     @classmethod
     def of(cls, r: Recurrence, heads: int) -> "Tokens":
-        """Return the arrays of r in groups of `heads` heads. Heads that share q, k or v have copies."""
+        """Return the arrays of r in groups of `heads` heads. Heads that share q, k or v have copies. beta becomes e = beta k
+        and w = beta."""
         erasure, decay = r.erasure or Erasure(), r.decay
         q, k, v = (spread_heads(x, r.num_heads).astype(jnp.float32) for x in (r.q, r.k, r.v))
         head = decay.head if decay.constant is None else r.by_token(decay.constant)
@@ -65,7 +66,7 @@ class Tokens:
         return jax.tree.map(lambda x: in_groups(x.astype(jnp.float32), heads), found)
 
     def at(self, t) -> "Tokens":
-        """Return token t of the references, [heads, K] or [heads, V] each."""
+        """Load token t from the references, [heads, K] or [heads, V] each. t: the token's number in the call, from 0."""
         return jax.tree.map(lambda ref: ref[0, 0, t], self)
 
 
@@ -76,7 +77,7 @@ def in_groups(x, heads: int):
 
 
 def decayed(S, log, axis: int):
-    """Return S with its rows (axis 0) or columns (axis 1) decayed. log: [K, 1] or [1, V]."""
+    """Return S [K, V] with its rows (axis 0) or columns (axis 1) multiplied by e^log. log: [K, 1] or [1, V]."""
     mild = jnp.abs(log) < MILD
     change = log * (1 + log * (1 / 2 + log * (1 / 6 + log * (1 / 24))))  # to 1e-11 below MILD
     factor = jnp.where(mild, change, jnp.exp(log))
@@ -84,8 +85,9 @@ def decayed(S, log, axis: int):
 
 
 def advance(x: Tokens, S: list, before_decay: bool) -> tuple[list, list]:
-    """Return (the states of all heads behind a token, [K, V] each; its outputs, [1, V] each). S: the states before it.
-    before_decay: whether e reads the state before its decay."""
+    """Return (the states of all heads behind a token, a list of [K, V]; its outputs, a list of [1, V]). x: the token, the
+    result of `Tokens.at`. S: the states before it, a list of [K, V]. before_decay: whether e reads the state before its
+    decay."""
     by_key = {name: y.T for name, y in dict(q=x.q, k=x.k, rows=x.rows, e=x.e, b=x.b).items() if y is not None}
     states, outputs = [], []
     for h, before in enumerate(S):
@@ -114,7 +116,8 @@ def advance(x: Tokens, S: list, before_decay: bool) -> tuple[list, list]:
 
 @dataclasses.dataclass(frozen=True)
 class PoolPlan:
-    """Hold how a call is divided into programs, of `heads` heads and `columns` columns each, which divide H and V."""
+    """Hold how a call is divided into programs, of `heads` heads and `columns` columns of their states each, which divide H and
+    V. before_decay: whether e reads the state before its decay."""
 
     B: int
     T: int
@@ -127,20 +130,25 @@ class PoolPlan:
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Return the number of programs. Sequences are last, so that a program and the next have neighbouring sequences."""
+        """Return the number of programs along each axis: groups of heads, groups of columns, sequences. Sequences are last, so
+        that a program and the next have neighbouring sequences."""
         return self.H // self.heads, self.V // self.columns, self.B
 
     @property
     def by_key(self) -> pl.BlockSpec:
+        """Return the specification of a block of tokens of width K: all tokens of a sequence, and the heads of a program."""
         return pl.BlockSpec((1, 1, self.T, self.heads, self.K), lambda h, v, n, *_: (n, h, 0, 0, 0))
 
     @property
     def by_value(self) -> pl.BlockSpec:
+        """Return the specification of a block of tokens of width V: all tokens of a sequence, and the heads and columns of a
+        program."""
         return pl.BlockSpec((1, 1, self.T, self.heads, self.columns), lambda h, v, n, *_: (n, h, 0, 0, v))
 
     @property
     def state(self) -> pl.BlockSpec:
-        """Return the specification of the pool's block: the heads and columns of a program, in row rows[n] for sequence n."""
+        """Return the specification of the pool's block: the heads and columns of a program, in row rows[n] of the pool for
+        sequence n."""
         return pl.BlockSpec((1, self.heads, self.K, self.columns), lambda h, v, n, slots, rows, _: (rows[n], h, 0, v))
 
     def specs(self, tokens: Tokens) -> Tokens:
@@ -151,7 +159,8 @@ class PoolPlan:
 
 
 def rows_of(slots) -> tuple[jax.Array, jax.Array]:
-    """Return (the row of the pool that each sequence's program copies, [B]; whether any sequence has a slot, [1]).
+    """Return (the row of the pool that each sequence's program copies, [B]; whether any sequence has a slot, int32 [1]). slots:
+    [B]; -1 for none.
 
     A null sequence has the row of the last sequence before it that has a slot, or else of the first one that has.
     """
@@ -162,8 +171,12 @@ def rows_of(slots) -> tuple[jax.Array, jax.Array]:
 
 
 def run(plan: PoolPlan, slots, any_used, tokens: Tokens, pool, output, after: Ref | None, scratch: Ref):
-    """Compute one program. pool, after: the block of the pool before and behind the tokens, in the same memory; after is None
-    if the pool does not change. scratch: the states between tokens; it is not read for one token."""
+    """Compute one program: store its outputs, and the states behind the tokens. A null sequence has outputs of 0.
+
+    slots: [B] in scalar memory. any_used: the second result of `rows_of`, there too. The others are blocks in VMEM. pool,
+    after: the block of the pool before and behind the tokens, in the same memory; after is None if the pool does not change.
+    scratch: the states between tokens; it is not read for one token.
+    """
     n, is_used = pl.program_id(2), slots[pl.program_id(2)] >= 0
 
     @pl.when(is_used)
@@ -200,7 +213,11 @@ def run(plan: PoolPlan, slots, any_used, tokens: Tokens, pool, output, after: Re
 
 
 def run_in_pool(r: Recurrence, pool, slots, writes: bool):
-    """Return the outputs [B, T, H, V] of each sequence's tokens, and with `writes` the pool behind them, in the same memory."""
+    """Return the outputs [B, T, H, V] of each sequence's tokens, and if `writes` also the pool behind them, in the same memory:
+    a tuple.
+
+    pool: [P, H, K, V]. slots: [B] in int32, each sequence's row of the pool, or -1 for a null sequence.
+    """
     (B, T), (H, K, V) = r.q.shape[:2], pool.shape[1:]
     block = pool_block_of(r)
     assert block is not None, "the kernel refuses such a state"
@@ -246,6 +263,7 @@ def run_in_pool(r: Recurrence, pool, slots, writes: bool):
 
 
 def is_block(x) -> bool:
+    """Return whether x is the specification of a block, a leaf in a tree of these."""
     return isinstance(x, pl.BlockSpec)
 
 
@@ -253,5 +271,6 @@ recurrent_step = functools.partial(run_in_pool, writes=True)
 
 
 def recurrent_verify(r: Recurrence, pool, slots):
-    """Compute the outputs of each sequence's tokens. Its state is read once, and the pool does not change."""
+    """Return the outputs [B, T, H, V] of each sequence's tokens. Its state is read once, and the pool does not change. pool,
+    slots: as in `run_in_pool`."""
     return run_in_pool(r, pool, slots, writes=False)[0]

@@ -2,6 +2,7 @@
 
 A kernel reads inputs, writes outputs, and holds values between steps in scratch memory. A field is None if the call has no such
 array. Shapes are those of one step's block; C, K, V and R are a plan's chunk, padded widths and `gate_rows`.
+H is the number of a program's heads, and `heads` the number of heads of the array that it reads.
 """
 
 from typing import Any, NamedTuple

@@ -42,7 +42,8 @@ from glax._src.kernels.pallas_tpu.sizes import LANES
 
 
 def save_states(plan: Plan, step: Step, scale, refs: StateRefs):
-    """Save the state before a step, and advance it by the k, v and gates of the step."""
+    """Save the state before a step, and advance it in VMEM by the k, v and gates of the step, and with the delta rule by its
+    erasure."""
 
     @when(step.begins)
     def _():
@@ -56,8 +57,8 @@ def save_states(plan: Plan, step: Step, scale, refs: StateRefs):
 
 
 def backward(plan: Plan, step: Step, scale, refs: BackwardRefs):
-    """Compute dq, dk, dv and the gates' gradients of a step, and the gradient of the initial state, in the opposite order of
-    the recurrence."""
+    """Store dq, dk, dv and the gradients of gates and erasure of a step, and at the end of a sequence those of scale and
+    initial state. The steps come in the opposite order of the recurrence."""
 
     @when(step.begins)
     def _():
@@ -89,7 +90,8 @@ def backward(plan: Plan, step: Step, scale, refs: BackwardRefs):
 
 
 def saved_inputs(plan: Plan, r: Recurrence) -> dict:
-    """Return {name of a reference: (array, block)} for what `backward` reads of the forward scan, which is run here.
+    """Run the forward scan that saves states, and return {field of `BackwardRefs`: (array, specification of its block)} for
+    what `backward` reads of it.
 
     states_before: the state before every step, [B, groups, steps, units, pack * V, pack * K]. inverses: for the delta rule, the
     inverse of every chunk and head in float32, [B, groups, steps, units * pack, C, C].
@@ -119,13 +121,15 @@ class RowGradient(NamedTuple):
 
 
 def row_gradients(plan: Plan, r: Recurrence) -> list[RowGradient]:
+    """Return what `gradient_outputs` and `chunked_vjp` need to know of dq, dk and dv."""
     K, V = r.state_shape[2:]
     Hq, Hk, Hv = plan.heads
     return [RowGradient("dq", Hq, plan.K, K), RowGradient("dk", Hk, plan.K, K), RowGradient("dv", Hv, plan.V, V)]
 
 
 def gradient_outputs(plan: Plan, r: Recurrence) -> tuple[dict, dict]:
-    """Return (the outputs, the scratch arrays) of `backward`, each a dict by the names of references."""
+    """Return (the outputs, the scratch arrays) of `backward`, each a dict by fields of `BackwardRefs`. An output is (shape,
+    dtype, block), and a scratch array (shape, dtype)."""
     T_padded = max(plan.T, plan.chunk)
     scale_terms = (plan.units, 1, plan.lanes + plan.chunk)
     per_head = (plan.gate_rows, plan.chunk)
@@ -159,8 +163,7 @@ def gradient_outputs(plan: Plan, r: Recurrence) -> tuple[dict, dict]:
 
 
 def erasure_gradient_outputs(plan: Plan, erasure: Erasure) -> tuple[dict, dict]:
-    """Return (the outputs, the scratch arrays) of `backward` for the gradient of an erasure, each a dict by the names of
-    references."""
+    """Return (the outputs, the scratch arrays) of `backward` for the gradient of an erasure, as `gradient_outputs` does."""
     T_padded, per_head = max(plan.T, plan.chunk), (plan.gate_rows, plan.chunk)
     if erasure.beta is not None:
         blocks = (plan.B, plan.groups, plan.blocks, *per_head)
@@ -176,7 +179,7 @@ def erasure_gradient_outputs(plan: Plan, erasure: Erasure) -> tuple[dict, dict]:
 
 
 def erasure_gradient(plan: Plan, r: Recurrence, d: dict) -> Erasure | None:
-    """Return the gradient of r's erasure from the kernel's outputs d; None if r has no erasure."""
+    """Return the gradient of r's erasure, in the shapes of r; None if r has no erasure. d: the kernel's outputs by name."""
     if r.erasure is None:
         return None
     K, V = r.state_shape[2:]
@@ -188,12 +191,13 @@ def erasure_gradient(plan: Plan, r: Recurrence, d: dict) -> Erasure | None:
 
 
 def sequence_output(plan: Plan, shape: tuple[int, ...]) -> tuple:
-    """Return (shape, dtype, block) of a float32 output with one block for each sequence and program."""
+    """Return (shape, dtype, block) of a float32 output [N, groups, *shape], with one block for each sequence and program."""
     return (plan.N, plan.groups, *shape), jnp.float32, plan.sequence_block(*shape)
 
 
 def chunked_vjp(r: Recurrence, d_output, d_final, *, config: TPUGradientConfig) -> Recurrence:
-    """Compute the gradient of every input of r."""
+    """Return the gradient of every input of r, in the fields of a Recurrence. d_output, d_final: the cotangents of the output
+    [B, T, H, V] and of the final state [N, H, K, V]."""
     plan = Plan.of(r, config.chunk, config.units, gradient=True)
     K, V = r.state_shape[2:]
     saved = saved_inputs(plan, r)
