@@ -91,7 +91,8 @@ def pooled_refusal(r: Recurrence) -> str | None:
 
 
 def pool_block_of(r: Recurrence) -> tuple[int, int] | None:
-    """Return (heads, columns) of a program on a pool of states, for the call r; None if no program fits."""
+    """Return (heads, columns of their states) of a program on a pool of states, for the call r; None if no program fits
+    VMEM."""
     erasure = r.erasure or Erasure()
     has_row_gates = not (r.decay.head is None and r.decay.key is None and r.decay.constant is None)
     by_key = 2 + has_row_gates + (r.erasure is not None) + (erasure.along is not None)

@@ -64,7 +64,7 @@ class HeadDecays:
     dtype: Any
 
     def entering(self, S):
-        """Return the argument S of `read` for S, the transposed state before the chunk [pack * V, pack * K]: S unchanged. The
+        """Return S, the transposed state before the chunk [pack * V, pack * K], in the form that `read` takes: unchanged. The
         adjoint of this function is the function itself."""
         return S
 
@@ -132,8 +132,8 @@ class HeadDecays:
         return dxs, dks
 
     def leaving(self, dS):
-        """Return the argument of `write_gradient` and `decayed` for dS, the gradient of the state after the chunk, [pack * V,
-        pack * K]: dS unchanged."""
+        """Return dS, the gradient of the state after the chunk [pack * V, pack * K], in the form that `write_gradient` and
+        `decayed` take: unchanged."""
         return dS
 
     def write_gradient(self, k, U, dS):
@@ -306,7 +306,7 @@ def run_units(plan: Plan, step: Step, refs: Refs, body):
 
 
 def side_by_side(units):
-    """Trace the generators of all units, each stage of all of them before the next.
+    """Trace the generators of all units, each stage of all of them before the next. units: an iterable of generators.
 
     The compiler keeps to the order of the trace, so the products of one unit fill the delays of another only where they stand
     beside each other. A generator yields None; for one that has ended, `next` returns its default, which is not None.
@@ -455,8 +455,8 @@ class Backward:
     betas: jnp.ndarray | None
 
     def run(self, unit, decays: HeadDecays | KeyDecays):
-        """Store the gradients of a unit, and the terms of its gates' gradients. It is a generator, which yields between
-        stages."""
+        """Store the gradients of a unit, and the terms of its gates' gradients. The function is a generator, which yields
+        between stages."""
         plan, refs, scale, dtype = self.plan, self.refs, self.scale, decays.dtype
         # [C, K]   [C, K]   [C, V]   [C, V]   [V, K]   [V, K]
         q, k, v, do, S, dS = load_gradient_operands(plan, self.step, refs, unit)

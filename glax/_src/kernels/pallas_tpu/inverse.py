@@ -68,7 +68,7 @@ def join_pairs(first, later, size: int, reverse: bool):
 
 
 def block_dot(x, y, size: int, reverse: bool, x_is_first: bool):
-    """Return x @ y for one block of every pair, to float32, as [C / 2, C]. It is one product for six of the products of the
+    """Return x @ y for one block of every pair, to float32, as [C / 2, C]. One product computes six of the products of the
     three bfloat16 terms x0, x1, x2 and y0, y1, y2.
 
     x [C / 2, C] has one block in each row of blocks: in the lanes of its pair's first block with `x_is_first`, else in those of

@@ -54,8 +54,8 @@ def in_range(plan: Plan, step: Step, refs: Refs):
     """Return whether |M|, |L| and |R| of `glax._src.kernels.common.limits` are in range in every channel of every unit, a
     traced bool.
 
-    Each is at most the sum of |gates| over its half of the chunk. `MiddleFactors` has e^L and e^R as two factors. The state is
-    multiplied by one, then by the other, with the chunk's own part added in between. It is never multiplied by their product.
+    Each of the three is at most the sum of |gates| over its half of the chunk. `MiddleFactors` has e^L and e^R as two factors.
+    The state is multiplied by one, then by the other, with the chunk's own part added in between, and never by their product.
     """
     half = plan.chunk // 2
 
@@ -242,7 +242,7 @@ def forward(plan: Plan, step: Step, scale, refs: ForwardRefs):
 def save_states(plan: Plan, step: Step, refs: StateRefs):
     """Replace the state in VMEM by the state behind the chunk, for all units, without computing outputs.
 
-    It takes one exponential for each element, which is exact for every gate, so it needs no check.
+    The function takes one exponential for each element, which is exact for every gate, so no check of the range is needed.
     """
     dtype = refs.k.dtype
     for unit in range(plan.units):

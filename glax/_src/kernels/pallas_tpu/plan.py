@@ -148,8 +148,8 @@ class Plan:
     def table(self, r: Recurrence) -> Int[Array, "5*steps"] | None:
         """Return the table of steps for packed sequences, by which `step` finds its rows; None if not packed.
 
-        It holds one field after another, each for all steps in the recurrence's order: block, low, high, sequence, and begins +
-        2 ends.
+        The table holds one field after another, each for all steps in the recurrence's order: block, low, high, sequence, and
+        begins + 2 ends.
         """
         if r.boundaries is None:
             return None

@@ -213,8 +213,8 @@ def run(plan: PoolPlan, slots, any_used, tokens: Tokens, pool, output, after: Re
 
 
 def run_in_pool(r: Recurrence, pool, slots, writes: bool):
-    """Return the outputs [B, T, H, V] of each sequence's tokens, and if `writes` also the pool behind them, in the same memory:
-    a tuple.
+    """Return a tuple: the outputs [B, T, H, V] of each sequence's tokens, and if `writes` also the pool behind them, in the
+    same memory.
 
     pool: [P, H, K, V]. slots: [B] in int32, each sequence's row of the pool, or -1 for a null sequence.
     """

@@ -30,18 +30,18 @@ def copy_rows(copy_of, slots):
 
 
 def read_body(slots, pool, rows, arrived):
-    """Copy pool[slots[n]] to rows[n] for every n, in the kernel. arrived: the semaphore of the copies."""
+    """Copy pool[slots[n]] to rows[n], within HBM, for every n whose slot is not -1. arrived: the semaphore of the copies."""
     copy_rows(lambda n, slot: pltpu.make_async_copy(pool.at[slot], rows.at[n], arrived), slots)
 
 
 def write_body(slots, rows, _, pool, arrived):
-    """Copy rows[n] to pool[slots[n]] for every n, in the kernel. arrived: the semaphore of the copies."""
+    """Copy rows[n] to pool[slots[n]], within HBM, for every n whose slot is not -1. arrived: the semaphore of the copies."""
     copy_rows(lambda n, slot: pltpu.make_async_copy(rows.at[n], pool.at[slot], arrived), slots)
 
 
 def call(body, name: str, result: jax.ShapeDtypeStruct, aliases: dict, slots, *arrays):
     """Run a kernel body of one program on arrays in HBM, and return its result. result: the result's shape and dtype. aliases:
-    the index of an operand, slots being 0, to the index of the result that takes its memory."""
+    {the index of an operand, counted from slots: the index of the result that takes its memory}."""
     in_hbm = pl.BlockSpec(memory_space=pltpu.MemorySpace.HBM)
     moved = 2 * len(slots) * result.size // max(result.shape[0], 1) * result.dtype.itemsize
     return pl.pallas_call(

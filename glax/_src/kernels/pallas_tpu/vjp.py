@@ -121,7 +121,7 @@ class RowGradient(NamedTuple):
 
 
 def row_gradients(plan: Plan, r: Recurrence) -> list[RowGradient]:
-    """Return what `gradient_outputs` and `chunked_vjp` need to know of dq, dk and dv."""
+    """Return the descriptions of dq, dk and dv."""
     K, V = r.state_shape[2:]
     Hq, Hk, Hv = plan.heads
     return [RowGradient("dq", Hq, plan.K, K), RowGradient("dk", Hk, plan.K, K), RowGradient("dv", Hv, plan.V, V)]

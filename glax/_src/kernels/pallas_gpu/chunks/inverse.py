@@ -329,8 +329,8 @@ def write_factors(G, H, beta: list, last, factors: Ref):
 def store_inverse(L: Callable, reverse: bool, pair: tuple[Ref, Ref], result: Ref):
     """Store (I + L)^-1 - I in `result` [C, C], in bfloat16.
 
-    L: a function of (size, places, is_counted), so that L is formed where it is used. It returns an array [C, BLOCK] in
-    float32: in its rows [size i, size (i + 1)) it has the BLOCK columns of L from places[i] on. is_counted: a mask of the
+    L: a function of (size, places, is_counted), so that L is formed where it is used. The function returns an array [C, BLOCK]
+    in float32, which in its rows [size i, size (i + 1)) has the BLOCK columns of L from places[i] on. is_counted: a mask of the
     entries that count, the others being 0; None where the others do no harm, because no product of their rows is used. reverse:
     whether L is upper triangular. pair: tiles [C, C] of BLOCK columns, which are overwritten with two terms of operands.
     """
@@ -419,7 +419,8 @@ def inverses_of_blocks(L, reverse: bool):
 
 
 def substitute(context, L, *, reverse: bool):
-    """Lower `inverses_of_blocks` for a FragmentedArray L [C, 16], by forward substitution in MLIR."""
+    """Return (I + L_b)^-1 of the blocks of L, as `inverses_of_blocks` does, for a FragmentedArray L [C, 16] in the layout of
+    products: by forward substitution in operations of MLIR. context: the lowering's context, which is not used."""
     del context
     lane = Lane()
     registers = L.registers.reshape(2, 2)  # [tile of columns, tile of the warp's rows], of two columns each

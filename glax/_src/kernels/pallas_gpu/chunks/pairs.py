@@ -240,8 +240,8 @@ class Program:
     pipeline: PairsPipeline
 
     def place(self):
-        """Return (batch row, chunk of the row, head) of the program. They are computed at each use, so that no register holds
-        them."""
+        """Return (batch row, chunk of the row, head) of the program. The three numbers are computed at each use, so that no
+        register holds them."""
         x = self.operands
         return chunk_of(lax.optimization_barrier(lax.axis_index(PROGRAM)), x.scale.shape[1], x.gates.shape[2])
 
@@ -384,7 +384,8 @@ def measure(p: Program):
 def find_last_level(is_in_range):
     """Return the first level of 0 to FAST_LEVELS - 1 for which is_in_range(level) holds, else LEVELS.
 
-    It is a loop, so that its code exists once: a program executes most of its code once, and waits until that is fetched.
+    The search is a loop, so that its code exists once: a program executes most of its code once, and waits until that is
+    fetched.
     """
 
     def advance(x):
@@ -464,8 +465,8 @@ def scores(p: Program, last):
         P, L = products(p, size)
 
         def bounds(i):
-            """Return the interval of tokens j that token i reads in this level: the first block if i is in the second, and in
-            the last level all earlier tokens of both blocks."""
+            """Return the first and the last token of the interval that token i reads in this level: the first block if i is in
+            the second, and in the last level all earlier tokens of both blocks. All are positions in scan order."""
             return i & -(2 * size), (i & jnp.where(level == last, -1, -size)) - 1
 
         is_of_level = in_interval(p.reverse, bounds)

@@ -273,7 +273,8 @@ class DeltaPipeline(Pipeline):
 
 @dataclasses.dataclass(frozen=True)
 class ChunkProgram:
-    """Hold the references of a program that computes items one after another: one chunk, head and block of K each.
+    """Hold the references of a program that computes items one after another. An item is one chunk, one head and one block of
+    K.
 
     The item's position is computed at each use, so that no register holds it.
     """
@@ -395,7 +396,7 @@ class Program(ChunkProgram):
         return self.by_row(OF_GATES)
 
     def beta(self):
-        """Load the beta of each token [C] into registers by row. It is only called where e is not an operand."""
+        """Load the beta of each token [C] into registers by row. Callers call this function only where e is not an operand."""
         return self.by_row(OF_ERASURE)
 
     def last(self):
@@ -503,7 +504,7 @@ def in_turns(work: Callable, total: int, programs: int, sums: int, p: Program):
 
 
 def only(shared):
-    """Return views of tiles in shared memory without their leading axis of length 1. shared: a tuple of references, or None.
+    """Return views of tiles in shared memory without their leading axis of length 1. shared: a `Tiles`, `States` or None.
 
     The index is behind a barrier of the compiler, which would otherwise hold the addresses of all parts throughout the loop.
     """
@@ -515,8 +516,8 @@ def only(shared):
 
 
 def load(p: Program):
-    """Load the tiles of an item of `delta_gradient` into shared memory, as the role *load*. It waits until the computing roles
-    have read those of the item before."""
+    """Load the tiles of an item of `delta_gradient` into shared memory, as the role *load*, which waits until the computing
+    roles have read those of the item before."""
     x, own, states = p.operands, p.own, p.pipeline.states
     (b, c, h), H = p.place(), p.H
     pl.when(p.turn > 0)(states.acquire)
@@ -544,7 +545,8 @@ def load_keys(p: Program):
 
 
 def load_wide(p: Program):
-    """Load all tiles of `delta_gradient_wide`, those of a step as soon as the step that used their stage is done."""
+    """Load all tiles of `delta_gradient_wide` into shared memory, as the role *load*: those of a step as soon as the step that
+    used their stage is done."""
     plgpu.set_max_registers(REGISTERS[0], action="decrease")
     load_keys(p)
     pl.loop(0, p.steps)(functools.partial(load_step, p))
@@ -572,7 +574,8 @@ def load_step(p: ChunkProgram, step):
 
 
 def compute_queries(p: Program):
-    """Compute A and dq, <S, dS'>, and dg, as the role *queries* of `delta_gradient`."""
+    """Compute A, which *keys* reads, and write dq, dg and the terms of d_scale of an item, as the role *queries* of
+    `delta_gradient`."""
     own = p.own
     V, K = own.states.shape[0], own.K
     p.pipeline.states.wait()
@@ -586,7 +589,8 @@ def compute_queries(p: Program):
 
 
 def compute_keys(p: Program):
-    """Compute B, de and dk, as the role *keys* of `delta_gradient`."""
+    """Compute B and the gradients of keys of an item, as the role *keys* of `delta_gradient`. Write dk, and de if e is an
+    operand, else the terms of d beta."""
     own = p.own
     shape = (C, own.K)
     # [V, C], and terms of [C, V]
@@ -603,7 +607,8 @@ def compute_keys(p: Program):
 
 
 def compute_queries_wide(p: Program):
-    """Compute A, dq and <S, dS'>, and then dg, as the role *queries* of `delta_gradient_wide`."""
+    """Compute A, which *keys* reads, and write dq, dg and the terms of d_scale of an item, as the role *queries* of
+    `delta_gradient_wide`."""
     plgpu.set_max_registers(REGISTERS[1], action="increase")
     nothing = zeros(PAIRS), zeros((C, p.tiles.q.shape[1])), zeros((COLUMNS,), BY_ROW)
     pairs, of_state, edge = lax.fori_loop(0, p.steps, functools.partial(add_queries, p), nothing)
@@ -618,7 +623,7 @@ def add_queries(p: Program, step, totals):
     """Return `totals` plus the terms of a step's columns, in registers. The totals are dO U^T, dO S^T, and <S, dS'> as sums by
     row of the tiles of S.
 
-    It waits for the step's stage, and releases it. step: the step's number in the item.
+    The function waits for the step's stage, and releases the stage. step: the step's number in the item.
     """
     own, ring, stage, (pairs, of_state, edge) = p.own, p.pipeline.columns, p.stage(step), totals
     ring.wait(stage)
@@ -631,7 +636,8 @@ def add_queries(p: Program, step, totals):
 
 
 def compute_keys_wide(p: Program):
-    """Compute B, de and dk, as the role *keys* of `delta_gradient_wide`."""
+    """Compute B and the gradients of keys of an item, as the role *keys* of `delta_gradient_wide`. Write dk, and de if e is an
+    operand, else the terms of d beta."""
     plgpu.set_max_registers(REGISTERS[1], action="increase")
     shape = (C, p.tiles.q.shape[1])
     nothing = zeros(PAIRS), zeros(shape), zeros(shape)
@@ -645,7 +651,7 @@ def compute_keys_wide(p: Program):
 def add_keys(p: ChunkProgram, step, totals):
     """Return `totals` plus the terms of a step's columns, in registers. The totals are dX U^T, dX S^T and U dS'^T.
 
-    It waits for the step's stage, and releases it. step: the step's number in the item.
+    The function waits for the step's stage, and releases the stage. step: the step's number in the item.
     """
     own, ring, stage = p.own, p.pipeline.columns, p.stage(step)
     ring.wait(stage)
@@ -685,7 +691,7 @@ def gradient_of_queries(p: Program, of_state):
 
 
 def store_queries(p: Program, dq):
-    """Write dq, and then dg, to global memory, once both computing roles have read all tiles. It waits until dq has left shared
+    """Write dq, and then dg, to global memory, once both computing roles have read all tiles. Return when dq has left shared
     memory.
 
     dq: the result of `gradient_of_queries`, without the scale.
@@ -707,7 +713,7 @@ def gradient_of_gates(p: Program):
 
 
 def erased_scores(p: Program, pairs):
-    """Return B, [C, C]: -dX U^T decayed from the written token j to the reading of token i. Store it in `Tiles.erase_pairs` as
+    """Return B, [C, C]: -dX U^T decayed from the written token j to the reading of token i. Store B in `Tiles.erase_pairs` as
     two terms of bfloat16.
 
     If e reads before the decay, the pairs of neighbouring tokens are left out of what is stored, but not of the result. B is
@@ -766,18 +772,19 @@ def erased_before_decay(p: Program, of_state, B):
 
 
 def write_de(p: Program, de):
-    """Store de [C, K] in its tile in bfloat16, and start to copy it to global memory. It does not wait for the copy."""
+    """Store de [C, K] in its tile in bfloat16, and start to copy it to global memory. The function does not wait for the
+    copy."""
     p.tiles.de[...] = de.astype(BF16)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(p.tiles.de, p.tokens(p.results.de))
 
 
 def store_keys(p: Program, dk, erased, behind):
-    """Form dk [C, K] and write it to global memory, once both computing roles have read all tiles. Store its sums for dg in
-    `Tiles.numbers`.
+    """Form dk [C, K] and write it to global memory, once both computing roles have read all tiles. Store the sums of dk for dg
+    in `Tiles.numbers`.
 
-    dk, erased: the two results of `erased_gradient`. behind: U dS'^T, [C, K]. It waits for A from *queries*, and at the end
-    until dk has left shared memory.
+    dk, erased: the two results of `erased_gradient`. behind: U dS'^T, [C, K]. The function waits for A from *queries*, and at
+    the end until dk has left shared memory.
     """
     t, shape = p.tiles, behind.shape
     behind = behind * by_row(jnp.exp2(p.last() - p.gates()), shape)

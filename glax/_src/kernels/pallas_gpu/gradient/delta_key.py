@@ -311,7 +311,7 @@ class Program(ChunkProgram):
 
     def lines(self):
         """Return the positions in memory of the rows and of the columns of a [C, C] matrix: two arrays [C] in registers, in the
-        layouts BY_ROW and BY_COLUMN. They are behind barriers of the compiler, so that registers do not hold what loops form
+        layouts BY_ROW and BY_COLUMN. Both are behind barriers of the compiler, so that registers do not hold what loops form
         from them."""
         places = (plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=layout) for layout in (BY_ROW, BY_COLUMN))
         i, j = map(lax.optimization_barrier, places)
@@ -367,8 +367,8 @@ class DeltaKeyPipeline(Pipeline):
 
     @classmethod
     def planned(cls, has_erase: bool = False) -> "DeltaKeyPipeline":
-        """Build the pipeline; its barriers are allocated at launch. has_erase: whether e is an operand, in the place of
-        beta."""
+        """Build the pipeline; its barriers are allocated at launch. has_erase: whether e is an operand, which is then loaded in
+        the place of beta."""
         load, queries, keys = ("load",), ("queries",), ("keys",)
         return cls(
             columns=Ring(STAGES, load, queries + keys, ("d_output", "S", "U", "dS", "dX")),
@@ -455,7 +455,8 @@ def load_lost(p: Program, step):
 
 
 def of_queries(p: Program):
-    """Compute dq, the terms dP^T q of dk, and dg, as the role *queries*."""
+    """Compute dq, the terms dP^T q of dk, and dg, of an item, as the role *queries*. Write dq and dg to global memory, and
+    leave the terms of dk in shared memory for *keys*."""
     t = p.tiles
     nothing = zeros(PAIRS), zeros(SHAPE), zeros((COLUMNS, BLOCK))
     dP, of_state, edge = lax.fori_loop(0, p.steps, functools.partial(add_queries, p), nothing)
@@ -488,7 +489,7 @@ def add_queries(p: Program, step, totals):
     """Return `totals` plus the terms of a step's columns, in registers. The totals are dO U^T [C, C], dO S^T [C, BLOCK], and
     the elementwise products of S and dS' [COLUMNS, BLOCK].
 
-    It waits for the step's stage, and releases it. step: the step's number in the item.
+    The function waits for the step's stage, and releases the stage. step: the step's number in the item.
     """
     own, stage, (pairs, of_state, edge) = p.own, p.stage(step), totals
     p.pipeline.columns.wait(stage)
@@ -500,7 +501,8 @@ def add_queries(p: Program, step, totals):
 
 
 def of_keys(p: Program):
-    """Compute de and dk, as the role *keys*."""
+    """Compute de and dk of an item, as the role *keys*. Write both, or without an erase vector dk and the terms of d beta, to
+    global memory, and leave terms of dg in shared memory for *queries*."""
     t = p.tiles
     nothing = zeros(PAIRS), zeros(SHAPE), zeros(SHAPE)
     add = add_keys_of_two_terms if p.has_erase else add_keys
@@ -532,7 +534,7 @@ def add_keys_of_two_terms(p: Program, step, totals):
     """Return `totals` plus the terms of a step's columns, in registers. The totals are dX U^T [C, C], and dX S^T and U dS'^T,
     [C, BLOCK] each. dX is a sum of two bfloat16 arrays.
 
-    It waits for the step's stage and for `lost`, and releases both. step: the step's number in the item.
+    The function waits for the step's stage and for `lost`, and releases both. step: the step's number in the item.
     """
     own, columns, lost, stage = p.own, p.pipeline.columns, p.pipeline.lost, p.stage(step)
     assert lost is not None
@@ -552,8 +554,8 @@ def finish_keys_apart(p: Program, de, dk):
     """Write de and dk to global memory where e is an operand, and store what *queries* needs for dg. de, dk: their sums over
     pairs, [C, BLOCK] in registers, as `sums_over_pairs` returns them.
 
-    It waits at `exchange` for *queries*, whose terms of dk it adds. `Tiles.behind` is added before, because dg may overwrite
-    that tile after the exchange.
+    The function waits at `exchange` for *queries*, whose terms of dk it adds. `Tiles.behind` is added before, because dg may
+    overwrite that tile after the exchange.
     """
     t = p.tiles
     plgpu.commit_smem()  # all warps have read the tiles
@@ -617,11 +619,11 @@ def whole(pair):
 
 
 def level_matrix(p: Program, size, sign, own: bool = True):
-    """Return the matrix [C, C] whose product with gates sums those between every token and its reference, for blocks of `size`
-    tokens.
+    """Return the matrix [C, C] in bfloat16 whose product with gates sums the gates between every token and its reference, for
+    blocks of `size` tokens.
 
     In every second block these are the gates from its beginning through the token; in every first, those behind the token,
-    times `sign`. With own and sign -1, as in the fast form, it is `reference_matrix` of `chunks/pairs.py`.
+    times `sign`, 1 or -1. With own and sign -1, as in the fast form, it is `reference_matrix` of `chunks/pairs.py`.
 
     own: whether a token's own gate counts to those through it. Otherwise it counts to those behind it, and the first token of
     two blocks has none.
@@ -700,8 +702,8 @@ def sums_over_pairs(p: Program, side: int, left):
             p.pipeline.right.wait()
 
         def product(turned, terms):
-            """Return the level's pairs @ terms, without the product of the second terms of both. turned: whether the pairs are
-            transposed."""
+            """Return the level's pairs @ terms, without the product of the second terms of both. turned: the function that is
+            applied to the tiles of the pairs, `transposed` or the identity. terms: the two terms of a matrix [C, BLOCK]."""
             i, j = p.lines()
             # The highest bit in which the positions of two tokens differ is the size of the blocks between which they lie.
             apart = by_row(i ^ jnp.where(is_fast, 0, size), PAIRS) ^ by_column(j, PAIRS)

@@ -253,7 +253,7 @@ class Block:
 
     def copied(self, name: str, source: Ref) -> Ref:
         """Return the tile of `CopiedTiles` called `name`, after copying `source` to it, if memory has fewer than D columns;
-        else `source`. It waits for the copy. source: a reference in global memory."""
+        else `source`. The function waits for the copy. source: a reference in global memory."""
         if not self.p.plan.narrower:
             return source
         tile, copied = self.p.tiles.copied._asdict()[name], self.p.pipeline.copied
@@ -291,8 +291,8 @@ class Block:
         """Store a token's results, [64] each in bfloat16: dv if `of_values`, else dq, dk or dg, added to those of the blocks of
         V before.
 
-        They go to global memory, or to `CopiedTiles` where memory has fewer than D columns. row: the token's row in the tiles.
-        results: the numbers by result, [64] in float32.
+        The results go to global memory, or to `CopiedTiles` where memory has fewer than D columns. row: the token's row in the
+        tiles. results: the numbers by result, [64] in float32.
         """
         n = self.p.plan
         if n.narrower:

@@ -360,12 +360,12 @@ class Chunk(items.Chunk):
         return scores * jnp.exp2(exponent)
 
     def store_key_scores(self):
-        """Store A^T = scale (k q^T) D^T in shared memory, in bfloat16. It does not wait."""
+        """Store A^T = scale (k q^T) D^T in shared memory, in bfloat16. The function does not wait."""
         A_T, _ = self.scores
         A_T[...] = (self.decayed(product(TILE, (self.k, transposed(self.q)))) * self.scale).astype(BF16)
 
     def store_value_scores(self):
-        """Store dA^T = (v do^T) D^T in shared memory, in two terms of bfloat16. It does not wait."""
+        """Store dA^T = (v do^T) D^T in shared memory, in two terms of bfloat16. The function does not wait."""
         _, (dA_T, rest) = self.scores
         rest[...] = store_rounded(dA_T, self.decayed(product(TILE, (self.v, transposed(self.do)))))
 
@@ -396,7 +396,7 @@ class Chunk(items.Chunk):
     def around(self):
         """Return e^{G_last} sum_v S dS, [64], for the channels of K that this warpgroup has.
 
-        It is code without a loop, for which registers suffice here.
+        The sum is code without a loop, for which registers suffice here.
         """
         s = self.p.tiles
         parts = [(self.t, self.mine, half(part)) for part in range(self.p.plan.team)]
@@ -405,8 +405,8 @@ class Chunk(items.Chunk):
     def queries(self):
         """Return dict(dq, dv), [C, D] each in bfloat16 registers, and q dq / scale by token, [64]. Store terms of dg by `note`.
 
-        It waits in `wait_for_scores` while its first products run, and reports the states read if two warpgroups share the
-        chunk.
+        The function waits in `wait_for_scores` while its first products run. If two warpgroups share the chunk, it reports that
+        the states are read.
         """
         s = self.p.tiles
         A_T, dA_T = self.scores
@@ -430,9 +430,9 @@ class Chunk(items.Chunk):
 
     def keys(self):
         """Return dict(dk), [C, D] in bfloat16 registers, and k . (e^{G_last - G} v dS^T) by token, [64]. Store terms of dg by
-        `note`, and report the states read.
+        `note`, and report that the states are read.
 
-        If two warpgroups share the chunk, it waits in `wait_for_scores` while its first product runs.
+        If two warpgroups share the chunk, the function waits in `wait_for_scores` while its first product runs.
         """
         s = self.p.tiles
         _, dA_T = self.scores

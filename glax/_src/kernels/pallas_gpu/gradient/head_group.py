@@ -307,7 +307,8 @@ def gradient_groups(
 
 
 def gate_gradient(sums: jax.Array, scale: jax.Array, reverse: bool) -> jax.Array:
-    """Return dg [B, chunks, C, H] from the four sums per token of the module's formula, [B, chunks, H, 4, C]; all float32."""
+    """Return dg [B, chunks, C, H] from the four sums per token of the module's formula. sums: [B, chunks, H, 4, C]. scale: [B,
+    chunks]. All are float32. reverse: whether the scan goes from the last token to the first."""
     onward = np.tri(C, dtype=np.float32)
     onward = onward if reverse else onward.T
     # [B, chunks, H, C]
@@ -417,7 +418,7 @@ def other_chunk(chunk):
 
 
 def items(p: Program, item):
-    """Run item(i) for every item of the program, once its q and k are loaded. It waits at the end until all copies to global
+    """Run item(i) for every item of the program, once its q and k are loaded. At the end, wait until all copies to global
     memory are done. item: a function of the item's number among the program's."""
 
     def step(i, _):
@@ -432,7 +433,7 @@ def items(p: Program, item):
 def place_of(p: Program, i):
     """Return (batch row, part of the heads, chunk of the row) of the program's i-th item.
 
-    They are computed at each use, because the compiler would spill values that it holds throughout.
+    The three numbers are computed at each use, because the compiler would spill values that it holds throughout.
     """
     program, i = lax.optimization_barrier((lax.axis_index(PROGRAM), i))
     return p.plan.place(program + i * p.plan.programs)
@@ -472,7 +473,7 @@ def edge(p: Program, slot):
     """Return e^{G_last} sum_v S dS over the columns of a unit, [64] by channel of K: with 128 channels, those 64 apart are
     added. slot: the unit's slot.
 
-    It is a loop, because code without a loop needs too many registers.
+    The sum is a loop, because code without a loop needs too many registers.
     """
 
     def rows(i, total):

@@ -84,7 +84,7 @@ class Items:
 
     @property
     def chunks(self) -> int:
-        """Return the number of chunks of a sequence."""
+        """Return the number of chunks of a batch row, or of all packed sequences."""
         return -(-self.T // C)
 
     @property
@@ -114,11 +114,12 @@ class Items:
 
     @property
     def runs(self) -> int:
-        """Return the number of runs of a sequence."""
+        """Return the number of runs of a batch row."""
         return self.chunks // self.run
 
     def count(self, first):
-        """Return the number of chunks in the items first, first + step, ...: all items of a team."""
+        """Return the number of chunks in the items first, first + step, ...: all items of a team. first: the number of the
+        team's first item."""
         total = self.B * self.runs * self.H
         return lax.div(jnp.maximum(total - first, 0) + (self.step - 1), self.step) * self.run
 
@@ -182,9 +183,9 @@ class ScanOrder:
     """Form masks and matrices [i, j] over the tokens of a chunk as they lie in memory, [64, 64] in registers; `reverse` scans
     them backwards.
 
-    order: a reference to the result of `tokens`, or of `marks` if `resets`. It is read anew for every mask, because the
-    compiler would hold masks that depend on positions alone in registers throughout a loop. `earlier` and `before` exclude
-    pairs that a reset divides, and `later` does not.
+    order: a reference to the result of `tokens`, or of `marks` if `resets`. Every mask reads `order` anew, because the compiler
+    would hold masks that depend on positions alone in registers throughout a loop. `earlier` and `before` exclude pairs that a
+    reset divides, and `later` does not.
     """
 
     reverse: bool

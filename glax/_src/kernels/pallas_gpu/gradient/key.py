@@ -439,7 +439,7 @@ def clear_foreign(c: Chunk, found):
 
 def store_scores(c: Chunk):
     """Store A^T = scale mask(y x^T) without its diagonal, and dA^T = mask(v do^T) in two terms of bfloat16, in the tiles of
-    `Chunk.scores` and `Chunk.rests`. It does not wait."""
+    `Chunk.scores` and `Chunk.rests`. The function does not wait."""
     A_T, dA_T = c.scores()
     parts = range(c.p.plan.team)
 
@@ -540,8 +540,8 @@ def start_values(c: Chunk, dv):
 def around(c: Chunk):
     """Return sum_v S' dS', [64], for this warpgroup's channels of K.
 
-    It is a loop. In code without a loop the compiler reads everything together, and spills what has no registers beside the
-    running products.
+    The sum is a loop. In code without a loop the compiler reads everything together, and spills what has no registers beside
+    the running products.
     """
     s = c.p.tiles
 

@@ -391,7 +391,7 @@ def scale_operands(it: Item):
     """Replace q and k, in shared memory, by x = q e^M and y = k e^-M in two terms of bfloat16 each. Store each token's score
     with itself, and A^T.
 
-    It waits for the gates, q and k, and at the end for the other computing warpgroup.
+    The function waits for the gates, q and k, and at the end for the other computing warpgroup.
     """
     p, w, t, slot = it.p, it.w, it.p.tiles, it.slot
     p.pipeline.gates.wait()
@@ -455,11 +455,11 @@ def step_tiles(it: Item, step):
 
 
 def advance_scores(p: Program, w, i, step, carry):
-    """Return `carry` plus the terms of a step's 64 columns of V, in registers. It holds do S^T, v dS^T, sum_v S dS and dA^T = v
-    do^T.
+    """Return `carry` plus the terms of a step's 64 columns of V, in registers. `carry` holds do S^T, v dS^T, sum_v S dS and
+    dA^T = v do^T.
 
-    It waits for the step's tiles, and releases them. w, i: the warpgroup, and the program's item. step: the step's number in
-    it.
+    The function waits for the step's tiles, and releases them. w: the warpgroup. i: the program's item. step: the step's number
+    in the item.
     """
     it, (dx, dy_state, edge, dA) = Item.of(p, w, i), carry
     stage, v, do, S, dS = step_tiles(it, step)
@@ -472,11 +472,11 @@ def advance_scores(p: Program, w, i, step, carry):
 
 
 def advance_values(p: Program, w, i, step, carry):
-    """Return `carry` plus the terms of a step's 64 columns of V, in registers. It holds do S^T, v dS^T and sum_v S dS. Write
-    these columns of dv.
+    """Return `carry` plus the terms of a step's 64 columns of V, in registers. `carry` holds do S^T, v dS^T and sum_v S dS.
+    Write these columns of dv.
 
-    It waits for the step's tiles, and releases them. w, i: the warpgroup, and the program's item. step: the step's number in
-    it.
+    The function waits for the step's tiles, and releases them. w: the warpgroup. i: the program's item. step: the step's number
+    in the item.
     """
     it, (dx, dy_state, edge) = Item.of(p, w, i), carry
     stage, v, do, S, dS = step_tiles(it, step)
