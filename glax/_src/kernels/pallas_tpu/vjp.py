@@ -57,8 +57,8 @@ def save_states(plan: Plan, step: Step, scale, refs: StateRefs):
 
 
 def backward(plan: Plan, step: Step, scale, refs: BackwardRefs):
-    """Store dq, dk, dv and the gradients of gates and erasure of a step, and at the end of a sequence those of scale and
-    initial state. The steps come in the opposite order of the recurrence."""
+    """Store dq, dk, dv and the gradients of gates and erasure of a step, and at the end of a sequence those of scale, constant
+    decay and initial state. The steps come in the opposite order of the recurrence."""
 
     @when(step.begins)
     def _():

@@ -518,7 +518,7 @@ def scale_tokens(p: Program):
         q, k, erasing, gates = (x.at[:, channels] for x in (t.q, t.k, t.erasing, t.gates[0]))
 
         def decays(matrix):
-            """Return e^{G_last - G} or e^G, [C, CHANNELS]."""
+            """Return e^x, [C, CHANNELS], for the sums x = matrix @ g of the block's gates."""
             return jnp.exp2(p.summed(matrix, channels) * LOG2E)
 
         leaving = lax.optimization_barrier((read(k) * decays(t.y[1])).astype(BF16))

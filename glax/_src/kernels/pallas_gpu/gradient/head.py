@@ -389,7 +389,8 @@ class Chunk(items.Chunk):
         self.p.tiles.sums.at[self.t, role, row][...] = x
 
     def noted(self, row: int):
-        """Return the sum over both roles of what `note` stored in row `row`, [64]."""
+        """Return the sum of what the roles stored in row `row` by `note`, [64] by row. With one warpgroup for a chunk, only
+        QUERIES stores the row EDGE."""
         roles = (QUERIES, KEYS) if row == BEHIND or self.apart else (QUERIES,)
         return sum(plgpu.load(self.p.tiles.sums.at[self.t, role, row], layout=BY_ROW) for role in roles)
 

@@ -444,7 +444,7 @@ def store_scores(c: Chunk):
     parts = range(c.p.plan.team)
 
     def of_keys():
-        """Return y x^T, [C, C], without the product of the second terms of y and x."""
+        """Store A^T, formed from y x^T [C, C] without the product of the second terms of y and x."""
         rests = c.rests()
         pairs = [(c.k.at[part], c.q.at[part]) for part in parts]
         pairs += [(rests.ys.at[part], c.q.at[part]) for part in parts]
