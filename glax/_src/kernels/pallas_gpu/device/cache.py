@@ -45,7 +45,8 @@ OPTIONS = ("jax_enable_x64", "jax_numpy_dtype_promotion", "jax_default_matmul_pr
 
 
 def equal_variables(system) -> dict:
-    """Return for each variable of a constraint system the others that its constraints make equal, in the constraints' order."""
+    """Return a dict from each variable that an `Equals` constraint names to the other variables that are equal to it, directly
+    or through others, in the constraints' order. system: Mosaic GPU's `ConstraintSystem`."""
     from jax.experimental.mosaic.gpu.constraints import Equals, Variable
 
     groups: dict[Variable, list[Variable]] = {}
@@ -60,10 +61,11 @@ def equal_variables(system) -> dict:
 
 @contextlib.contextmanager
 def equal_variables_used_by_jax():
-    """Use `equal_variables` in JAX 0.11 while a kernel is lowered inside; do nothing for other versions.
+    """Replace JAX 0.11's function by `equal_variables` within the `with` block, in which a kernel is lowered. Do nothing for
+    other versions.
 
-    JAX looks the function up in its module, so it is replaced for all threads. One thread at a time is let in: another could take
-    the replacement for JAX's own function, and put it back.
+    JAX looks the function up in its module, so the replacement counts for all threads. One thread at a time may enter the
+    block: a second thread would save the replacement as JAX's own function, and restore the replacement at its end.
     """
     if jax.__version_info__[:2] != (0, 11):
         yield
@@ -83,8 +85,9 @@ def equal_variables_used_by_jax():
 class Kernel:
     """Hold a function of arrays that launches one kernel. The kernel is traced and lowered at its first use.
 
-    key: everything that the kernel depends on. types: the shapes and dtypes of the results. part_of: the call (`Current.call`)
-    that recorded the kernel first.
+    key: everything that the kernel depends on. call: the function. shapes: the shapes and dtypes of its arguments. types: the
+    shapes and dtypes of its results. part_of: the call (`Current.call`) that recorded the kernel first, or None. lowering: a
+    lock that the module's function `lower` holds while it reads `lowered`.
     """
 
     key: Hashable
@@ -96,30 +99,33 @@ class Kernel:
 
     @functools.cached_property
     def traced(self) -> jax.stages.Traced:
+        """Return `call` traced for arguments of `shapes`."""
         return in_no_trace(lambda: jax.jit(self.call, keep_unused=True).trace(*self.shapes))
 
     @functools.cached_property
     def results(self) -> list[ShapedArray]:
-        """Return the shapes and dtypes of the results."""
+        """Return the shapes and dtypes of the results as JAX's abstract arrays."""
         return [ShapedArray(x.shape, x.dtype) for x in self.types]
 
     @functools.cached_property
     def lowered(self) -> bytes:
-        """Return the kernel's own module in MLIR's bytecode, and start to compile it in a thread."""
+        """Return the kernel's own module in MLIR's bytecode, from the cache folder or by `lower`, and start to compile the
+        kernel in a thread."""
         path = in_no_trace(lambda: path_of(self.key))  # where the options of JAX are those of the lowering
         found = KERNELS.made_once(path, self.lower)
         threads().submit(self.compile)
         return found
 
     def lower(self) -> bytes:
-        """Trace and lower the kernel."""
+        """Trace and lower the kernel, and return its module in MLIR's bytecode."""
         traced = self.traced  # outside of the lock, which tracing does not need
         with equal_variables_used_by_jax():
             module = in_no_trace(lambda: traced.lower(lowering_platforms=("cuda",)).compiler_ir())
         return mlir.module_to_bytecode(module)
 
     def compile(self):
-        """Compile the kernel, for Mosaic GPU's cache. An error here occurs again in the program, and is reported there."""
+        """Compile the kernel, so that Mosaic GPU's cache has the machine code. An error here occurs again in the program that
+        contains the kernel, and is reported there."""
 
         def alone(*operands):
             return kernel_p.bind(*operands, kernel=self)
@@ -128,11 +134,11 @@ class Kernel:
 
 
 def path_of(key: Hashable) -> pathlib.PurePath | None:
-    """Return the path of a kernel below the cache folder.
+    """Return the path of a kernel's file below the cache folder, or None if the kernel must not be stored.
 
-    Its name is a digest of the key, this package's code, and the versions and options of JAX. Return None where the key's text
-    may not stand for the key in another process, where the code has been edited since it was imported, and where Mosaic GPU's
-    variables ask to see kernels.
+    The file's name is a digest of the key, this package's code, and the versions and options of JAX. The result is None where
+    the key's text may not stand for the key in another process, because it contains an address in memory; where the code has
+    been edited since it was imported; and where an environment variable MOSAIC_GPU_DUMP... asks to see kernels.
     """
     text = repr(key)
     if " at 0x" in text or is_edited() or any(name.startswith("MOSAIC_GPU_DUMP") for name in os.environ):
@@ -144,8 +150,11 @@ def path_of(key: Hashable) -> pathlib.PurePath | None:
 
 
 class Current(threading.local):
-    """Hold, for each thread, the call whose kernels are recorded, and whether it is for a GPU. Both are None outside of
-    `recording`."""
+    """Hold, for each thread, the call whose kernels are recorded, and whether the call is for a GPU. Both are None outside of
+    `recording`.
+
+    call: the structure of the call's recurrence, and the shape and dtype of each of its arrays.
+    """
 
     call: Hashable = None
     on_gpu: bool | None = None
@@ -160,15 +169,15 @@ kernel_p.def_abstract_eval(lambda *_, kernel: kernel.results)
 
 
 def in_no_trace(f: Callable):
-    """Return f(), called outside of the traces and meshes that surround the caller."""
+    """Return f(), called in a fresh thread, outside of the traces and meshes that surround the caller."""
     with ThreadPoolExecutor(1) as fresh:
         return fresh.submit(f).result()
 
 
 @contextlib.contextmanager
 def recording(r: Recurrence):
-    """Record the kernels that are launched inside as those of one call: the forward of r with or without residuals, or its
-    gradient.
+    """Record the kernels that are launched within the `with` block as those of one call: the forward of r with or without
+    residuals, or its gradient.
 
     The structure and the shapes of r identify the call, and are equal in all three. Calls that JAX traces only to batch or
     divide them have other shapes. The forward without residuals counts, because it often is the first to record a kernel of
@@ -193,8 +202,10 @@ def once(
 ) -> list[jax.Array]:
     """Return call(*operands), where `call` launches one kernel and does nothing else.
 
-    specialisation: everything that the kernel depends on beside the operands' shapes and dtypes. results: the shapes and dtypes
-    of what `call` returns. is_longest: whether the kernel takes longest to compile of those of its gradient.
+    If an operand is traced and the call is for a GPU, a primitive is bound, whose lowering reuses the kernel of an equal key.
+    Otherwise `call` is called. specialisation: everything that the kernel depends on beside the operands' shapes and dtypes.
+    results: the shapes and dtypes of what `call` returns. is_longest: whether the kernel takes longest to compile of those of
+    its gradient.
     """
     on_gpu = Backend.here() is Backend.GPU if current.on_gpu is None else current.on_gpu
     if not (on_gpu and any(isinstance(x, Tracer) for x in operands)):
@@ -209,7 +220,11 @@ def once(
 
 
 def lower(context, *operands, kernel: Kernel):
-    """Emit the one custom call of the kernel's own module, with these operands."""
+    """Emit the one custom call of the kernel's own module for these operands, and return the MLIR values of its results.
+
+    This is the lowering rule of `kernel_p`. If a gradient's longest kernel waits in `longest` for the same call, that kernel is
+    lowered first. context: JAX's lowering context, which is not used.
+    """
     if (ahead := longest.pop(kernel.part_of, None)) is not None:
         with contextlib.suppress(Exception), ahead.lowering:  # an error occurs again in its own program
             _ = ahead.lowered

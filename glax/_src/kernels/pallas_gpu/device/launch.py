@@ -41,8 +41,9 @@ def launch(
     name: the kernel's name in profiles. plan: everything that `body` depends on other than shapes and dtypes. operands: a tree
     of arrays. results: a tree of types, or, if `over`, of arrays that are overwritten. `body` receives references in the place
     of both. scratch: trees of types of shared memory. roles: the number of warpgroups of each role. pipeline: its barriers are
-    allocated, and `body` receives it last; None without barriers. is_longest: whether the kernel takes longest to compile of
-    those of its gradient, and is lowered first.
+    allocated, and `body` receives it last; None without barriers. programs: the number of programs, the size of the grid.
+    is_longest: whether the kernel takes longest to compile of those of its gradient, and is lowered first. params: options of
+    Pallas's compiler.
     """
     arrays, structure = jax.tree.flatten(operands)
     found, of_results = jax.tree.flatten(results)
@@ -84,8 +85,8 @@ def launch(
 
 
 def by_role(roles: Roles, work: Mapping[str, Callable]):
-    """Run work[role] in the warpgroups of each role. If a role has several warpgroups, work[role] receives the index of
-    each."""
+    """Run the function work[role] in the warpgroups of each role. If a role has several warpgroups, the function receives the
+    index of the calling warpgroup among these; else it receives nothing. roles: the number of warpgroups of each role."""
     me, first = lax.axis_index(WARPGROUP), 0
     for role, count in roles.items():
         for index in range(count):

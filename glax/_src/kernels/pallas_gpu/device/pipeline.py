@@ -41,7 +41,8 @@ traced = Traced()
 
 @contextlib.contextmanager
 def acting_as(role: str) -> Iterator[None]:
-    """Check inside that rings, handoffs and meetings are used as they are declared for the role."""
+    """Set the role that is traced within the `with` block. There, rings, handoffs and meetings raise ValueError for a use that
+    is not declared for the role."""
     before, traced.role = traced.role, role
     try:
         yield
@@ -71,12 +72,14 @@ def arrivals(roles: Roles, names: Names, teams: int = 1) -> int:
 class Ring:
     """Pass tiles through slots, which some roles fill ahead of those that read them.
 
-    slots: the number of slots. fill: the roles that fill a slot. read: the roles that wait until it is full. copies: the names
-    of the tiles that copies fill, one for each copy. A copy reports itself; without copies the warpgroups report. released_by:
-    the roles that report when they have read a slot; by default `read`. acquired_by: the roles that wait for these reports
-    before the slot is filled again; by default `fill`. If `fill` or `released_by` is (), no role reports, because something
-    else keeps the order. teams: the number of teams of a role, each with slots of its own. full, free: the barriers, which
-    `Pipeline.of` sets.
+    slots: the number of slots, of all teams together. fill: the roles that fill a slot. read: the roles that wait until it is
+    full. copies: the names of the tiles that copies fill, one for each copy. A copy reports at its end that its tile is full;
+    without copies the warpgroups report. released_by: the roles that report when they have read a slot; by default `read`.
+    acquired_by: the roles that wait for these reports before the slot is filled again; by default `fill`. If `fill` or
+    `released_by` is (), no role reports, because something else keeps the order. teams: the number of teams of a role, each
+    with slots of its own. full, free: the barriers in shared memory, one for each slot, which `Pipeline.of` sets.
+
+    The methods take `slot`, the index of a slot. They raise ValueError if the role being traced is not declared for them.
     """
 
     slots: int
@@ -112,11 +115,12 @@ class Ring:
         return self.read if self.released_by is None else self.released_by
 
     def slot(self, step):
-        """Return the slot of a step."""
+        """Return the slot of a step, if there is one team. step: the number of the fill, from 0."""
         return lax.rem(step, jnp.int32(self.slots))
 
     def acquire(self, slot, step=None):
-        """Wait until the slot has been read. step: the step that fills it; those of the first round do not wait."""
+        """Wait until the slot has been read. step: the number of the fill, from 0; the first `slots` fills do not wait. Without
+        a step, always wait."""
         check(self.acquired_by or self.fill, "acquire a slot")
 
         def wait():
@@ -125,7 +129,8 @@ class Ring:
         wait() if step is None else pl.when(step >= self.slots)(wait)
 
     def copy(self, source: Ref, tile: Ref, slot):
-        """Start a copy that fills a tile of the slot."""
+        """Start a copy from `source` in global memory that fills `tile`, a tile of the slot, in shared memory. Do not wait for
+        the copy."""
         check(self.fill, "fill a slot")
         plgpu.copy_gmem_to_smem(source, tile, self.full.at[slot])
 
@@ -151,7 +156,10 @@ class Handoff:
 
     store: the roles that store it. read: the roles that wait for it. copies: the names of the tiles that copies fill, one for
     each copy; without copies the warpgroups report. returned: whether the storing roles wait until the tile has been read
-    before they store the next.
+    before they store the next. full, free: the barriers in shared memory, which `Pipeline.of` sets; free is None unless
+    `returned`.
+
+    The methods raise ValueError if the role being traced is not declared for them.
     """
 
     store: Names
@@ -176,14 +184,15 @@ class Handoff:
 
     @contextlib.contextmanager
     def storing(self, step=None) -> Iterator[None]:
-        """Wait until the tile has been read, and report at the end that it is stored. The first step does not wait."""
+        """Wait until the tile has been read, run the `with` block, which stores the next, and report that this is stored. step:
+        the number of the store, from 0; the first does not wait. Without a step, always wait."""
         self.acquire() if step is None else pl.when(step > 0)(self.acquire)
         yield
         self.stored()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Wait until the tile is stored, and report at the end that it has been read."""
+        """Wait until the tile is stored, run the `with` block, which reads the tile, and report that it has been read."""
         self.wait()
         yield
         self.release()
@@ -194,12 +203,12 @@ class Handoff:
         plgpu.barrier_wait(self.free)
 
     def copy(self, source: Ref, tile: Ref):
-        """Start a copy that stores the tile."""
+        """Start a copy from `source` in global memory that fills `tile` in shared memory. Do not wait for the copy."""
         check(self.store, "store the tile")
         plgpu.copy_gmem_to_smem(source, tile, self.full)
 
     def stored(self):
-        """Report that the tile is stored."""
+        """Report that this warpgroup has stored its part of the tile."""
         check(self.store, "store the tile")
         plgpu.barrier_arrive(self.full)
 
@@ -209,7 +218,7 @@ class Handoff:
         plgpu.barrier_wait(self.full)
 
     def release(self):
-        """Report that the tile has been read."""
+        """Report that this warpgroup has read the tile."""
         check(self.read, "read the tile")
         plgpu.barrier_arrive(self.free)
 
@@ -219,6 +228,9 @@ class Meeting:
     """Let roles wait until all warpgroups of the roles `of` have arrived.
 
     waiting: the roles that wait; by default `of`. teams: the number of teams of a role, each with a meeting of its own.
+    all_there: the barriers in shared memory, one for each team, which `Pipeline.of` sets.
+
+    The methods raise ValueError if the role being traced is not declared for them.
     """
 
     of: Names
@@ -275,7 +287,8 @@ class Pipeline:
         return dataclasses.replace(self, **changed)
 
     def table(self, roles: Roles) -> str:
-        """Return a table of who waits for whom. Roles that the kernel does not have are left out."""
+        """Return the text of a table of who waits for whom. Roles that the kernel does not have are left out. roles: the number
+        of warpgroups of each role."""
         lines = [("waits", "for", "until")]
         for wait in (wait for name, part in self.parts().items() for wait in part.waits(name)):
             waiting, awaited = ([role for role in names if role in roles] for names in wait[:2])

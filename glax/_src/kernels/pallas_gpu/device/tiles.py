@@ -38,8 +38,9 @@ def in_every_warp(count: int):
 def tiled(*shape, columns: int = 64, dtype: Any = jnp.bfloat16):
     """Return the type of shared memory for tiles, in the layout that the copy engine writes and the tensor cores read.
 
-    columns: the columns of a tile, 16, 32 or 64. A product with a left side in registers takes so many columns of it at a time.
-    A row of a tile has at most 128 bytes, so 32 columns in float32.
+    shape: the last two axes are rows and columns. columns: the columns of a tile, 16, 32 or 64, into which the last axis is
+    divided. A row of a tile has at most 128 bytes, so 32 columns in float32. A product whose left side is in registers takes
+    this many columns of the left side at a time.
     """
     # JAX 0.12 leaves methods of these classes abstract.
     transforms = (
@@ -50,12 +51,16 @@ def tiled(*shape, columns: int = 64, dtype: Any = jnp.bfloat16):
 
 
 def transposed(ref):
-    """Return ref with its two axes exchanged, as an operand of a product."""
+    """Return a view of the matrix `ref` in shared memory with its two axes exchanged, as an operand of a product."""
     return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
 
 
 def product(shape, *pairs) -> jax.Array:
-    """Return the sum of a @ b over the pairs, in float32. b is in shared memory; a is in shared memory or registers."""
+    """Return the sum of a @ b over the pairs, in float32 in registers, once all products have ended. shape: the result's,
+    (rows, columns).
+
+    The calling warpgroup issues the products. b is in shared memory; a is in shared memory or registers; both are bfloat16.
+    """
 
     def scope(total):
         for a, b in pairs:
@@ -66,9 +71,9 @@ def product(shape, *pairs) -> jax.Array:
 
 
 def added(total, *pairs) -> jax.Array:
-    """Return total + the sum of a @ b over the pairs, by products of tensor cores.
+    """Return total + the sum of a @ b over the pairs, by products of tensor cores, once all have ended.
 
-    total: float32 in registers. a: in registers or shared memory; b: in shared memory; both bfloat16.
+    total: [rows, columns] in float32 in registers. a: in registers or shared memory; b: in shared memory; both bfloat16.
     """
 
     def scope(accumulator):
@@ -80,7 +85,11 @@ def added(total, *pairs) -> jax.Array:
 
 
 def added_all(totals, *pairs) -> tuple[jax.Array, ...]:
-    """Return each total plus the sum of a @ b over its pairs. All products run concurrently."""
+    """Return a tuple of each total plus the sum of a @ b over its pairs, once all products have ended. All products run
+    concurrently.
+
+    totals: a tuple of float32 arrays in registers. pairs: for each total a list of (a, b), as in `added`.
+    """
 
     def scope(accumulators):
         for accumulator, of_one in zip(accumulators, pairs, strict=True):
@@ -92,7 +101,7 @@ def added_all(totals, *pairs) -> tuple[jax.Array, ...]:
 
 
 def after(total, running: int = 0):
-    """Return the product `total` once at most `running` later products are still running.
+    """Return the product in the accumulator `total` once at most `running` later products of the warpgroup are still running.
 
     The barrier keeps the compiler from using the product before that.
     """
@@ -110,8 +119,10 @@ def read(ref, layout: SomeLayout = WGMMA) -> jax.Array:
 
 
 def store(ref, x):
-    """Store x in shared memory. JAX 0.12 refuses stores in small pieces and stores with bank conflicts unless
-    `optimized=False`, as here, allows them."""
+    """Store x, in registers, in a reference in shared or global memory.
+
+    JAX 0.12 refuses stores in small pieces and stores with bank conflicts unless `optimized=False`, as here, allows them.
+    """
     store_as_is = getattr(plgpu, "store", None)
     if store_as_is is None:
         ref[...] = x
@@ -120,7 +131,8 @@ def store(ref, x):
 
 
 def clear(found, first, end):
-    """Zero the rows before `first` and from `end` on in each of the tiles `found`, [C, 64].
+    """Zero the rows before `first` and from `end` on in each of the tiles `found`, [C, 64] in bfloat16 in shared memory, in
+    place. All warps of a warpgroup call this.
 
     A fence stands between two tiles, over which the compiler moves no reads. It would otherwise read all tiles together, and
     there are not enough registers for that.
@@ -134,12 +146,12 @@ def clear(found, first, end):
 
 
 def by_row(x, shape) -> jax.Array:
-    """Return x [m] repeated over the columns of [m, n]."""
+    """Return x [m], in the layout BY_ROW, repeated over the columns of [m, n]. shape: (m, n)."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
 def by_column(x, shape) -> jax.Array:
-    """Return x [n] repeated over the rows of [m, n]."""
+    """Return x [n], in the layout BY_COLUMN, repeated over the rows of [m, n]. shape: (m, n)."""
     return lax.broadcast_in_dim(x, shape, [1])
 
 
@@ -154,36 +166,37 @@ def zeros(shape, layout: SomeLayout = WGMMA) -> jax.Array:
 
 
 def high_part(x):
-    """Return float32 x truncated to the bits that bfloat16 has."""
+    """Return float32 x truncated to the bits that bfloat16 has, in float32."""
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & -65536, jnp.float32)
 
 
 def rounded_part(x):
-    """Return float32 x rounded to the bits of bfloat16, halves away from 0. It is not a cast there and back, which XLA
-    drops."""
+    """Return float32 x rounded to the bits of bfloat16, halves away from 0, in float32. A cast there and back would not do,
+    because XLA drops it."""
     return lax.bitcast_convert_type((lax.bitcast_convert_type(x, jnp.int32) + 0x8000) & -65536, jnp.float32)
 
 
 def split(x):
-    """Return x as two terms of bfloat16."""
+    """Return x, in float32, as two terms in bfloat16: x truncated, and the rest."""
     high = high_part(x)
     return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
 
 
 def store_split(pair, x):
-    """Store x as the two terms of a pair of tiles."""
+    """Store x as the two terms of `split` in `pair`, two tiles in shared memory of the shape of x."""
     for tile, term in zip(pair, split(x), strict=True):
         tile[...] = term
     plgpu.commit_smem()
 
 
 def indicator(condition) -> jax.Array:
-    """Return the condition as a matrix of 0 and 1, an operand of a product."""
+    """Return the condition, an array of bool, as 1 and 0 in bfloat16, an operand of a product."""
     return jnp.where(condition, 1.0, 0.0).astype(jnp.bfloat16)
 
 
 def positions(reverse: bool):
-    """Return the positions in scanning order of every row and of every column of a [C, C] matrix, two arrays [C, C]."""
+    """Return the positions in scan order of every row and of every column of a [C, C] matrix, two arrays [C, C] in int32 in
+    registers. reverse: whether the scan goes from the last row to the first."""
     i, j = iota((C, C), 0), iota((C, C), 1)
     return (C - 1 - i, C - 1 - j) if reverse else (i, j)
 
@@ -197,7 +210,9 @@ def positions_again(reverse: bool):
 
 
 def middle_matrix(reverse: bool) -> jax.Array:
-    """Return the matrix whose row i sums the gates from the chunk's middle through token i, with sign -1 before the middle."""
+    """Return the matrix [C, C] in bfloat16, in registers, whose product with gates [C, D] has in row i the sum of the gates
+    from the chunk's middle through token i in scan order. Before the middle it is the sum behind token i up to the middle, with
+    sign -1."""
     i, j = positions(reverse)
     after, before = (j >= HALF) & (j <= i), (j < HALF) & (j > i)
     return (jnp.where(after, 1.0, 0.0) - jnp.where(before, 1.0, 0.0)).astype(jnp.bfloat16)
@@ -217,28 +232,29 @@ def edge_matrix(reverse: bool, adjoint) -> jax.Array:
 
 
 def halves(reverse: bool) -> jax.Array:
-    """Return a matrix [C, C] whose product with gates has the sum of the gates before the chunk's middle in row 0, and of the
-    others in row 1."""
+    """Return the matrix [C, C] of 0 and 1 in bfloat16, in registers, whose product with gates [C, D] has two sums: in row 0 of
+    the gates before the chunk's middle in scan order, and in row 1 of the others. All other rows are 0."""
     row, j = iota((C, C), 0), iota((C, C), 1)
     first, second = (1, 0) if reverse else (0, 1)
     return indicator(((j < HALF) & (row == first)) | ((j >= HALF) & (row == second)))
 
 
 def by_halves(ref):
-    """Return the first 8 rows of a stored matrix of `halves`, transposed to [C, 8], as the right side of a product."""
+    """Return a view [C, 8] of the first 8 rows of `ref`, transposed, as the right side of a product. ref: a matrix [C, C] in
+    shared memory, such as the matrix of `halves`."""
     return transposed(ref.at[pl.ds(0, 8)])
 
 
 def column_of(x, index: int) -> jax.Array:
-    """Return column `index` of the matrix x, by row."""
+    """Return column `index` of the matrix x [m, n] in registers as [m], in the layout BY_ROW."""
     return jnp.sum(jnp.where(iota(x.shape, 1) == index, x, 0.0), axis=1)
 
 
 class EdgeCopies(NamedTuple):
-    """Hold the copies from which a kernel reads the chunks that contain rows without a token, in global memory.
+    """Hold references to the copies from which a kernel reads the chunks that contain rows without a token, in global memory.
 
-    block: for each chunk, the block of C rows of a copy that holds it, or -1. A copy is None if the kernel does not read that
-    array.
+    block: for each chunk, the block of C rows of a copy that holds the chunk, or -1. A copy is None if the kernel does not read
+    that array.
     """
 
     block: Ref  # [chunks]: 0, 1 or 2, the block of C rows of a copy that a chunk is read from; -1 for none
@@ -251,15 +267,17 @@ class EdgeCopies(NamedTuple):
 
 
 def split_edges(kind, operands):
-    """Return (the first operands as a `kind`, a NamedTuple, and the rest as EdgeCopies, or None if there is no rest)."""
+    """Return (the first operands as a `kind`, the rest as EdgeCopies). The second is None if there is no rest. kind: a
+    NamedTuple, whose fields are the first operands."""
     count = len(kind._fields)
     return kind(*operands[:count]), EdgeCopies(*operands[count:]) if operands[count:] else None
 
 
 def load_rows(block: Ref | None, chunk, load: Callable):
-    """Run load(rows, from_copy) with the rows of a chunk, or if a copy holds the chunk, with its rows in the copy.
+    """Run load(rows, from_copy) for the rows of a chunk: a slice of C rows and False, or if a copy holds the chunk, a slice of
+    the copy and True.
 
-    block: [chunks], the field of `EdgeCopies`, or None without copies.
+    block: [chunks], the field of `EdgeCopies`, or None without copies. chunk: the index of the chunk in its row.
     """
     if block is None:
         load(pl.ds(chunk * C, C), False)
@@ -270,9 +288,12 @@ def load_rows(block: Ref | None, chunk, load: Callable):
 
 
 def load_tokens(edges: EdgeCopies | None, name: str, x, at, tile, loaded):
-    """Start to load the rows of x in a chunk, [C, columns], into `tile`, and report to the ring or handoff `loaded`.
+    """Start to load the rows of x in a chunk, [C, columns], into `tile`. If a copy holds the chunk, load from that. Do not
+    wait.
 
-    name: the field of `edges` with the copy of x. at: batch row, chunk, head and columns.
+    name: the field of `edges` with the copy of x. edges: None without copies. x: [B, T, heads, width] in global memory. at:
+    batch row, chunk, head, and a slice of the width. tile: in shared memory. loaded: the barrier at which the copy reports its
+    end.
     """
     b, chunk, head, columns = at
 
