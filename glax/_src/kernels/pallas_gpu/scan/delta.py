@@ -140,7 +140,8 @@ Ref = Any
 
 
 class Operands(NamedTuple):
-    """Hold the operands, in global memory. E counts the segments of all N sequences."""
+    """Hold references to the operands in global memory. E counts the segments of all N sequences. Each field's comment has its
+    shape."""
 
     table: Ref  # [E, 4]: of every segment its batch row, first chunk, number of chunks and sequence
     q: Ref  # [B, T, HQ, K]
@@ -156,8 +157,8 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Hold the results, in global memory. A result that the plan leaves out has one tile. In a wide plan the last two axes of
-    `states` and `last` are exchanged, and nothing is transposed."""
+    """Hold references to the results in global memory. A result that the plan leaves out has one tile. In a wide plan the last
+    two axes of `states` and `last` are exchanged, and nothing is transposed."""
 
     output: Ref  # [B, T, H, V]: O or dV; with e dX in place of dV
     beta: Ref  # [B, chunks, H, V / STRIPE, C]: sums of dX v over a stripe, for the adjoint
@@ -167,6 +168,8 @@ class Results(NamedTuple):
 
     @classmethod
     def types(cls, w: DeltaScan, B: int, T: int, chunks: int, E: int) -> "Results":
+        """Return the shapes and dtypes of the results of plan w. T: the number of rows of the outputs. chunks: the number of
+        chunks of a row. E: the number of segments."""
         output = (B, T, w.H, w.V) if w.writes_tokens else (1, C, 1, STRIPE)
         states = (B, chunks, w.H, *w.upright(w.V, w.K + C)) if w.stores_states else (1, 1, 1, STRIPE, 64)
         has_beta = w.kind == "adjoint" and not w.has_erase
@@ -179,7 +182,8 @@ class Results(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Hold the shared memory. The first six tiles are by stage. The others pass from one warpgroup to another.
+    """Hold references to the shared memory of a program. The first six tiles are by stage. The others pass from one warpgroup
+    to another.
 
     In a wide plan `state`, `tokens` and `lost` are not transposed, and each stripe has a state. In a tight plan v and inverse
     have one stage, and dV overwrites `lost`. With `together` each stripe has a tile of `state`; U overwrites its tile of v, and
@@ -202,6 +206,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def types(cls, w: DeltaScan) -> "Tiles":
+        """Return the types of the tiles of plan w, from which a launch allocates shared memory."""
         n, K = w.stages, w.K
         single, tiled = 1 if w.tight else n, functools.partial(tiles.tiled, columns=w.tile)
         by_stripe = (w.stripes,) if w.together else ()
@@ -241,7 +246,7 @@ class DeltaPipeline(Pipeline):
 
     @classmethod
     def planned(cls, w: DeltaScan) -> "DeltaPipeline":
-        """Build the pipeline for a plan; its barriers are allocated at launch."""
+        """Build the pipeline for plan w. Its barriers are allocated at launch."""
         copies = "k", *("d_output",) * w.is_adjoint, *("v",) * (w.stripes * w.reads_values * (not w.tight)), "factors"
         copies += *("inverse",) * (not w.tight), *("q",) * w.reads_queries
         copies += ("w",) * (w.stripes * w.reads_values * w.has_write)
@@ -259,7 +264,11 @@ class DeltaPipeline(Pipeline):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Hold the plan and the references of one program."""
+    """Hold the plan and the references of one program. edges: copies of the chunks with rows without a token, or None.
+
+    The methods and functions of this file take `step`, the number of a chunk in scan order from 0; `slot`, the stage of shared
+    memory that holds the chunk; and `me`, the index of a *carry* warpgroup, and of its stripe, within the program.
+    """
 
     plan: DeltaScan
     operands: Operands
@@ -269,7 +278,7 @@ class Program:
     pipeline: DeltaPipeline
 
     def place(self):
-        """Return (the index of the program's stripes, the head, the segment). They are computed at each use, so that no
+        """Return (the index of the program's stripes, the head, the segment). These are computed at each use, so that no
         register holds them.
 
         A program has `DeltaScan.stripes` neighbouring stripes. The index of its first stripe is the first number times that.
@@ -281,10 +290,11 @@ class Program:
 
     @property
     def head(self):
+        """Return the index of the program's head among all H heads."""
         return self.place()[1]
 
     def number(self, me=0):
-        """Return the index of the stripe of the state that warpgroup `me` carries."""
+        """Return the index of the stripe of the state that warpgroup `me` carries, among all stripes of the state."""
         return self.place()[0] * self.plan.stripes + me
 
     def stripe(self, me=0):
@@ -292,12 +302,12 @@ class Program:
         return pl.ds(self.number(me) * STRIPE, STRIPE)
 
     def column(self, me, shape):
-        """Return, for each row of [STRIPE, ...], or in a wide plan each column of [..., STRIPE], the column of the state.
-        Columns from V on are those of the matrix M."""
+        """Return, for each row of [STRIPE, ...], or in a wide plan each column of [..., STRIPE], the index of the state's
+        column, in int32 of shape `shape`. Columns from V on are those of the matrix M."""
         return iota(shape, int(self.plan.wide)) + self.number(me) * STRIPE
 
     def field(self, column: int):
-        """Return one column of the segment's row of the table."""
+        """Return the entry of the table in the segment's row and the given column."""
         return self.operands.table[self.place()[2], column]
 
     def count(self):
@@ -305,54 +315,58 @@ class Program:
         return self.field(2)
 
     def chunk(self, step):
-        """Return the chunk that the scan reaches at a step."""
+        """Return the index of the chunk that the scan reaches at a step, counted from the first chunk of the row."""
         first, count = self.field(1), self.count()
         return first + (count - 1 - step if self.plan.descending else step)
 
     def at(self, step, x):
-        """Return the index of batch row, chunk and head at which the chunk of a step lies in x [B, T, heads, width]."""
+        """Return the indices (batch row, chunk, head) at which the chunk of a step lies in x [B, T, heads, width]."""
         return self.field(0), self.chunk(step), quotient(self.head, self.plan.H // x.shape[2])
 
     def own(self, tile, me):
-        """Return the part of a tile for the stripe of warpgroup `me` if two are carried together, else the tile."""
+        """Return the part of a tile for the stripe of warpgroup `me` if a program carries two stripes of a forward
+        (`DeltaScan.together`), else the tile."""
         if not self.plan.together:
             return tile
         # An accumulator's scope takes no reference with a static index from outside.
         return tile.at[lax.optimization_barrier(jnp.int32(me))]
 
     def written(self, slot, me):
-        """Return the tile of U or dX. With `together` it is the stripe's tile of v, in which O replaces U."""
+        """Return the tile that holds U or dX of the chunk in `slot`. With `together` it is the stripe's tile of v, in which O
+        replaces U."""
         return self.own(self.tiles.v.at[slot], me) if self.plan.together else self.tiles.tokens
 
     def rows(self, step, x, me=0):
-        """Return a chunk's rows of x [B, T, H, V], in the columns of the stripe."""
+        """Return the reference [C, STRIPE] to a step's rows of x [B, T, H, V] in global memory, in the columns of the stripe of
+        warpgroup `me`."""
         return x.at[self.field(0), pl.ds(self.chunk(step) * C, C), self.head, self.stripe(me)]
 
     def stored(self, step, first: int, width: int, me=0):
-        """Return the part of the stored states for the chunk of a step: `width` channels from `first` on, in the stripe of
-        warpgroup `me`."""
+        """Return the reference to the part of the result `states` for the chunk of a step: `width` channels from `first` on, in
+        the stripe of warpgroup `me`."""
         chunk = self.results.states.at[self.field(0), self.chunk(step), self.head]
         return chunk.at[self.plan.upright(self.stripe(me), pl.ds(first, width))]
 
     def take_registers(self, role: str):
-        """Take the registers of a role, or give back those that it does not need."""
+        """Set the registers of each thread of the calling warpgroup to the number of its role (`DeltaScan.registers`)."""
         launched = 65536 // (128 * sum(self.plan.roles.values())) // 8 * 8
         count = self.plan.registers[role]
         plgpu.set_max_registers(count, action="increase" if count > launched else "decrease")
 
     def slot(self, step):
-        """Return the stage that holds the chunk of a step."""
+        """Return the stage of shared memory that holds the chunk of a step."""
         slot = self.pipeline.chunks.slot(step)
         # Else the compiler would hold a multiple of the step for each tile, where registers are few.
         return lax.optimization_barrier(slot) if self.plan.together else slot
 
     def values(self, slot, me=0):
-        """Return the tile of v of a slot."""
+        """Return the tile of v [C, STRIPE] of the chunk in `slot`, for the stripe of warpgroup `me`."""
         return self.tiles.v.at[0 if self.plan.tight else slot, me]
 
     @contextlib.contextmanager
     def erasing(self, step, slot):
-        """Provide the tile of e, or with beta the tile of k: wait until e is loaded, and release it at the end."""
+        """Provide the tile of e [C, K], or with beta the tile of k. First wait until e is loaded, and release e after the
+        `with` block."""
         ring = self.pipeline.erasing
         if ring is None:
             yield self.tiles.k.at[slot]
@@ -363,18 +377,19 @@ class Program:
         ring.release(own)
 
     def inverse(self, slot):
-        """Return the tile of R of a slot."""
+        """Return the tile of R [C, C] of the chunk in `slot`."""
         return self.tiles.inverse.at[0 if self.plan.tight else slot]
 
     def state(self, me=0):
-        """Return the tile of the state that *output* reads."""
+        """Return the tile of the state that *output* reads: of the stripe of warpgroup `me`, or in a wide plan the only
+        tile."""
         if not self.plan.wide:
             return self.own(self.tiles.state, me)
         # Behind a barrier of the compiler, which would otherwise hold the addresses of all its parts throughout a loop.
         return self.tiles.state.at[lax.optimization_barrier(jnp.int32(0))]
 
     def by_rows(self, tile):
-        """Return a tile of the state or of tokens as [K or C, STRIPE]."""
+        """Return a tile of the state or of tokens as [K or C, STRIPE]. Without a wide plan this is a transposed view."""
         return tile if self.plan.wide else transposed(tile)
 
     def scale(self):
@@ -382,23 +397,25 @@ class Program:
         return self.operands.scale[self.field(3)]
 
     def factor(self, slot, row: int):
-        """Return a row of factors [C], repeated over the rows of [STRIPE, C]."""
+        """Load a row of factors [C] of the chunk in `slot`, and return it repeated over the rows of [STRIPE, C]. row: BETA,
+        ERASING, LEAVING, WITHIN or GATES of `chunks/inverse.py`."""
         found = plgpu.load(self.tiles.factors.at[slot, row], layout=BY_COLUMN, optimized=False)
         return by_column(found, TOKENS)
 
     def row_factor(self, slot, row: int):
-        """Return a row of factors [C], by row of a matrix."""
+        """Load a row of factors [C], and return it in the layout BY_ROW: one number for each row of a matrix. row: as in
+        `factor`."""
         return plgpu.load(self.tiles.factors.at[slot, row], layout=BY_ROW)
 
     def factor_by_row(self, slot, row: int):
-        """Return a row of factors [C], repeated over the columns of [C, STRIPE]."""
+        """Load a row of factors [C], and return it repeated over the columns of [C, STRIPE]. row: as in `factor`."""
         return by_row(self.row_factor(slot, row), VALUES)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal scans are lowered once
 def delta_scan(w: DeltaScan, rows: int, *operands) -> Results:
-    """Scan every segment of `table`. rows: the number of rows of the outputs. operands: the fields of `Operands`, and of
-    `EdgeCopies` if there are any."""
+    """Scan every segment of `table`, and return the results of plan w. rows: the number of rows of the outputs. operands: the
+    fields of `Operands`, and of `EdgeCopies` if there are any."""
     x, edges = split_edges(Operands, operands)
 
     def body(operands, *refs):
@@ -425,7 +442,7 @@ def delta_scan(w: DeltaScan, rows: int, *operands) -> Results:
 
 
 def load_chunks(p: Program):
-    """Load chunks ahead, as many as shared memory holds.
+    """Do the work of the role *load*: load every chunk as soon as a stage is free.
 
     A tight plan has one tile each for v and for the inverse R. v waits until the chunk before is released, and R until the R
     before is read.
@@ -444,7 +461,8 @@ def load_chunks(p: Program):
 
 
 def loader(p: Program):
-    """Return a function load(step), which starts to load the chunk of a step once its stage is free."""
+    """Return a function load(step), which waits until a stage is free and starts to load the chunk of a step. The role
+    `DeltaScan.loading` calls that function for each step in order."""
     w, x, t, pipe = p.plan, p.operands, p.tiles, p.pipeline
     tokens: list[tuple[str, Ref, Ref, tuple, slice | pl.Slice]] = [("k", x.k, t.k, (), slice(None))]
     if w.is_adjoint:
@@ -487,15 +505,16 @@ def loader(p: Program):
 
 
 def load_values(p: Program, step):
-    """Load v of a chunk into its one tile, once the chunk before has been read."""
+    """Start to load v of a step's chunk into its one tile, in a tight plan. The caller has waited until the tile may be
+    overwritten."""
     x, values = p.operands, p.pipeline.values
     assert values is not None
     load_tokens(p.edges, "v", x.v, (*p.at(step, x.v), p.stripe()), p.values(0), values.full)
 
 
 def carry_state(p: Program, me=0):
-    """Carry S or dS through all chunks, [STRIPE, K], or [K, STRIPE] in a wide plan, and write what leaves the last. me: the
-    index of the warpgroup."""
+    """Do the work of the role *carry*: carry S or dS through all chunks in registers, [STRIPE, K], or [K, STRIPE] in a wide
+    plan, and write the last to global memory."""
     p.take_registers("carry")
     forms = (onward_wide, back_wide) if p.plan.wide else (onward, back)
     S = starting_state(p, me)
@@ -504,8 +523,8 @@ def carry_state(p: Program, me=0):
 
 
 def starting_state(p: Program, me):
-    """Return the warpgroup's stripe of the state before the first chunk, [STRIPE, K], or [K, STRIPE] in a wide plan: the given
-    states or zeros, and the identity in the columns of M."""
+    """Return the warpgroup's stripe of the state before the first chunk, [STRIPE, K], or [K, STRIPE] in a wide plan, in
+    float32: the given states or zeros, and the identity in the columns of M."""
     w, x = p.plan, p.operands
     if w.start:
         place = p.place()[2], p.head, *w.upright(p.stripe(me), slice(None))
@@ -517,7 +536,7 @@ def starting_state(p: Program, me):
 
 
 def onward(p: Program, me, step, S):
-    """Return S' [STRIPE, K] behind a chunk from S before it. Store S, and U, for *output*."""
+    """Return S' [STRIPE, K] behind a step's chunk from S before it, both float32 in registers. Store S and U for *output*."""
     t, slot = p.tiles, p.slot(step)
     p.pipeline.chunks.wait(slot)
     before, through = S.astype(BF16), decayed(p, slot, S)
@@ -549,7 +568,7 @@ def onward(p: Program, me, step, S):
 
 
 def values_to_write(p: Program, slot, me):
-    """Return beta v or w v, [STRIPE, C]."""
+    """Return beta v, w v, or v if there is neither, of the chunk in `slot`: [STRIPE, C] in float32 in registers."""
     v = read(transposed(p.tiles.v.at[slot, me]))
     if not p.plan.has_erase:
         return v * p.factor(slot, BETA)
@@ -557,7 +576,10 @@ def values_to_write(p: Program, slot, me):
 
 
 def back(p: Program, me, step, dS):
-    """Return dS [STRIPE, K] before a chunk from dS' behind it. Store dS' and dX for *output*."""
+    """Return dS [STRIPE, K] before a step's chunk from dS' behind it, both float32 in registers. Store dS' and dX for *output*.
+
+    The argument dS is dS'.
+    """
     t, slot = p.tiles, p.slot(step)
     p.pipeline.chunks.wait(slot)
     behind, through = dS.astype(BF16), decayed(p, slot, dS)
@@ -593,12 +615,14 @@ def back(p: Program, me, step, dS):
 
 
 def decayed(p: Program, slot, S):
-    """Return e^{G_last} S. Call it before a product starts: ptxas would wait for it, because a product has written S."""
+    """Return e^{G_last} S for the state S of a stripe. Call this before a product starts: ptxas would wait for the product,
+    because a product has written S."""
     return lax.optimization_barrier(S * p.tiles.factors[slot, WITHIN, p.plan.last_token])
 
 
 def store_state(p: Program, me, step, S):
-    """Store S [STRIPE, K] for *output*, if there is one."""
+    """Wait until *output* has read the tile of the state, and store S [STRIPE, K], in bfloat16, there. Do nothing in a plan
+    without the role *output*."""
     if not p.plan.has_results:
         return
     with p.pipeline.state.storing(step):
@@ -607,7 +631,11 @@ def store_state(p: Program, me, step, S):
 
 
 def store_tokens(p: Program, me, step, x):
-    """Store x [STRIPE, C] for *output*, if there is one. dX has two terms, for the gradients of beta and of e."""
+    """Store x, which is U or dX, in bfloat16 for *output*: with `together` in the stripe's tile of v, else in the tile `tokens`
+    once *output* has read the last. dX has a second term, for the gradients of beta and of e, in the tile `lost`.
+
+    x: [STRIPE, C] in float32, or [C, STRIPE] in a wide plan. Do nothing in a plan without the role *output*.
+    """
     if not p.plan.has_results:
         return
     written = p.pipeline.written
@@ -627,7 +655,10 @@ def store_tokens(p: Program, me, step, x):
 
 
 def onward_wide(p: Program, me, step, S):
-    """Return S' [K, STRIPE] behind a chunk from S before it. Store S, and U, for *output*."""
+    """Return S' [K, STRIPE] behind a step's chunk from S before it, both float32 in registers. Store S and U for *output*.
+
+    X, and then e^{G_last - G} U, overwrite the tile of v.
+    """
     t, slot = p.tiles, p.slot(step)
     # Formed where it is used: an accumulator's scope takes no reference with a static index from outside.
     values = functools.partial(p.values, slot, me)
@@ -667,9 +698,9 @@ def onward_wide(p: Program, me, step, S):
 
 
 def back_wide(p: Program, me, step, dS):
-    """Return dS [K, STRIPE] before a chunk from dS' behind it. Store dS' and dX for *output*.
+    """Return dS [K, STRIPE] before a step's chunk from dS' behind it, both float32 in registers. Store dS' and dX for *output*.
 
-    me: the index of the stripe. The tiles of dO and of the scores are overwritten.
+    The argument dS is dS'. The tiles of dO and of the scores are overwritten.
     """
     t, slot, inverse = p.tiles, p.slot(step), p.pipeline.inverse
     d_output, tokens = t.d_output.at[slot], t.scores
@@ -710,14 +741,19 @@ def back_wide(p: Program, me, step, dS):
 
 
 def store_wide_state(p: Program, me, step, S):
-    """Store S [K, STRIPE] in bfloat16, for products and for *output*, if there is one."""
+    """Store S [K, STRIPE] in bfloat16, for products and for *output*, if the plan has that role. First wait until *output* has
+    read the tile."""
     with p.pipeline.state.storing(step) if p.plan.has_results else contextlib.nullcontext():
         p.tiles.state[me] = S.astype(BF16)
         plgpu.commit_smem()
 
 
 def form_scores(p: Program):
-    """Form P of all chunks, in columns of `DeltaScan.scored`. No exponent is above 0 for gates <= 0."""
+    """Do the work of the role *score*: form P [C, C] of all chunks, in columns of `DeltaScan.scored`. No exponent is above 0
+    for gates <= 0.
+
+    Where *score* also loads, it starts to load each chunk ahead of its scores.
+    """
     w, t = p.plan, p.tiles
     p.take_registers("score")
     shape = C, w.scored
@@ -755,7 +791,8 @@ def form_scores(p: Program):
 
 
 def write_results(p: Program):
-    """Write the results of all chunks, as the role *output*: outputs, states and U, or dV, dS' and dX."""
+    """Do the work of the role *output*: write the results of all chunks to global memory: outputs, states and U, or dV, dS' and
+    dX."""
     w, t = p.plan, p.tiles
     chunks, written = p.pipeline.chunks, p.pipeline.written
     gives_dX = w.is_adjoint and w.has_erase
@@ -813,14 +850,15 @@ def write_results(p: Program):
 
 
 def outputs_of_state(p: Program, slot, me):
-    """Return scale e^G Q S, [C, STRIPE]."""
+    """Return scale e^G Q S of the chunk in `slot`, [C, STRIPE] in float32 in registers, for the stripe of warpgroup `me`."""
     t = p.tiles
     o = tiles.product(VALUES, (t.q.at[slot], p.by_rows(p.state(me))))
     return o * by_row(p.row_factor(slot, WITHIN) * p.scale(), VALUES)
 
 
 def gradient_of_values(p: Program, step, slot):
-    """Return dV = beta dX, [C, STRIPE], and write the sums of dX v."""
+    """Return dV = beta dX of a step's chunk, [C, STRIPE] in float32 in registers. Write the sums of dX v over the stripe to
+    `Results.beta`."""
     t = p.tiles
     dX = read(p.by_rows(t.tokens)) + read(p.by_rows(t.lost))
     if p.pipeline.values is not None:

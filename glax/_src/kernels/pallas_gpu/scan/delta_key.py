@@ -107,7 +107,7 @@ class DeltaKeyScan(DeltaScan):
 
     @property
     def roles(self) -> dict[str, int]:
-        """Return the roles of warpgroups. There is a *carry* for each stripe."""
+        """Return the number of warpgroups of each role. There is a *carry* for each stripe."""
         return {role: count for role, count in super().roles.items() if role != "score"}
 
     @property
@@ -140,7 +140,8 @@ class DeltaKeyScan(DeltaScan):
 
 
 class Operands(NamedTuple):
-    """Hold the operands, in global memory. All from `inverse` to `decay` are results of `chunks/pairs.py`."""
+    """Hold references to the operands in global memory. All from `inverse` to `decay` are results of `chunks/pairs.py`. Each
+    field's comment has its shape."""
 
     table: Ref  # [E, 4]: of every segment its batch row, first chunk, number of chunks and sequence
     v: Ref  # [B, T, HV, V]
@@ -157,7 +158,7 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Hold the results, in global memory: the fields of `delta.Results`, and dw as `write`."""
+    """Hold references to the results in global memory: the fields of `delta.Results`, and dw as `write`."""
 
     output: Ref  # [B, T, H, V]: O or dV
     beta: Ref  # [B, chunks, H, V / STRIPE, C]: sums of dX v over a stripe, for the adjoint without an erase vector
@@ -169,6 +170,8 @@ class Results(NamedTuple):
 
     @classmethod
     def types(cls, w: DeltaKeyScan, B: int, T: int, chunks: int, E: int) -> "Results":
+        """Return the shapes and dtypes of the results of plan w. T: the number of rows of the outputs. chunks: the number of
+        chunks of a row. E: the number of segments."""
         types = delta.Results.types(w, B, T, chunks, E)
         if w.kind != "adjoint" or not w.has_erase:
             return cls(*types, write=None)
@@ -177,8 +180,8 @@ class Results(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Hold the shared memory. The tiles up to `scores` are by stage; if outputs are formed, `queries` and `scores` have stages
-    of their own. The others pass from one warpgroup to another."""
+    """Hold references to the shared memory of a program. The tiles up to `scores` are by stage; if outputs are formed,
+    `queries` and `scores` have stages of their own. The others pass from one warpgroup to another."""
 
     v: Ref  # [stages, stripes, C, STRIPE]
     d_output: Ref  # [stages, C, STRIPE]
@@ -198,6 +201,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def types(cls, w: DeltaKeyScan) -> "Tiles":
+        """Return the types of the tiles of plan w, from which a launch allocates shared memory."""
         n, K, unused = w.stages, w.K, tiled(8, 64)
         unused_stages = tiled(1, 8, 64)
         of_queries = n if w.is_adjoint else OUTPUT_STAGES
@@ -235,7 +239,7 @@ class DeltaKeyPipeline(Pipeline):
 
     @classmethod
     def planned(cls, w: DeltaKeyScan) -> "DeltaKeyPipeline":
-        """Build the pipeline for a plan; its barriers are allocated at launch."""
+        """Build the pipeline for plan w. Its barriers are allocated at launch."""
         of_values = ("v", *("w",) * w.has_write) * (w.stripes * w.reads_values)
         copies = *w.by_stage, *of_values, *("d_output",) * w.is_adjoint
         # *output* multiplies dX by v, and by beta or w
@@ -247,7 +251,11 @@ class DeltaKeyPipeline(Pipeline):
 
 @dataclasses.dataclass(frozen=True)
 class Program(delta.Program):
-    """Hold the plan and the references of one program, with the classes of this file."""
+    """Hold the plan and the references of one program, with the classes of this file.
+
+    The functions of this file take `step`, `slot` and `me` as those of `scan/delta.py`: the number of a chunk in scan order,
+    the stage that holds the chunk, and the index of the *carry* warpgroup and its stripe.
+    """
 
     plan: Any
     operands: Any
@@ -256,13 +264,14 @@ class Program(delta.Program):
     pipeline: Any
 
     def along(self, tile, shape):
-        """Load n numbers from shared memory, and return them repeated over the rows of [STRIPE, n]."""
+        """Load n numbers from shared memory, and return them repeated over the rows of `shape`, [STRIPE, n]."""
         return by_column(plgpu.load(tile, layout=BY_COLUMN, optimized=False), shape)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal scans are lowered once
 def delta_key_scan(w: DeltaKeyScan, rows: int, *operands) -> Results:
-    """Scan every segment of `table`. rows: the number of rows of the outputs. operands: the fields of `Operands`."""
+    """Scan every segment of `table`, and return the results of plan w. rows: the number of rows of the outputs. operands: the
+    fields of `Operands`."""
     x = Operands(*operands)
 
     def body(operands, *refs):
@@ -286,7 +295,7 @@ def delta_key_scan(w: DeltaKeyScan, rows: int, *operands) -> Results:
 
 
 def load_chunks(p: Program):
-    """Load chunks ahead, as many as shared memory holds."""
+    """Do the work of the role *load*: load every chunk as soon as a stage is free."""
     w, x, t, pipe = p.plan, p.operands, p.tiles, p.pipeline
     p.take_registers("load")
     staged = [(getattr(x, name), getattr(t, name)) for name in w.by_stage]
@@ -315,14 +324,15 @@ def load_chunks(p: Program):
 
 
 def carry_state(p: Program, me=0):
-    """Carry S or dS through all chunks, transposed, [STRIPE, K]. me: the index of the warpgroup."""
+    """Do the work of the role *carry*: carry S or dS through all chunks, transposed, [STRIPE, K] in registers, and write the
+    last to global memory."""
     p.take_registers("carry")
     advance = functools.partial(back if p.plan.is_adjoint else onward, p, me)
     p.results.last[p.place()[2], p.head, p.stripe(me), :] = lax.fori_loop(0, p.count(), advance, starting_state(p, me))
 
 
 def onward(p: Program, me, step, S):
-    """Return S' [STRIPE, K] behind a chunk from S before it. Store S, and U, for *output*."""
+    """Return S' [STRIPE, K] behind a step's chunk from S before it, both float32 in registers. Store S and U for *output*."""
     t, slot = p.tiles, p.slot(step)
     p.pipeline.chunks.wait(slot)
     before, through = S.astype(BF16), decayed(p, slot, S)
@@ -352,7 +362,10 @@ def onward(p: Program, me, step, S):
 
 
 def back(p: Program, me, step, dS):
-    """Return dS [STRIPE, K] before a chunk from dS' behind it. Store dS' and dX for *output*."""
+    """Return dS [STRIPE, K] before a step's chunk from dS' behind it, both float32 in registers. Store dS' and dX for *output*.
+
+    The argument dS is dS'.
+    """
     t, slot = p.tiles, p.slot(step)
     p.pipeline.chunks.wait(slot)
     (behind, *rest), through = terms_of_state(p, dS), decayed(p, slot, dS)
@@ -382,9 +395,9 @@ def back(p: Program, me, step, dS):
 
 
 def terms_of_state(p: Program, dS) -> tuple:
-    """Return dS' [STRIPE, K] in one or two bfloat16 terms, two if `DeltaKeyScan.splits_state`.
+    """Return dS [STRIPE, K] as a tuple of one or two bfloat16 terms, two if `DeltaKeyScan.splits_state`.
 
-    d beta sums dX v over V, and its terms may nearly cancel.
+    The gradient of beta sums dX v over V, and the terms of that sum may nearly cancel.
     """
     if not p.plan.splits_state:
         return (dS.astype(BF16),)
@@ -393,12 +406,14 @@ def terms_of_state(p: Program, dS) -> tuple:
 
 
 def decayed(p: Program, slot, S):
-    """Return e^{G_last} S. Call it before a product starts: ptxas would wait for it, because a product has written S."""
+    """Return e^{G_last} S for the state S [STRIPE, K]. Call this before a product starts: ptxas would wait for the product,
+    because a product has written S."""
     return lax.optimization_barrier(S * p.along(p.tiles.decay.at[slot], S.shape))
 
 
 def write_results(p: Program):
-    """Write the results of all chunks, as the role *output*. Outputs leave through the tile of their P."""
+    """Do the work of the role *output*: write the results of all chunks to global memory. Outputs leave through the tile of
+    their P."""
     w, t = p.plan, p.tiles
     p.take_registers("output")
 
@@ -440,7 +455,10 @@ def write_results(p: Program):
 
 
 def gradient_of_values(p: Program, step):
-    """Return dV, [C, STRIPE]: beta dX or w dX. Write the sums of dX v, or store dw = dX v."""
+    """Return dV of a step's chunk, [C, STRIPE] in float32 in registers: beta dX, w dX, or dX without a write gate.
+
+    Also write the sums of dX v to `Results.beta`, or with a write gate store dw = dX v in the tile `write`.
+    """
     w, t, slot = p.plan, p.tiles, p.slot(step)
     if not w.reads_values:
         return read(transposed(t.tokens)) + read(transposed(t.lost))

@@ -57,7 +57,8 @@ Ref = Any
 
 
 def place_of_item(groups: int, item):
-    """Return the group of a chunk and head, the `item`-th of all, and the index in the group.
+    """Return (the group, the index in the group) of a chunk and head. item: their index among all pairs of a chunk and a head,
+    in which heads vary fastest. groups: the number of groups.
 
     Heads of a chunk lie in different groups, because gates are often out of range in all of them.
     """
@@ -65,20 +66,24 @@ def place_of_item(groups: int, item):
 
 
 def shape_of_flags(items: int) -> tuple[int, int]:
-    """Return the shape of the flags of `items` pairs of a chunk and a head, (groups, items of a group), indexed by
-    `place_of_item`."""
+    """Return the shape (groups, items of a group) of the array of flags, which `place_of_item` indexes. items: the number of
+    pairs of a chunk and a head.
+
+    The second number is rounded up to a multiple of FLAGS.
+    """
     return EXACT_GROUPS, -(-items // (EXACT_GROUPS * FLAGS)) * FLAGS
 
 
 def state_layout(rows: int):
-    """Return the layout of [*GROUPS, rows, COLUMNS], in which a thread has all rows of one group in every eighth column."""
+    """Return the layout in registers of a state [*GROUPS, rows, COLUMNS], in which a thread has all rows of one group in every
+    eighth column."""
     tiling = Tiling(((*GROUPS, rows, COLUMNS), (8,), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-6,), lane_dims=(-5, -2), vector_dim=-1)
 
 
 class Operands(NamedTuple):
-    """Hold the references of the operands, in global memory: the table of segments, flags of chunks, tokens, gates and
-    scale."""
+    """Hold references to the operands in global memory: the table of segments, flags of chunks, tokens, gates and scale. Each
+    field's comment has its shape."""
 
     table: Ref  # [E, 4], or [E, 7] of a plan that clears rows
     flags: Ref  # `shape_of_flags`: `by_group` of `key_scan`
@@ -87,12 +92,13 @@ class Operands(NamedTuple):
     v: Ref  # [B, T, HV, V]
     gates: tuple[Ref, ...]  # the terms, [B, T, H, K] each
     scale: Ref  # [N + 1]
-    newest: Ref = None  # [B, chunks, C], of a plan with resets: `resets.newest_resets`
+    newest: Ref = None  # [B, chunks, C], of a plan with resets: `rows.newest_resets`
 
 
 class Tiles(NamedTuple):
-    """Hold the shared memory. q, k, v and gates: the next tokens as loaded. query, key, decay, value: the tokens that are
-    scanned, in float32."""
+    """Hold references to the shared memory of a program. q, k, v and gates: the next tokens as loaded. query, key, decay,
+    value: the tokens that are scanned, in float32. shares: each thread's terms of the outputs. newest: `rows.newest_resets` of
+    the chunk."""
 
     q: Ref  # [SLOTS, TOKENS, K]
     k: Ref  # [SLOTS, TOKENS, K]
@@ -107,6 +113,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def types(cls, w: Scan) -> "Tiles":
+        """Return the types of the tiles of plan w, from which a launch allocates shared memory."""
         tokens = plgpu.SMEM((SLOTS, TOKENS, w.K), jnp.bfloat16)
         factors = plgpu.SMEM((TOKENS, *GROUPS, w.K // math.prod(GROUPS)), jnp.float32)
         return cls(
@@ -131,7 +138,7 @@ class ExactPipeline(Pipeline):
 
     @classmethod
     def planned(cls, w: Scan) -> "ExactPipeline":
-        """Build the pipeline for a plan; its barriers are allocated at launch."""
+        """Build the pipeline for plan w. Its barriers are allocated at launch."""
         return cls(Ring(SLOTS, ("compute",), ("compute",), (*("gates",) * w.terms, "q", "k", "v"), released_by=()))
 
 
@@ -139,7 +146,10 @@ class ExactPipeline(Pipeline):
 class Chunk:
     """Hold the position of one chunk and head, and one program's columns of the state.
 
-    o: the outputs, [B, rows of chunks, H, V]. segment: the row of the table of the chunk's segment.
+    o: the outputs in global memory, [B, rows of chunks, H, V]. batch: the batch row. chunk: the index of the chunk in the rows
+    of o. columns: the slice of V. segment: the row of the table of the chunk's segment.
+
+    A chunk has PARTS parts of TOKENS tokens. In this file `part` is the index of a part in scan order.
     """
 
     plan: Scan
@@ -185,23 +195,23 @@ class Chunk:
         return lax.broadcast_in_dim(x, self.state_shape, [3])
 
     def first_row(self, part):
-        """Return the row within the chunk at which the `part`-th TOKENS tokens in scan order begin."""
+        """Return the row within the chunk at which a part begins."""
         return self.plan.chunk_at(part, PARTS) * TOKENS
 
     def of_keys(self, x, part):
-        """Return the rows [TOKENS, K] of x [B, T, heads, K] for the `part`-th tokens in scan order."""
+        """Return the reference [TOKENS, K] to the rows of a part in x [B, T, heads, K]."""
         head = self.plan.blocks.of_keys(self.head, self.plan.H, x.shape[2])
         channels = span(0, self.plan.K, x.shape[3])
         return x.at[self.batch, pl.ds(self.base + self.first_row(part), TOKENS), head, channels]
 
     def of_values(self, x, part):
-        """Return the rows [TOKENS, COLUMNS] of x [B, T, heads, V] for the `part`-th tokens in scan order."""
+        """Return the reference [TOKENS, COLUMNS] to the rows of a part in x [B, T, heads, V]."""
         head = self.plan.blocks.of_values(self.head, self.plan.H, x.shape[2])
         return x.at[self.batch, pl.ds(self.base + self.first_row(part), TOKENS), head, self.columns]
 
     def own(self, x, part, layout):
-        """Return x [TOKENS, ...] with 0 in the rows that do not belong to the chunk's sequence, which may hold NaN. part: the
-        index of the tokens in scan order."""
+        """Return x [TOKENS, ...], the rows of a part in registers, with 0 in the rows that do not belong to the chunk's
+        sequence. These may hold NaN. layout: the layout of x."""
         if not self.plan.clears:
             return x
         table, e, row = self.operands.table, self.segment, self.base + self.first_row(part)
@@ -210,7 +220,7 @@ class Chunk:
 
 
 def load(c: Chunk, part):
-    """Load the rows of the `part`-th TOKENS tokens in scan order into their slot of shared memory."""
+    """Start to load the rows of a part into their slot of shared memory. Do nothing if `part` is not below PARTS."""
     slot, at = remainder(part, SLOTS), c.operands
 
     @pl.when(part < PARTS)
@@ -224,7 +234,8 @@ def load(c: Chunk, part):
 
 
 def form_factors(c: Chunk, part, slot):
-    """Store e^g, k and q of the `part`-th TOKENS tokens in float32, with 0 in rows of another sequence."""
+    """Store e^g, k, q and v of a part in shared memory in float32, with 0 in rows of another sequence. slot: the slot of the
+    part."""
     t, flat = c.tiles, plgpu.Layout.WG_STRIDED((TOKENS, c.plan.K), vec_size=4)
 
     def by_group(x):
@@ -241,8 +252,11 @@ def form_factors(c: Chunk, part, slot):
 
 
 def scan_tokens(c: Chunk, part, S):
-    """Return the state [*GROUPS, rows, COLUMNS] behind the `part`-th TOKENS tokens, whose factors are stored. Store every
-    thread's share of their outputs."""
+    """Return the state [*GROUPS, rows, COLUMNS] behind a part, whose factors are stored. Store every thread's share of the
+    outputs of its tokens in `Tiles.shares`.
+
+    S: the state before the part, in registers.
+    """
     w, t, layout = c.plan, c.tiles, state_layout(c.rows)
     of_key, of_value = layout.reduce(3), layout.reduce(0).reduce(0).reduce(0)
 
@@ -265,14 +279,14 @@ def scan_tokens(c: Chunk, part, S):
 
 
 def passes(c: Chunk, i):
-    """Return 0.0 if the chunk's i-th token resets the state, else 1.0."""
+    """Return 0.0 if the chunk's i-th token in scan order resets the state, else 1.0."""
     row = c.plan.chunk_at(i, C)
     return (c.tiles.newest[row] != i).astype(jnp.float32)
 
 
 def add_outputs(c: Chunk, part):
-    """Add the outputs of the `part`-th TOKENS tokens, scale times the sums of their threads' shares, to the outputs that
-    `key_scan` has written."""
+    """Add the outputs of a part, scale times the sums of its threads' shares, to the outputs that `key_scan` has written in
+    global memory."""
     row = c.chunk * C + c.first_row(part)
 
     @pl.when(row < c.o.shape[1])
@@ -286,7 +300,7 @@ def add_outputs(c: Chunk, part):
 
 
 def scan_chunk(c: Chunk):
-    """Scan the tokens of one chunk from a state of zeros, and add their outputs."""
+    """Scan the tokens of one chunk from a state of zeros, and add their terms to the outputs in global memory."""
     for part in range(SLOTS):
         load(c, part)
     if c.plan.resets:
@@ -307,7 +321,11 @@ def scan_chunk(c: Chunk):
 
 
 def scan_group(w: Scan, at: Operands, o: Ref, t: Tiles, pipeline: "ExactPipeline"):
-    """Scan those chunks of the program's group that are out of range, in the program's columns. o: the outputs."""
+    """Scan those chunks of the program's group that are out of range, in the program's columns. This is the whole work of a
+    program.
+
+    at: the operands. o: the outputs in global memory, which are changed in place. t: the tiles.
+    """
     (B, T, H, V), groups = o.shape, at.flags.shape[0]
     blocks = V // COLUMNS
     chunks = -(-T // C)
@@ -343,7 +361,8 @@ def scan_group(w: Scan, at: Operands, o: Ref, t: Tiles, pipeline: "ExactPipeline
 
 
 def segment_of(table, batch, chunk):
-    """Return the segment of a chunk by bisection: the last segment in the table that begins at or before the chunk."""
+    """Return the index of a chunk's segment in `table`, by bisection: the last segment that begins at or before the chunk.
+    batch: the chunk's batch row."""
 
     def halve(_, between):
         low, high = between
@@ -360,8 +379,8 @@ def segment_of(table, batch, chunk):
 def exact_outputs(w: Scan, table, flags, q, k, v, g, scale, o, newest=None):
     """Return the outputs [B, T, H, V] in bfloat16. In chunks out of range the terms of the chunk's own tokens are added to o.
 
-    flags: `Results.by_group` of `key_scan`. o: the outputs of `key_scan`, with T rows of chunks. The other operands are as in
-    `key_scan`.
+    flags: `Results.by_group` of `key_scan`. o: the outputs of `key_scan`, with T rows of chunks. g: a sequence of the terms of
+    the gates. newest: `rows.newest_resets`, for a plan with resets. The other operands are as in `key_scan`.
     """
     return launch(
         "exact_outputs",

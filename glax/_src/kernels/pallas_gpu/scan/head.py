@@ -63,7 +63,10 @@ Pair = tuple[Ref, ...]  # two references, one for each head
 
 
 class Operands(NamedTuple):
-    """Hold the operands, in global memory: the table of segments, tokens, the gates' sums and the states that enter."""
+    """Hold references to the operands in global memory: the table of segments, tokens, sums of gates and the states that enter.
+
+    Each field's comment has its shape. E counts segments, and N sequences.
+    """
 
     table: Ref  # [E, 4] or [E, 5]
     q: Ref  # [B, T, HQ, K]
@@ -82,14 +85,16 @@ class Operands(NamedTuple):
 
     @classmethod
     def of(cls, w: Scan, *given) -> "Operands":
-        """Return the operands by name. given: the operands that the plan w has, in the order of the fields."""
+        """Return the operands by name. given: the operands that the plan w has, in the order of the fields. Absent fields
+        become None."""
         count = cls._fields.index("edges")
         edges = given[count : count + 4] if w.edges else (None,) * 4
         return cls(*given[:count], *edges, *given[count + 4 * w.edges :])
 
 
 class Results(NamedTuple):
-    """Hold the results in global memory: outputs, stored and final states, log decays of segments, and the caller's states.
+    """Hold references to the results in global memory: outputs, stored and final states, log decays of segments, and the states
+    of `states_every`.
 
     Each field's comment has its shape. A result that the plan leaves out has one tile.
     """
@@ -102,13 +107,15 @@ class Results(NamedTuple):
 
     @classmethod
     def types(cls, w: Scan, B: int, T: int, E: int) -> "Results":
+        """Return the shapes and dtypes of the results of plan w. T: the number of rows of q, k and v. E: the number of
+        segments."""
         log = jax.ShapeDtypeStruct((E, w.H, 1), jnp.float32)
         return cls(*w.results(B, w.rows_of_chunks(T), E), log, w.behind_type(B) if w.stores_behind else None)
 
 
 class Tiles(NamedTuple):
-    """Hold the shared memory of a program. A tile that the plan does not use has the smallest size. Each field's comment has
-    its shape."""
+    """Hold references to the shared memory of a program. A tile that the plan does not use has the smallest size. Each field's
+    comment has its shape."""
 
     q: Ref  # [stages, C, K]
     k: Ref  # [stages, C, K]
@@ -120,6 +127,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def types(cls, w: Scan) -> "Tiles":
+        """Return the types of the tiles of plan w, from which a launch allocates shared memory."""
         K, stages, columns, W = w.K, w.stages, w.columns, w.consumers
         tiled = functools.partial(tiles.tiled, columns=w.tile)
         return cls(
@@ -134,32 +142,36 @@ class Tiles(NamedTuple):
 
 
 def roles_of(w: Scan) -> dict[str, int]:
-    """Return the number of warpgroups of each role."""
+    """Return the number of warpgroups of each role in a program of plan w. The order of the dict is the order of the
+    warpgroups."""
     return dict(output=1, carry=1, load=1) if w.outputs else dict(carry=w.consumers, load=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadPipeline(Pipeline):
-    """Hold the barriers between the roles of the kernel. tokens: the tiles that are loaded for a chunk. state: the state before
-    a chunk."""
+    """Hold the barriers between the roles of the kernel. tokens: the ring of the tiles that *load* fills for a chunk. state:
+    the handoff of the state before a chunk from *carry* to *output*."""
 
     tokens: Ring
     state: Handoff
 
     @classmethod
     def planned(cls, w: Scan, heads: int = 1) -> "HeadPipeline":
-        """Build the pipeline for a plan with one or two heads to a program; its barriers are allocated at launch."""
+        """Build the pipeline for plan w. Its barriers are allocated at launch. heads: the heads of a program, 1 or 2."""
         copies = *("gates",) * heads, "k", *("q",) * w.outputs, *("v",) * heads
         return cls(Ring(w.stages, ("load",), ("output", "carry"), copies), Handoff(("carry",), ("output",)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Hold one program of `head_scan`, and its position.
+    """Hold the references of one program of `head_scan`, and the program's position.
 
-    block, h, e: the block of columns, head and segment. batch: the row of the operands. first, count: the first chunk of the
-    scan and the number of chunks. factor: the scale of the sequence. adjoint: 0, or 1 in a scan of dL/dS; traced in a `two_way`
-    scan. two_terms: the log2 decay of a chunk above which values have two terms.
+    warpgroup: the index of the calling warpgroup. block: the index of the program's columns of V. h: the head. e: the segment,
+    a row of the table. batch: the row of the operands. first: the first chunk of the scan. count: the number of chunks. factor:
+    the scale of the sequence. adjoint: 0, or 1 in a scan of dL/dS; traced in a `two_way` scan. two_terms: the log2 decay of a
+    chunk above which values have two terms.
+
+    The methods take `step`, the number of a chunk in the order of the scan, from 0.
     """
 
     plan: Scan
@@ -180,7 +192,7 @@ class Program:
 
     @classmethod
     def of(cls, w: Scan, operands: Operands, *refs) -> "Program":
-        """Return the program. refs: the results, the tiles and the pipeline."""
+        """Return the program that the calling warpgroup belongs to. refs: the results, the tiles and the pipeline."""
         program, warpgroup = lax.axis_index(PROGRAM), lax.axis_index(WARPGROUP)
         block, h, e = program_indices(program, w.V // w.columns, w.H)
         batch, first, whole, n = (operands.table[e, i] for i in range(4))
@@ -194,7 +206,10 @@ class Program:
         return p.without_what_ends() if w.lookback else p
 
     def without_what_ends(self) -> "Program":
-        """Return the program without the leading chunks whose tokens decay to 0 before the segment's end."""
+        """Return the program without the leading chunks whose tokens decay to 0 before the segment's end.
+
+        The sums of the gates of the last `Scan.lookback` chunks are read from global memory, and decide `first` and `count`.
+        """
         w, gates, whole, first = self.plan, self.operands.gates, self.count, self.first
         through, alive, found = 0.0, True, 1
         for i in range(w.lookback):
@@ -209,15 +224,15 @@ class Program:
 
     @property
     def columns(self):
-        """Return the program's columns of V."""
+        """Return the slice of V that holds the program's columns of the state."""
         return span(self.block * self.plan.columns, self.plan.columns, self.plan.in_memory[1])
 
     def chunk(self, step):
-        """Return the chunk that the scan reaches at a step."""
+        """Return the index of the chunk that the scan reaches at a step, counted from the first chunk of the row."""
         return self.first + self.plan.chunk_at(step, self.count, self.adjoint)
 
     def state_behind(self, step):
-        """Return the index of the caller's state behind a step's chunk, and whether there is one."""
+        """Return the index of the state of `states_every` that follows a step's chunk, and whether such a state exists."""
         return self.plan.state_behind(self.chunk(step), self.operands.gates.shape[1])
 
 
@@ -226,8 +241,8 @@ def head_scan(w: Scan, table, q, k, v, G, scale, start, *rest) -> ScanResults:
     """Scan every segment of `table` with per-head gates. The stored states are those that enter the chunks. No chunk is out of
     range.
 
-    A `two_way` scan begins at the first chunk of its segment behind which the decay is not 0 in float32. The log decays
-    that it returns may exclude the chunks before. They are then so low that they stand for -inf.
+    A `two_way` scan begins at the first chunk of its segment behind which the decay is not 0 in float32. The log decays that it
+    returns may exclude the chunks before. They are then so low that they stand for -inf.
 
     G: [B, chunks, H, C] in float32, the sums of log2 gates from where the scan enters each chunk. table, q, k, v, scale, start:
     as in `key_scan`. rest: the fields of `Operands` from `edges` on that the plan has.
@@ -263,13 +278,17 @@ def head_scan(w: Scan, table, q, k, v, G, scale, start, *rest) -> ScanResults:
 
 
 def tokens(p: "Program | PairProgram", x, head, step, *columns):
-    """Return the rows [C, ...] of one head of x [B, T, heads, ...] at a step."""
+    """Return the reference [C, ...] to a step's rows of x [B, T, heads, ...] in global memory. head: the head of x. columns: a
+    slice of the last axis, or nothing for all of it."""
     return x.at[(p.batch, pl.ds(p.chunk(step) * C, C), head, *columns)]
 
 
 def load(p: "Program | PairProgram", x, edges, head, step, tile, slot, *columns):
-    """Load the rows of one head of x at a step into `tile`. If the chunk contains rows without a token, load them from `edges`,
-    the copy of x."""
+    """Start to load the rows of one head of x at a step into `tile`, as the role *load*. The copy reports to the ring `tokens`.
+
+    x: [B, T, heads, width]. edges: the copy of x for chunks that contain rows without a token, or None if the plan has no
+    edges. head: the head of x. slot: the ring's slot of `tile`. columns: a slice of the width, or nothing for all of it.
+    """
     ring = p.pipeline.tokens
     if edges is None:
         ring.copy(tokens(p, x, head, step, *columns), tile, slot)
@@ -286,7 +305,7 @@ def load(p: "Program | PairProgram", x, edges, head, step, tile, slot, *columns)
 
 
 def load_chunks(p: Program):
-    """Load gates, k, v and, for outputs, q of every chunk as soon as a slot is free."""
+    """Do the work of the role *load*: load gates, k, v and, for outputs, q of every chunk as soon as a slot is free."""
     w, x, t, h, ring = p.plan, p.operands, p.tiles, p.h, p.pipeline.tokens
     if w.consumers > 1:
         plgpu.set_max_registers(40, action="decrease")
@@ -305,7 +324,8 @@ def load_chunks(p: Program):
 
 
 def carry_own_columns(p: Program):
-    """Carry 64 columns of the state, as one of the *carry* warpgroups of a scan without outputs."""
+    """Carry 64 columns of the state, as one of the *carry* warpgroups of a scan without outputs. Each has columns of its
+    own."""
     w, me = p.plan, p.warpgroup
     columns = span((p.block * w.consumers + me) * 64, 64, w.in_memory[1])
 
@@ -320,7 +340,8 @@ def carry_own_columns(p: Program):
 
 
 def carry_shared_state(p: Program):
-    """Carry the whole state of the program, and store it for *output* before each chunk."""
+    """Do the work of *carry* in a scan with outputs: carry all columns of the program, and store the state before each chunk
+    for *output*."""
 
     def enter(S, step):
         with p.pipeline.state.storing(step):
@@ -331,10 +352,13 @@ def carry_shared_state(p: Program):
 
 
 def carry_state(p: Program, columns, of_tile, scaled, enter):
-    """Carry the state [K, columns] through all chunks, and store the last: S_out = e^L S + sum_j k_j (e^{L - G_j} v_j)^T.
+    """Carry the state S [K, columns] in registers through all chunks, and store the last in global memory:
 
-    S is float32 and the products' operands are bfloat16. columns: the columns of the state. of_tile: the same columns within
-    the tile of v. scaled: the tile for e^{L - G} v. enter: a function (S, step), which receives the state before each chunk.
+        S_out = e^L S + sum_j k_j (e^{L - G_j} v_j)^T
+
+    S is float32 and the products' operands are bfloat16. columns: the slice of V that the state has. of_tile: the same columns
+    within the tile of v. scaled: the tile for e^{L - G} v, [C, columns]. enter: a function (S, step), called with the state
+    before each chunk.
     """
     w = p.plan
 
@@ -352,8 +376,10 @@ def carry_state(p: Program, columns, of_tile, scaled, enter):
         S = tiles.added(S * jnp.exp2(last), (transposed(p.tiles.k.at[slot]), scaled))
 
         def lost(S):
-            """Return S plus the product of k with what the values lost in rounding. The values are formed again, because the
-            compiler would spill them."""
+            """Return S plus the product of k with what the values lost in rounding.
+
+            The values are formed again, because the compiler would spill them.
+            """
             x = values(plgpu.load(p.tiles.gates.at[slot], layout=BY_ROW), last) - read(scaled)
             plgpu.commit_smem()  # waits until all warps are done with the first term
             scaled[...] = x.astype(BF16)
@@ -383,7 +409,8 @@ def carry_state(p: Program, columns, of_tile, scaled, enter):
 
 
 def store_behind(p: Program, S, step, columns):
-    """Store the state behind a chunk if it is one of the caller's states."""
+    """Store S [K, columns], the state behind a step's chunk, in global memory if `states_every` asks for that state. columns: a
+    slice of V."""
     index, is_one = p.state_behind(step)
 
     @pl.when(is_one)
@@ -392,7 +419,8 @@ def store_behind(p: Program, S, step, columns):
 
 
 def add_behind(p: Program, S, step, columns):
-    """Return S plus the gradient of the caller's state behind a chunk, if there is one."""
+    """Return S [K, columns] plus the gradient of the state of `states_every` behind a step's chunk; S if there is none.
+    columns: a slice of V."""
     index, is_one = p.state_behind(step)
 
     def added(S):
@@ -405,7 +433,8 @@ def add_behind(p: Program, S, step, columns):
 def values_of(p: Program, slot, columns, G, last):
     """Return the values of a chunk, [C, columns] in float32, decayed to the edge by which the scan leaves the chunk.
 
-    They are e^{last - G} v, or scale e^G d_output in a scan of dL/dS. G: [C], and last: its value at that edge, both to base 2.
+    They are e^{last - G} v, or scale e^G d_output in a scan of dL/dS; a `two_way` scan leaves out the scale. slot: the slot of
+    the chunk. columns: a slice of the tile of v. G: [C] by row, and last: its value at that edge, both to base 2.
     """
     w = p.plan
     x = read(p.tiles.v.at[slot, :, columns])
@@ -418,7 +447,11 @@ def values_of(p: Program, slot, columns, G, last):
 
 
 def store_state(p: Program, S, step, tile, columns):
-    """Store S [K, columns] in the tile in bfloat16, and in a scan that stores states send it to global memory."""
+    """Store S [K, columns] in `tile` in bfloat16. In a scan that stores states, start to copy `tile` to global memory.
+
+    First wait until earlier copies have read the tile. Only the state before the first chunk of a run is copied
+    (`Scan.stored`). tile: [K, columns] in shared memory. columns: a slice of V.
+    """
     w = p.plan
     if w.states:
         plgpu.wait_smem_to_gmem(w.state_stages - 1, wait_read_only=True)
@@ -436,7 +469,12 @@ def store_state(p: Program, S, step, tile, columns):
 
 
 def store_by_blocks(p: Program, tile, target, columns):
-    """Store 64 columns of the state for the gradient, as parts of the blocks of K and V that they lie in."""
+    """Start to send 64 columns of the state to global memory, as parts of the blocks of K and V (`Scan.stored_by`) that they
+    lie in.
+
+    tile: [K, 64] in shared memory. target: the states of one run of chunks, [blocks of H, rows of a block, columns of a block].
+    columns: the slice of V.
+    """
     w, by = p.plan, p.plan.stored_by
     rows, per_block = w.in_memory[0] // by.rows, w.V // by.columns // 64
     column = lax.div(columns.start, jnp.int32(64))
@@ -449,16 +487,16 @@ def store_by_blocks(p: Program, tile, target, columns):
 
 
 def write_outputs(p: Program):
-    """Form scores and outputs of every chunk, in a warpgroup of its own."""
+    """Do the work of the role *output*: form scores and outputs of every chunk."""
     i, j = tiles.positions(p.plan.reverse)
     pl.loop(0, p.count)(functools.partial(write_chunk, p, i, j))
     plgpu.wait_smem_to_gmem(0)
 
 
 def write_chunk(p: Program, i, j, step):
-    """Form o = scale (e^G q S + P v) of one chunk, [C, columns], and send it to global memory in bfloat16.
+    """Form o = scale (e^G q S + P v) of a step's chunk, [C, columns], and start to send o to global memory in bfloat16.
 
-    P_ij = (q_i . k_j) e^{G_i - G_j} for j <= i, else 0. i, j: [C, C], positions in scan order.
+    P_ij = (q_i . k_j) e^{G_i - G_j} for j <= i, else 0. i, j: [C, C] in int32, the positions of rows and columns in scan order.
     """
     w, t = p.plan, p.tiles
     slot = p.pipeline.tokens.slot(step)
@@ -480,7 +518,8 @@ def write_chunk(p: Program, i, j, step):
 
 
 class PairTiles(NamedTuple):
-    """Hold the shared memory of `pair_scan`. Both heads share the tiles of q and k; each has its own of everything else."""
+    """Hold references to the shared memory of a program of `pair_scan`. Both heads share the tiles of q and k; each has its own
+    of everything else. Each field's comment has its shape, for one head."""
 
     q: Ref  # [stages, C, K]
     k: Ref  # [stages, C, K]
@@ -492,6 +531,7 @@ class PairTiles(NamedTuple):
 
     @classmethod
     def types(cls, w: Scan) -> "PairTiles":
+        """Return the types of the tiles of plan w, from which a launch allocates shared memory."""
         tiled = functools.partial(tiles.tiled, columns=w.tile)
         q, gates = tiled(w.stages, C, w.K), plgpu.SMEM((w.stages, C), jnp.float32)
         v, state, values = tiled(w.stages, C, COLUMNS), tiled(w.K, COLUMNS), tiled(C, COLUMNS)
@@ -500,7 +540,12 @@ class PairTiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PairProgram:
-    """Hold one program of `pair_scan`. Its position is computed at each use, because the compiler would spill it."""
+    """Hold the references of one program of `pair_scan`. The program's position is computed at each use, because the compiler
+    would spill it.
+
+    The methods take `step`, the number of a chunk in scan order from 0; `slot`, the slot of a chunk in the ring `tokens`; and
+    `i`, 0 or 1, which of the two heads.
+    """
 
     plan: Scan
     operands: Operands
@@ -509,19 +554,20 @@ class PairProgram:
     pipeline: HeadPipeline
 
     def place(self):
-        """Return (the index of the pair of heads, the segment)."""
+        """Return (the index of the pair of heads, the index of the segment)."""
         _, pair, segment = program_indices(lax.optimization_barrier(lax.axis_index(PROGRAM)), 1, self.plan.H // 2)
         return pair, segment
 
     def segment_field(self, column: int):
-        """Return one column of the segment's row of the table."""
+        """Return the entry of the table in the segment's row and the given column."""
         return self.operands.table[self.place()[1], column]
 
     def count(self):
+        """Return the number of chunks of the segment."""
         return self.segment_field(2)
 
     def chunk(self, step):
-        """Return the chunk that the scan reaches at a step."""
+        """Return the index of the chunk that the scan reaches at a step, counted from the first chunk of the row."""
         return self.segment_field(1) + self.plan.chunk_at(step, self.count())
 
     @property
@@ -530,11 +576,11 @@ class PairProgram:
         return self.segment_field(0)
 
     def head(self, i):
-        """Return the i-th head of the pair."""
+        """Return the index of the i-th head of the pair among all H heads."""
         return self.place()[0] * 2 + i
 
     def gate_sums(self, slot, i, layout=BY_ROW):
-        """Return G [C] of the i-th head, to base 2."""
+        """Load G [C] of the i-th head, to base 2, from shared memory into registers in the given layout."""
         return plgpu.load(self.tiles.gates[i].at[slot], layout=layout, optimized=layout is BY_ROW)
 
     def factor(self):
@@ -544,7 +590,8 @@ class PairProgram:
 
 @functools.partial(jax.jit, static_argnums=0)  # so that equal scans are lowered once
 def pair_scan(w: Scan, table, q, k, v, G, scale, start, *edges) -> ScanResults:
-    """Scan every segment of `table` with outputs. Operands and results are those of `head_scan`; V is 64, and w.H even."""
+    """Scan every segment of `table` with outputs, two heads to a program. Operands and results are those of `head_scan`; V is
+    64, and w.H even. edges: the fields of `Operands` from `edges` on that the plan has."""
 
     def body(*refs):
         p = PairProgram(w, *refs)
@@ -573,7 +620,7 @@ def pair_scan(w: Scan, table, q, k, v, G, scale, start, *edges) -> ScanResults:
 
 
 def load_pairs(p: PairProgram):
-    """Load chunks ahead, as many as shared memory holds."""
+    """Do the work of the role *load*: load q, k, and the gates and v of both heads of every chunk as soon as a slot is free."""
     w, x, t, ring = p.plan, p.operands, p.tiles, p.pipeline.tokens
     plgpu.set_max_registers(40, action="decrease")
 
@@ -599,7 +646,8 @@ def load_pairs(p: PairProgram):
 
 
 def carry_states(p: PairProgram):
-    """Carry the states [K, 64] of both heads through all chunks, and store each for the outputs before its chunk."""
+    """Do the work of *carry*: carry the states [K, 64] of both heads through all chunks, and store each for *output* before its
+    chunk."""
     w, x, t, ring = p.plan, p.operands, p.tiles, p.pipeline.tokens
 
     def store_states(S, step):
@@ -618,8 +666,8 @@ def carry_states(p: PairProgram):
                     plgpu.copy_smem_to_gmem(t.state[i], p.results.states.at[p.batch, run, p.head(i), p.plan.channels])
 
     def add_tokens(S, slot, i):
-        """Return S plus sum_j k_j (e^{L - G_j} v_j)^T of the i-th head. Values have two terms if most of the state passes the
-        chunk."""
+        """Return e^L S + sum_j k_j (e^{L - G_j} v_j)^T of the i-th head, [K, 64]. Values have two terms if most of the state
+        passes the chunk."""
         last, scaled = t.gates[i][slot, w.last_token], t.scaled[i]
 
         def values():
@@ -661,13 +709,13 @@ def carry_states(p: PairProgram):
 
 
 def write_output_pairs(p: PairProgram):
-    """Form the scores of a chunk once, and from them the outputs of each head with its decay."""
+    """Do the work of *output*: form the scores of a chunk once, and from them the outputs of each head with its decay."""
     w, t, ring = p.plan, p.tiles, p.pipeline.tokens
     row, column = tiles.positions(w.reverse)
 
     def decayed(scores, slot, i):
-        """Return scores [C, C] times the decay e^{G_row - G_column} of the i-th head, and 0 where the row's token is earlier; in
-        bfloat16."""
+        """Return scores [C, C] times the decay e^{G_row - G_column} of the i-th head in bfloat16. Where the row's token is
+        earlier than the column's, the result is 0."""
         to = by_column(p.gate_sums(slot, i, BY_COLUMN), PAIRS)
         between = jnp.where(row >= column, by_row(p.gate_sums(slot, i), PAIRS) - to, -jnp.inf)
         return (scores * jnp.exp2(between)).astype(BF16)

@@ -86,8 +86,8 @@ Ref = Any
 
 
 class Operands(NamedTuple):
-    """Hold the operands, in global memory: the table of E segments, the tokens of N sequences, gates, and the states that
-    enter."""
+    """Hold references to the operands in global memory: the table of E segments, the tokens of N sequences, gates, and the
+    states that enter. Each field's comment has its shape."""
 
     table: Ref  # [E, 4] or [E, H, 5]; [E, 7] or [E, H, 7] of a plan that clears rows
     q: Ref  # [B, T, HQ, K]
@@ -102,7 +102,7 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Hold the results, in global memory. A result that the plan leaves out has one tile or one number."""
+    """Hold references to the results in global memory. A result that the plan leaves out has one tile or one number."""
 
     o: Ref  # [B, T, H, V]
     states: Ref  # [B, chunks, H, K, V]
@@ -114,6 +114,8 @@ class Results(NamedTuple):
 
     @classmethod
     def types(cls, w: Scan, B: int, T: int, E: int) -> "Results":
+        """Return the shapes and dtypes of the results of plan w. T: the number of rows of q, k and v. E: the number of
+        segments."""
         rows = w.rows_of_chunks(T)
         H, K, chunks = w.H, w.K, -(-rows // C)
         return cls(
@@ -126,8 +128,8 @@ class Results(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Hold the shared memory of a program. A tile that the plan does not use has the smallest size. Each field's comment has
-    its shape."""
+    """Hold references to the shared memory of a program. A tile that the plan does not use has the smallest size. Each field's
+    comment has its shape."""
 
     q: Ref  # [stages, C, K]: q, then q^, then without a tile of their own the outputs
     k: Ref  # [stages, C, K]: then k^
@@ -147,6 +149,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def types(cls, w: Scan) -> "Tiles":
+        """Return the types of the tiles of plan w, from which a launch allocates shared memory."""
         K, columns, W, scalers = w.K, w.columns, w.consumers, w.scalers
         tiled = functools.partial(tiles.tiled, columns=w.tile)
         stages, lost_stages, state_stages = w.stages, w.lost_stages, w.state_stages
@@ -172,7 +175,8 @@ class Tiles(NamedTuple):
 
 
 def roles_of(w: Scan) -> dict[str, int]:
-    """Return the number of warpgroups of each role."""
+    """Return the number of warpgroups of each role in a program of plan w. The order of the dict is the order of the
+    warpgroups."""
     return dict(output=1, carry=1, scale=w.scalers) if w.outputs else dict(carry=w.consumers, scale=w.scalers)
 
 
@@ -202,7 +206,7 @@ class KeyPipeline(Pipeline):
 
     @classmethod
     def planned(cls, w: Scan) -> "KeyPipeline":
-        """Build the pipeline for a plan; its barriers are allocated at launch."""
+        """Build the pipeline for plan w. Its barriers are allocated at launch."""
         consumers, scale = ("output", "carry"), ("scale",)
         copies = *("q",) * w.outputs, "k", "v", *("newest",) * w.resets
         # Where what q^ lost lies in the tile of the gates, *output* reads that tile last, and loads the next.
@@ -221,7 +225,11 @@ class KeyPipeline(Pipeline):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Hold the plan and the references of one program. adjoint: 0, or 1 in a scan of dL/dS; traced in a `two_way` scan."""
+    """Hold the plan and the references of one program. warpgroup: the index of the calling warpgroup. adjoint: 0, or 1 in a
+    scan of dL/dS; traced in a `two_way` scan.
+
+    The methods take `step`, the number of a chunk in scan order from 0, and `slot`, the index of the tiles that hold the chunk.
+    """
 
     plan: Scan
     operands: Operands
@@ -233,7 +241,8 @@ class Program:
 
     @classmethod
     def of(cls, plan: Scan, *refs) -> "Program":
-        """Return the program. refs: the operands, the results, the tiles and the pipeline."""
+        """Return the program that the calling warpgroup belongs to. refs: the operands, the results, the tiles and the
+        pipeline."""
         p = cls(plan, *refs, lax.axis_index(WARPGROUP), int(plan.adjoint))
         if plan.narrower:
             weak = p.tiles.out_of_range.at[pl.ds(plan.stages, 1)]
@@ -241,7 +250,7 @@ class Program:
         return dataclasses.replace(p, adjoint=p.segment_field(4)) if plan.two_way else p
 
     def place(self):
-        """Return (block of columns, head, segment).
+        """Return the indices (block of columns, head, segment) of the program.
 
         These and the fields of the table are computed at each use, because the compiler would spill values that all warpgroups
         hold throughout.
@@ -250,12 +259,12 @@ class Program:
         return program_indices(program, self.plan.V // self.plan.columns, self.plan.H)
 
     def segment_field(self, column: int):
-        """Return one column of the segment's row of the table."""
+        """Return the entry of the table in the segment's row and the given column."""
         _, h, e = self.place()
         return self.operands.table[(e, h, column) if self.plan.two_way else (e, column)]
 
     def count(self):
-        """Return the number of chunks."""
+        """Return the number of chunks of the segment."""
         return self.segment_field(2)
 
     def hidden(self, x):
@@ -267,11 +276,11 @@ class Program:
         return jnp.where(self.count() >= 0, x, 0.5)
 
     def chunk(self, step):
-        """Return the chunk that the scan reaches at a step."""
+        """Return the index of the chunk that the scan reaches at a step, counted as the chunks of o and of the states."""
         return self.segment_field(1) + self.plan.chunk_at(step, self.count(), self.adjoint)
 
     def row(self, step):
-        """Return the chunk's first row of q, k, v and gates at a step."""
+        """Return the row of q, k, v and gates at which a step's chunk begins."""
         if not self.plan.packed:
             return self.chunk(step) * C
         return self.segment_field(4) * ROWS + self.plan.chunk_at(step, self.count(), self.adjoint) * C
@@ -287,7 +296,8 @@ class Program:
         return begin, jnp.minimum(end, self.operands.k.shape[1])
 
     def tokens(self, x, step, head, *columns):
-        """Return the rows [C, ...] of one head of x [B, T, heads, ...] at a step."""
+        """Return the reference [C, ...] to a step's rows of x [B, T, heads, ...] in global memory. head: the head of x.
+        columns: a slice of the last axis."""
         return x.at[(self.segment_field(0), pl.ds(self.row(step), C), head, *columns)]
 
     def of_keys(self, x):
@@ -299,14 +309,15 @@ class Program:
         return self.plan.blocks.of_values(self.place()[1], self.plan.H, x.shape[2])
 
     def load_gates(self, step, slot):
-        """Load the terms of the gates, [C, K] each, of a step."""
+        """Start to load the terms of a step's gates, [C, K] each, into the tiles of `slot`, 0 or 1."""
         for term in range(self.plan.terms):
             tile = self.tiles.gates.at[slot * self.plan.terms + term]
             gates = self.operands.gates[term]
             self.pipeline.gates.copy(self.tokens(gates, step, self.of_keys(gates), self.plan.channels), tile, slot)
 
     def load(self, step, slot):
-        """Load k [C, K], the program's columns of v, [C, columns], and the resets [C] of the chunk at a step."""
+        """Start to load k [C, K], the program's columns of v, [C, columns], and with resets `newest` [C] of a step into the
+        tiles of `slot`."""
         ring, k, v = self.pipeline.tokens, self.operands.k, self.operands.v
         ring.copy(self.tokens(k, step, self.of_keys(k), self.plan.channels), self.tiles.k.at[slot], slot)
         columns = span(self.place()[0] * self.plan.columns, self.plan.columns, v.shape[3])
@@ -316,16 +327,17 @@ class Program:
             ring.copy(newest, self.tiles.newest.at[slot], slot)
 
     def has_reset(self, slot):
-        """Return whether the chunk contains a reset, which no state passes."""
+        """Return whether the chunk in `slot` contains a reset, which no state passes."""
         return self.tiles.newest[slot, self.plan.last_token] >= 0
 
     def load_first(self, load):
-        """Load the first chunks, as many as shared memory holds."""
+        """Call load(step, slot) for the first chunks, as many as shared memory holds."""
         for slot in range(self.plan.stages):
             pl.when(slot < self.count())(functools.partial(load, slot, slot))
 
     def load_next(self, step):
-        """Load the next chunk into the tiles that the step before used, once every warpgroup has read them."""
+        """Start to load a chunk into the tiles that held the chunk of step - 1, once every warpgroup has read these. Do nothing
+        at step 0, and where no chunk is left."""
         stages, slot = self.plan.stages, self.pipeline.tokens.slot(step - 1)
 
         @pl.when((step > 0) & (step - 1 + stages < self.count()))
@@ -384,14 +396,16 @@ def key_scan(
 
 
 def carry_own_columns(p: Program):
-    """Carry 64 columns of the state, as one of the *carry* warpgroups of a scan without outputs."""
+    """Carry 64 columns of the state, as one of the *carry* warpgroups of a scan without outputs. Each has columns of its
+    own."""
     columns = span((p.place()[0] * p.plan.consumers + p.warpgroup) * 64, 64, p.plan.in_memory[1])
     pl.when(p.warpgroup == 0)(lambda: p.load_first(p.load))
     carry_state(p, columns, advance_own_columns)
 
 
 def carry_shared_state(p: Program):
-    """Carry all columns of the program's state, and store S' for *output* at each chunk."""
+    """Do the work of *carry* in a scan with outputs: carry all columns of the program, and store S' of each chunk for
+    *output*."""
     columns = span(p.place()[0] * p.plan.columns, p.plan.columns, p.plan.in_memory[1])
     p.load_first(p.load)
     carry_state(p, columns, advance_shared_state)
@@ -400,7 +414,8 @@ def carry_shared_state(p: Program):
 def advance_own_columns(p: Program, columns, S, step, slot, decay_behind):
     """Return decay_behind(S) + sum_j k^_j v_j^T, [K, columns] in float32. Store S if the plan stores states.
 
-    S: S' of the chunk. decay_behind: a function that decays S' to the edge by which the scan leaves the chunk.
+    S: S' of the chunk. columns: a slice of V. slot: the slot of the step's chunk. decay_behind: a function that decays S' to
+    the edge by which the scan leaves the chunk.
     """
     w, me = p.plan, p.warpgroup
     pl.when(me == 0)(lambda: p.load_next(step))
@@ -416,7 +431,8 @@ def advance_shared_state(p: Program, columns, S, step, slot, decay_behind):
     """Return decay_behind(S) + sum_j k^_j v_j^T, [K, columns] in float32, and store S for *output*, which reads it before the
     next is stored.
 
-    S: S' of the chunk. decay_behind: a function that decays S' to the edge by which the scan leaves the chunk.
+    S: S' of the chunk. columns: a slice of V. slot: the slot of the step's chunk. decay_behind: a function that decays S' to
+    the edge by which the scan leaves the chunk.
     """
     pl.when(step > 0)(functools.partial(wait_for_outputs, p, step - 1))
     store_state(p, S, step, p.tiles.state, columns)
@@ -437,7 +453,7 @@ def advance_shared_state(p: Program, columns, S, step, slot, decay_behind):
 
 
 def wait_for_outputs(p: Program, step):
-    """Wait until the outputs of a step are formed. Where its chunk contains a reset, `begin_anew` has waited."""
+    """Wait until *output* has read the state S' of a step. Where the step's chunk contains a reset, `begin_anew` has waited."""
     if not p.plan.resets:
         p.pipeline.state.acquire()
         return
@@ -446,9 +462,11 @@ def wait_for_outputs(p: Program, step):
 
 
 def begin_anew(p: Program, slot, S):
-    """Return the state behind a chunk that contains a reset, formed only from the tokens behind the newest reset.
+    """Return the state behind a chunk that contains a reset, [K, columns], formed only from the tokens from the newest reset
+    on.
 
-    The other rows of k^ are cleared, once the chunk's outputs, which read all of k^, are formed.
+    First wait until *output*, which reads all of k^, has formed the chunk's outputs. Then clear the other rows of k^ in their
+    tile. slot: the slot of the chunk. S: gives the shape only.
     """
     p.pipeline.state.acquire()
     slot = lax.optimization_barrier(slot)
@@ -459,9 +477,9 @@ def begin_anew(p: Program, slot, S):
 
 
 def carry_state(p: Program, columns, advance):
-    """Carry the state [K, columns] in float32 through all chunks, and store the last.
+    """Carry the state [K, columns] in registers in float32 through all chunks, and store the last in global memory.
 
-    advance: `advance_own_columns` or `advance_shared_state`.
+    columns: a slice of V. advance: `advance_own_columns` or `advance_shared_state`.
     """
     w = p.plan
     plgpu.set_max_registers(w.registers[1], action="increase")
@@ -522,15 +540,16 @@ def carry_state(p: Program, columns, advance):
 
 
 def state_behind(p: Program, step):
-    """Return the index of the caller's state behind a step's chunk, and whether there is one."""
+    """Return the index of the state of `states_every` that follows a step's chunk, and whether such a state exists."""
     chunks = -(-p.operands.k.shape[1] // C)
     return p.plan.state_behind(p.chunk(step), chunks)
 
 
 def store_behind(p: Program, columns, S, tail, step):
-    """Store e^tail S if the caller has a state behind the chunk, and return (e^tail S, 0); else return (S, tail).
+    """Store e^tail S in global memory if `states_every` asks for the state behind a step's chunk, and return (e^tail S, 0);
+    else return (S, tail).
 
-    S: [K, columns]. tail: [K], a log decay that is not applied yet.
+    S: [K, columns]. columns: a slice of V. tail: [K], a log decay that is not applied yet.
     """
     _, is_one = state_behind(p, step)
 
@@ -548,7 +567,8 @@ def store_behind(p: Program, columns, S, tail, step):
 
 
 def add_behind(p: Program, columns, S, step):
-    """Return S plus the gradient of the caller's state behind a chunk, if there is one."""
+    """Return S [K, columns] plus the gradient of the state of `states_every` behind a step's chunk; S if there is none.
+    columns: a slice of V."""
     index, is_one = state_behind(p, step)
 
     def added(S):
@@ -559,8 +579,8 @@ def add_behind(p: Program, columns, S, step):
 
 
 def note_range(p: Program, step, flag):
-    """Write to global memory whether the chunk is out of range. One program and warpgroup of those that share its channels does
-    so."""
+    """Write to global memory whether a step's chunk is out of range. flag: 1 if it is, else 0. Of the programs and warpgroups
+    that share the chunk and head, one writes."""
     w, (block, head) = p.plan, p.place()[:2]
 
     @pl.when((block == 0) & (p.warpgroup == (1 if w.outputs else 0)))
@@ -575,7 +595,8 @@ def note_range(p: Program, step, flag):
 
 
 def store_state(p: Program, S, step, tile, columns):
-    """Store S' in the tile, and in a scan that stores states send it to global memory."""
+    """Store S' [K, columns] in `tile` in bfloat16. In a scan that stores states, first wait until earlier copies have read
+    `tile`, and then start to copy `tile` to global memory. columns: a slice of V."""
     if p.plan.states:
         plgpu.wait_smem_to_gmem(p.plan.state_stages - 1, wait_read_only=True)
     tile[...] = S.astype(BF16)
@@ -586,7 +607,11 @@ def store_state(p: Program, S, step, tile, columns):
 
 
 def store_last(p: Program, columns, S, tail, at):
-    """Store the state behind the segment. tail: [K], the decay of the segment's last half chunk, or None."""
+    """Store S, or e^tail S, in global memory as the state behind the segment.
+
+    columns: a slice of V. tail: [K], the log decay of the segment's last half chunk, or None. at: the first index of the result
+    `last`.
+    """
 
     def with_last_token(S):
         first, end = p.own_rows()
@@ -600,7 +625,7 @@ def store_last(p: Program, columns, S, tail, at):
 
 
 def has_tokens(p: Program):
-    """Return whether the segment has a token, in a plan that clears rows."""
+    """Return whether the program's segment has a token. Only for plans that clear rows."""
     if p.plan.packed:
         return p.count() > 0
     first, end = p.own_rows()
@@ -611,7 +636,8 @@ def lost_in_rounding(p: Program, tail, columns, token):
     """Return (k_j - e^tail bf16(e^{-tail} k_j)) v_j^T, [K, columns]: what the last token j of a chunk lost when it was scaled
     and rounded.
 
-    Where gates are strong, this token is most of the state. tail: [K], the log decay that is not applied yet.
+    Where gates are strong, this token is most of the state. tail: [K], the log decay that is not applied yet. columns: a slice
+    of V. token: the row of token j in k and v. The result is 0 for a segment without chunks.
     """
     w, find = p.plan, copied_token if p.plan.narrower else token_in_memory
     k, v = (
@@ -627,13 +653,18 @@ def lost_in_rounding(p: Program, tail, columns, token):
 
 
 def token_in_memory(p: Program, columns, token):
-    """Return the references of k and of some columns of v of one token."""
+    """Return references to k [K] and to v [columns] of one token in global memory. columns: a slice of V. token: its row in k
+    and v."""
     place, (keys, values) = (p.segment_field(0), token), (p.operands.k, p.operands.v)
     return keys.at[(*place, p.of_keys(keys), p.plan.channels)], values.at[(*place, p.of_values(values), columns)]
 
 
 def copied_token(p: Program, columns, token):
-    """Return k and some columns of v of one token, copied to shared memory, with zeros behind the columns in memory."""
+    """Copy k [K] and v [columns] of one token to shared memory, wait, and return references to both. Columns that memory does
+    not have are 0.
+
+    columns: a slice of V. token: the row in k and v.
+    """
     w, ring = p.plan, p.pipeline.token
     assert ring is not None  # as in every plan with narrower arrays
     mine = 0 if w.outputs else p.warpgroup
@@ -650,8 +681,8 @@ class OutputWarpgroup:
     """Hold what the role *output* of one program reads throughout.
 
     i, j: [C, C] in int32, the positions in scan order of rows and columns. scale: the sequence's scale, float32. total: the
-    number of chunks. known: batch row and first chunk, or None where registers have no room for them. block, head: the block of
-    columns and the head.
+    number of chunks. known: batch row and first chunk, or None where registers have no room for them. block: the index of the
+    program's columns. head: the head.
     """
 
     p: Program
@@ -664,15 +695,16 @@ class OutputWarpgroup:
     head: Any
 
     def tokens(self, x, step, head, *columns):
-        """Return the rows [C, ...] of one head of x [B, rows of chunks, heads, ...] at a step.
+        """Return the reference [C, ...] to a step's rows of one head of x [B, rows of chunks, heads, ...] in global memory.
 
         `Program.tokens` would compute the indices again. That costs time here, because all warpgroups wait for this one.
+        columns: a slice of the last axis.
         """
         batch, first = self.known or (self.p.segment_field(0), self.p.segment_field(1))
         return x.at[(batch, pl.ds((first + self.p.plan.chunk_at(step, self.total)) * C, C), head, *columns)]
 
     def load_q(self, step, slot):
-        """Load q [C, K] of a step into its tile."""
+        """Start to load q [C, K] of a step into the tile of `slot`."""
         q, w = self.p.operands.q, self.p.plan
         tokens = self.p.tokens if w.packed else self.tokens
         source = tokens(q, step, w.blocks.of_keys(self.head, w.H, q.shape[2]), self.p.plan.channels)
@@ -680,9 +712,9 @@ class OutputWarpgroup:
 
 
 def write_outputs(p: Program):
-    """Form o = scale (q^ S' + P v) of every chunk, [C, columns] in bfloat16.
+    """Do the work of the role *output*: form o = scale (q^ S' + P v) of every chunk, [C, columns] in bfloat16.
 
-    It is sent from the tile of q where there is no room for a tile of its own.
+    o is sent from the tile of q where there is no room for a tile of its own.
     """
     w = p.plan
     plgpu.set_max_registers(w.registers[1], action="increase")
@@ -708,7 +740,7 @@ def write_outputs(p: Program):
 
 
 def write_chunk(o: OutputWarpgroup, weak: bool | None, step):
-    """Form the outputs of one chunk, [C, columns], and send them to global memory in bfloat16.
+    """Form the outputs of a step's chunk, [C, columns], and start to send them to global memory in bfloat16.
 
     P [C, C] has the scores q^_i . k^_j of tokens j before i, and own scores on its diagonal. It is 0 in a chunk out of range.
     weak: whether q^ has two terms. If None, `Tiles.weak` says so at run time: registers then have no room for all products
@@ -784,13 +816,16 @@ def write_chunk(o: OutputWarpgroup, weak: bool | None, step):
 
 
 def newest_resets(p: Program, step, layout: Any = BY_ROW):
-    """Return the newest reset of every token, [C]. The slot is computed again, because the compiler would hold it."""
+    """Load the newest reset of every token of a step's chunk, [C], from shared memory into registers. See `rows.newest_resets`.
+
+    The slot is computed again, because the compiler would hold it.
+    """
     slot = p.pipeline.tokens.slot(lax.optimization_barrier(step))
     return plgpu.load(p.tiles.newest.at[slot], layout=layout, optimized=False)
 
 
 def divide_scores(p: Program, step, P):
-    """Zero the scores [C, C] of pairs whose tokens have different newest resets.
+    """Return the scores P [C, C] of a step's chunk with 0 for pairs whose tokens have different newest resets.
 
     Positions are not compared, because the compiler would hold the positions of all columns.
     """
@@ -800,19 +835,21 @@ def divide_scores(p: Program, step, P):
 
 
 def divide_from_state(p: Program, step):
-    """Zero the rows of q^ that have a reset at or before them, once the scores are formed: no state reaches them."""
+    """Zero the rows of q^ in their tile that have a reset at or before them, because no state reaches them. First wait until
+    the scores are formed from q^."""
     plgpu.wgmma_wait(0)
     slot = p.pipeline.tokens.slot(lax.optimization_barrier(step))
     clear_behind_resets(p, step, p.tiles.q.at[slot])
 
 
 def divide_lost_from_state(p: Program, step):
-    """Zero the rows of the second term of q^, in the tile of the gates, that have a reset at or before them."""
+    """Zero the rows of the second term of q^, in the tile of the gates, that have a reset at or before them. No state reaches
+    these."""
     clear_behind_resets(p, step, p.tiles.gates.at[lax.rem(lax.optimization_barrier(step), jnp.int32(2)) * p.plan.terms])
 
 
 def clear_behind_resets(p: Program, step, tile):
-    """Zero the rows of a tile [C, K] that have a reset at or before them."""
+    """Zero the rows of a step's tile [C, K] that have a reset at or before them."""
     plgpu.commit_smem()  # all warps have read the tile
     for share in range(p.plan.scalers):
         part = tile.at[:, pl.ds(share * 64, 64)]
@@ -822,9 +859,10 @@ def clear_behind_resets(p: Program, step, tile):
 
 
 def add_lost(p: Program, step, weak, total, right):
-    """Return total + (what q^ lost in rounding) right(slot), float32, if gates are weak; else total.
+    """Return total + (what q^ lost in rounding) @ right(slot), in float32, if gates are weak; else total.
 
-    The slots are computed again, because the compiler would spill the slots of both products.
+    weak: a traced bool. right: a function that returns the right operand of the product in shared memory, for the slot of the
+    step. The slots are computed again, because the compiler would spill the slots of both products.
     """
 
     def added(total):

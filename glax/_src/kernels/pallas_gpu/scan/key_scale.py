@@ -27,10 +27,12 @@ SAMPLES, WEAK = 8, -0.25  # gates of a program that are sampled, and the average
 
 
 def in_range(largest, ends):
-    """Return a mask [C]: whether |M| of each row, and |L| and |R|, permit the form about the chunk's middle (`common.limits`).
+    """Return a mask [C], which is true everywhere exactly if |M|, |L| and |R| permit the form about the chunk's middle
+    (`common.limits`).
 
-    largest: [C], the largest |M| by token. ends: L and R, [C] each, by channel. M excludes the first token's gate, and L
-    includes it. Sums of gates of -inf are NaN, for which no comparison holds.
+    largest: [C], the largest |M| by token. ends: L and R, [64] each, by channel; C is 64, so entry n of the mask is for token n
+    and channel n. M excludes the first token's gate, and L includes it. Sums of gates of -inf are NaN, for which no comparison
+    holds.
     """
     first, second = map(jnp.abs, ends)
     return (largest <= FAST_LIMIT) & (first <= FAST_LIMIT) & (second <= FAST_LIMIT)
@@ -40,7 +42,8 @@ def weak_on_average(g, batch, first, end, count, head):
     """Return whether a segment's gates g [B, T, H, K] are weak on average, by a sample of a few gates of different chunks,
     tokens and channels.
 
-    first: the segment's first row. end: the row behind its last. count: the number of its chunks.
+    g: in global memory. batch, head: indices of g. first: the segment's first row. end: the row behind its last. count: the
+    number of its chunks.
     """
     K = g.shape[3]
     total: Any = 0.0
@@ -54,8 +57,11 @@ def weak_on_average(g, batch, first, end, count, head):
 class Scaler:
     """Hold what one warpgroup of the role *scale* reads throughout.
 
-    share: the index of its 64 channels. channels: their slice of K. total: the number of chunks. matrix: [C, C] in bfloat16,
-    whose product with gates [C, 64] is M. weak: whether q^ has two terms.
+    share: the index of its 64 channels. channels: their slice of K. total: the number of chunks. matrix: [C, C] in bfloat16, in
+    registers, whose product with gates [C, 64] is M. weak: whether q^ has two terms.
+
+    In this file `step` is the number of a chunk in scan order, `slot` is the slot of its tiles of q, k and v, and `gate_slot`,
+    0 or 1, the slot of its gates.
     """
 
     p: Program
@@ -67,7 +73,8 @@ class Scaler:
 
 
 def scale_segment(p: Program):
-    """Scale every chunk of the segment. A `two_way` scan stores the segment's log decays, [K] in float32."""
+    """Do the work of the role *scale*: scale every chunk of the segment. A `two_way` scan stores the segment's log decays in
+    global memory, 64 channels of [K] in float32 by each warpgroup."""
     w = p.plan
     plgpu.set_max_registers(w.registers[0], action="decrease")
     share, total = p.warpgroup - w.consumers, p.count()
@@ -92,7 +99,8 @@ def scale_segment(p: Program):
 
 
 def prepare(p: Program, total):
-    """Load the gates of the first two chunks, and store `halves` and `weak`, which all scalers read."""
+    """Start to load the gates of the first two chunks, and store `Tiles.halves` and `Tiles.weak`, which all scalers read. One
+    scaler calls this. total: the number of chunks."""
     if p.plan.resets and not p.plan.outputs:
         p.tiles.halves[...] = tiles.halves(p.plan.reverse)
         plgpu.commit_smem()
@@ -108,7 +116,8 @@ def prepare(p: Program, total):
 
 
 def scale_chunk(s: Scaler, step, log):
-    """Scale the operands of one chunk, and return `log`, to which a `two_way` scan adds the chunk's log decays.
+    """Scale the operands of a step's chunk in shared memory, and return `log`, to which a `two_way` scan adds the chunk's log
+    decays.
 
     log: [64], the log decays of the segment up to the chunk.
     """
@@ -162,7 +171,10 @@ def scale_chunk(s: Scaler, step, log):
 
 
 def loaded_gates(s: Scaler, gate_slot) -> list:
-    """Return the tiles [C, 64] of the gates' terms, once they are loaded."""
+    """Wait until the gates are loaded, and return references to their terms, a list of tiles [C, 64] of this scaler's channels.
+
+    Gates of one term are raised to LOG_OF_ZERO in place if tokens are scaled to the edge.
+    """
     p, w = s.p, s.p.plan
     gates = [p.tiles.gates.at[gate_slot * w.terms + term, :, s.channels] for term in range(w.terms)]
     p.pipeline.gates.wait(gate_slot)
@@ -174,9 +186,11 @@ def loaded_gates(s: Scaler, gate_slot) -> list:
 
 
 def sum_gates(s: Scaler, gates):
-    """Return (M [C, 64], the largest |M| by token [C], L and R [64] by channel), in float32 and natural logarithms.
+    """Return (M [C, 64], the largest |M| by token [C], a list of L and R by channel, [64] each), in registers, in float32 and
+    natural logarithms.
 
-    If tokens are scaled to the edge, M is the sum from a token to that edge, and the second result is None.
+    gates: the terms, tiles [C, 64]. If tokens are scaled to the edge, M is the sum from a token to that edge, and the second
+    result is None.
     """
     w = s.p.plan
 
@@ -195,7 +209,7 @@ def sum_gates(s: Scaler, gates):
 
 
 def clear_cut(s: Scaler, slot):
-    """Zero the rows of k^ that a reset divides from the edge by which the scan leaves the chunk.
+    """Zero the rows of k^ in the tile of `slot` that a reset divides from the edge by which the scan leaves the chunk.
 
     With time these are the rows before the chunk's newest reset. Against time they are those with a reset at or before them.
     `behind_newest` and `before_all` return a number for each row: it is below 0 where the row is cleared.
@@ -215,26 +229,28 @@ def clear_cut(s: Scaler, slot):
 
 
 def behind_newest(p: Program, slot):
-    """Return the position of each token less the position of the chunk's newest reset, [C]: below 0 before the reset."""
+    """Return the position of each token in scan order less the position of the chunk's newest reset, [C] in int32: below 0
+    before the reset."""
     row = plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=BY_ROW)
     return (C - 1 - row if p.plan.reverse else row) - p.tiles.newest[slot, p.plan.last_token]
 
 
 def before_all(p: Program, slot):
-    """Return 0 for each token before all resets of the chunk, and a number below 0 for the others, [C]."""
+    """Return 0 for each token before all resets of the chunk, and a number below 0 for the others, [C] in int32."""
     return -1 - plgpu.load(p.tiles.newest.at[slot], layout=BY_ROW)
 
 
 def wait_for_tokens(s: Scaler, slot):
-    """Wait until q, k and v are loaded. Where rows are cleared, `clear_foreign` has waited."""
+    """Wait until q, k and v of the chunk in `slot` are loaded. Where rows are cleared, `clear_foreign` has waited."""
     if not s.p.plan.clears:
         s.p.pipeline.tokens.wait(slot)
 
 
 def clear_foreign(s: Scaler, step, slot, gates):
-    """Zero the rows of q, k, v and gates that do not belong to the segment. They belong to another sequence, or may hold NaN.
+    """Wait until q, k and v are loaded. Zero their rows, and the rows of `gates`, that do not belong to the segment, in place.
 
-    This comes before all products, which leave few registers.
+    Such rows belong to another sequence, or may hold NaN. This comes before all products, which leave few registers. gates: the
+    terms, tiles [C, 64].
     """
     p, w = s.p, s.p.plan
     p.pipeline.tokens.wait(slot)
@@ -253,25 +269,28 @@ def clear_foreign(s: Scaler, step, slot, gates):
 
 
 def roomy(w: Scan) -> bool:
-    """Return whether registers have room for q^ and k^ together, so that both are formed before either is stored."""
+    """Return whether the plan w leaves registers room for q^ and k^ together, so that both are formed before either is
+    stored."""
     return w.registers[0] > ROOMY
 
 
 def release_gates(s: Scaler, step, gate_slot):
-    """Allow the gates' tile to be overwritten, if scalers read it last, and load the next early if registers have room."""
+    """Report that the gates' tile may be overwritten, if scalers read it last. If registers have room, also start to load the
+    next."""
     pl.when(reads_gates_last(s))(lambda: s.p.pipeline.gates.release(gate_slot))
     if roomy(s.p.plan):
         load_next_gates(s, step, gate_slot)
 
 
 def reads_gates_last(s: Scaler):
-    """Return whether scalers read the gates' tile last, and load the next gates into it. Otherwise *output* does, because the
-    tile holds what q^ lost in rounding."""
+    """Return whether scalers read the gates' tile last, and load the next gates into it. Otherwise *output* does both, because
+    the tile holds what q^ lost in rounding."""
     return True if s.p.plan.lost_stages else jnp.logical_not(s.weak)
 
 
 def load_next_gates(s: Scaler, step, gate_slot):
-    """Load the gates of the next chunk but one into the tile that all scalers have read."""
+    """Start to load the gates of the chunk of step + 2 into the tile, once all its readers have released it. Do nothing where
+    *output* loads these, or no such chunk exists. One scaler loads for all."""
     p = s.p
 
     @pl.when((s.share == 0) & reads_gates_last(s) & (step + 2 < s.total))
@@ -281,8 +300,11 @@ def load_next_gates(s: Scaler, step, gate_slot):
 
 
 def any_out_of_range(s: Scaler, slot):
-    """Return whether the chunk is out of range in any scaler's channels, so that all scalers scale it alike. Waits until all
-    scalers have arrived at `met`."""
+    """Wait until all scalers have arrived at `met`, and return whether the chunk is out of range in any scaler's channels. So
+    all scalers scale the chunk alike.
+
+    One scaler stores the result in `Tiles.out_of_range`.
+    """
     p = s.p
     p.pipeline.met.wait()
     sums = plgpu.load(p.tiles.sums.at[slot, 0], layout=tiles.in_every_warp(p.plan.K))
@@ -298,13 +320,15 @@ def any_out_of_range(s: Scaler, slot):
 
 
 def store_decays(s: Scaler, slot, decays):
-    """Store one or two log decays [64], which apply to the state before and after S' is formed."""
+    """Store one or two log decays [64] of this scaler's channels in `Tiles.sums`. *carry* applies the first before S' is
+    stored, and the second after that."""
     for place, decay in enumerate(decays):
         s.p.tiles.sums[slot, place, s.channels] = decay
 
 
 def decays_to_edge(s: Scaler, step, ends):
-    """Return the log decays [64] that are applied to the state before it is stored, and after. ends: L and R."""
+    """Return a tuple of the log decays [64] that *carry* applies to the state before it stores the state, and after. Where no
+    states are stored, the tuple has one: L + R. ends: L and R."""
     p = s.p
     if not p.plan.states:
         return (ends[0] + ends[1],)
@@ -315,10 +339,11 @@ def decays_to_edge(s: Scaler, step, ends):
 
 
 def scale_to_edges(s: Scaler, step, slot, gates):
-    """Replace k_j and q_i of a chunk out of range by k_j e^{R - M_j} and q_i e^{L + M_i}: decays behind token j, and through
-    token i.
+    """Replace k_j and q_i of a chunk out of range by k_j e^{R - M_j} and q_i e^{L + M_i}, in place: decays behind token j, and
+    through token i.
 
-    A factor exceeds 1 only where the gates let the state grow, so the factors are exact for all gates.
+    A factor exceeds 1 only where the gates let the state grow, so the factors are exact for all gates. gates: the terms, tiles
+    [C, 64], whose gates are first raised to LOG_OF_ZERO in place. All scalers call this, and wait for one another.
     """
     p, w = s.p, s.p.plan
     for g in gates:  # a sum with -inf would be NaN
@@ -332,12 +357,12 @@ def scale_to_edges(s: Scaler, step, slot, gates):
     plgpu.commit_smem()
 
     def scaled(tile, log):
-        """Return x e^log of a tile x, in float32."""
+        """Return x e^log of a tile x [C, 64], in float32 in registers."""
         # [C, 64]
         return read(tile) * jnp.exp2(log * LOG2E)
 
     def end(side: int):
-        """Return L (side 0) or R (side 1) of the channels, repeated over the tokens."""
+        """Return L (side 0) or R (side 1) of the channels, repeated over the tokens, [C, 64]."""
         # [C, 64]
         return tiles.by_column(plgpu.load(p.tiles.sums.at[slot, side, s.channels], layout=BY_COLUMN), (C, 64))
 
@@ -352,7 +377,8 @@ def scale_to_edges(s: Scaler, step, slot, gates):
 
 
 def form_early(s: Scaler, slot, M):
-    """Return the own scores q_i . k_i over the scaler's channels [C]; or k^ [C, 64] if registers have room for it; else None.
+    """Return (own scores, k^), of which at least one is None. If registers have room, form k^ [C, 64]; else in a scan with
+    outputs the own scores q_i . k_i over the scaler's channels, [C].
 
     The result is formed while other scalers arrive. Without the barrier the compiler would move the computation behind that
     point.
@@ -367,7 +393,8 @@ def form_early(s: Scaler, slot, M):
 
 
 def scaled_keys(s: Scaler, slot, M):
-    """Return k^ [C, 64], in float32 where own scores are formed of it."""
+    """Return k^ [C, 64] in registers: in float32 in a scan with outputs, which forms own scores of k^, else in bfloat16. In a
+    scan of dL/dS, k^ includes the scale."""
     p, w = s.p, s.p.plan
     y = read(p.tiles.k.at[slot, :, s.channels]) * jnp.exp2(M * (LOG2E if w.to_edge else -LOG2E))
     if w.adjoint:
@@ -376,16 +403,16 @@ def scaled_keys(s: Scaler, slot, M):
 
 
 def scale_keys(s: Scaler, slot, M, y=None):
-    """Replace k by k^ [C, 64] in bfloat16. y: k^ if `form_early` has formed it."""
+    """Replace k by k^ [C, 64] in bfloat16, in place. y: k^ if `form_early` has formed it, else None."""
     y = scaled_keys(s, slot, M) if y is None else y
     s.p.tiles.k[slot, :, s.channels] = y.astype(BF16)
 
 
 def scale_queries(s: Scaler, step, slot, M, gates, own, y):
-    """Replace q by q^ = q e^M, and store every token's score with itself, q^ . k^. If gates are weak, also store what q^ lost
-    in rounding.
+    """Replace q by q^ = q e^M in place, and store every token's score with itself, q^ . k^, over the scaler's channels. If
+    gates are weak, also store what q^ lost in rounding.
 
-    own: the scores [C] if `form_early` has formed them, else None; then y is k^ [C, 64].
+    own: the scores [C] if `form_early` has formed them, else None; then y is k^ [C, 64]. gates: the terms, tiles [C, 64].
     """
     p = s.p
     q = p.tiles.q.at[slot, :, s.channels]
@@ -398,10 +425,11 @@ def scale_queries(s: Scaler, step, slot, M, gates, own, y):
 
 
 def store_queries(s: Scaler, step, gates, x, q):
-    """Store q^ = x [C, 64] in the tile q, and what it lost in rounding where gates are weak.
+    """Store q^ = x [C, 64] in the tile q, and what q^ lost in rounding where gates are weak.
 
-    With tiles for that, the first of two terms is truncated, which takes fewer instructions than to round. Without, the tile of
-    q holds x already, and the tile of the gates takes the second term.
+    x: float32. q: the tile [C, 64] of the scaler's channels. gates: the terms, tiles [C, 64]. With tiles for what q^ lost, the
+    first of two terms is truncated, which takes fewer instructions than to round. Without, the tile of q holds x already, and
+    the tile of the gates takes the second term.
     """
     lost = s.p.pipeline.lost
     if lost is None:

@@ -55,18 +55,18 @@ class LookbackPipeline(Pipeline):
 
     @classmethod
     def planned(cls, w: Scan) -> "LookbackPipeline":
-        """Build the pipeline for a plan; its barriers are allocated at launch."""
+        """Build the pipeline for plan w. Its barriers are allocated at launch."""
         return cls(Ring(AHEAD, ("compute",), ("compute",), ("gates",) * w.terms, released_by=()))
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that forward and gradient lower it once
 def lookback_tables(w: Scan, table, g) -> list[jax.Array]:
-    """Return the tables of two `two_way` scans, [E, H, 5] each, forward and reverse, with the first chunk that each head
-    must scan.
+    """Return the tables of two `two_way` scans, [E, H, 5] in int32 each: with time and against time. The first chunk and the
+    number of chunks in each row are those that the head must scan.
 
-    table: [2, E, 5 or 7], the tables of whole segments. g: the gates that `key_scan` takes. The kernel reads at most
-    `w.lookback` chunks. If no decay underflows in them, the scan covers the whole segment. Resets are not read: without a
-    lookback the scan costs what it costs without resets.
+    w: the plan of the `two_way` scan. table: [2, E, 5], or [2, E, 7] if w is bounded, the tables of whole segments. g: the
+    gates that `key_scan` takes. The kernel reads at most `w.lookback` chunks. If no decay underflows in them, the scan covers
+    the whole segment. Resets are not read: without a lookback the scan costs what it costs without resets.
     """
     E = table.shape[1]
     heads, K = g[0].shape[2], w.K
@@ -81,7 +81,7 @@ def lookback_tables(w: Scan, table, g) -> list[jax.Array]:
         batch, first, whole, n, adjoint = (table_g[way, e, i] for i in range(5))
 
         def load(i):
-            """Load the gates of the i-th chunk from the segment's end."""
+            """Start to load the gates of the i-th chunk from the segment's end."""
             rows = pl.ds((first + w.chunk_at(whole - 1 - i, whole, adjoint)) * C, C)
             slot = pipeline.gates.slot(i)
             for term in range(w.terms):
@@ -99,15 +99,20 @@ def lookback_tables(w: Scan, table, g) -> list[jax.Array]:
             return pl.ds(half * 64, 64)
 
         def clear_foreign(i, gates):
-            """Zero the rows of the i-th chunk from the segment's end that hold no token. They may hold NaN."""
+            """Zero the rows of the tiles `gates` of the i-th chunk from the segment's end that hold no token. They may hold
+            NaN."""
             row = (first + w.chunk_at(whole - 1 - i, whole, adjoint)) * C
             low, high = (table_g[way, e, column] - row for column in (5, 6))
             parts = [g.at[:, channels(half)] for g in gates for half in halves]
             pl.when((low > 0) | (high < C))(functools.partial(tiles.clear, parts, low, high))
 
         def look(i, carry):
-            """Add the gates of the i-th chunk from the segment's end to the sums of `carry`, if a state still passes the chunks
-            behind it."""
+            """Add the gates of the i-th chunk from the segment's end to the sums of `carry`, if a state passes all chunks
+            behind the (i - 1)-th. Return the new `carry`.
+
+            carry: the sums of log decays, a list of arrays [64, 8]; whether a state passes all chunks behind the (i - 1)-th;
+            whether it passes all chunks behind the i-th; and the number of chunks to scan.
+            """
             through, before, alive, found = carry
             slot = pipeline.gates.slot(i)
             here = before & (i < whole)
@@ -159,8 +164,10 @@ def lookback_tables(w: Scan, table, g) -> list[jax.Array]:
 def segment_scan(parts: int, given: bool, states, log, factor, start, descending):
     """Return the state that enters every segment, [E, H, K, V] in float32.
 
-    states: [E, H, K, V], and log: [E, H, K or 1], of `parts` segments of each sequence. factor: [N], and one unused number.
-    start: [N, H, K, V], if `given`. descending: [1], 1 if the scan goes from the last segment to the first.
+    parts: the segments of each sequence. given: whether `start` is read. states: [E, H, K, V], the states of segments that
+    begin from zero. log: [E, H, K or 1], their natural log decays. factor: [N], by which the states of each sequence are
+    multiplied, and one unused number. start: [N, H, K, V], the states that enter sequences, if `given`. descending: [1], 1 if
+    the scan goes from the last segment to the first, else 0.
     """
     E, H, K, V = states.shape
     across, down = V // TILE[1], K // TILE[0]
