@@ -30,20 +30,21 @@ def remainder(x, by: int):
 
 
 def chunk_of(program, chunks: int, heads: int):
-    """Return batch row, chunk and head of a program that has one chunk of one head. Heads vary fastest, then chunks.
+    """Return the indices (batch row, chunk, head) of a program that has one chunk of one head. Heads vary fastest, then chunks.
 
-    The chunk is traced, also where there is one: a slice known to pass the end of a short row is refused.
+    program: the index of the program. chunks: the number of chunks of a row. heads: the number of heads. The index of the chunk
+    is traced, also where there is one chunk: a slice known to pass the end of a short row is refused.
     """
     head, rest = remainder(program, heads), quotient(program, heads)
     return quotient(rest, chunks), lax.rem(rest, jnp.int32(chunks)), head
 
 
 def span(start, size: int, width: int):
-    """Return the slice of `size` columns from `start` in an axis of `width` columns. The copy engine loads zeros for the columns
-    behind the axis, and stores none of them.
+    """Return the slice of `size` columns from `start` in an axis that has `width` columns in memory. The copy engine loads
+    zeros for the columns behind the axis, and stores none of them.
 
-    The start of a slice that passes the end is traced, because a slice known to do so is refused. It is a multiple of a tile's
-    columns, and known to be one.
+    A start whose slice passes the end is made a traced number, because Pallas refuses a slice known to do so. It must be a
+    multiple of 64, and stays known to be one.
     """
     if not isinstance(start, jax.Array) and start + size > width:
         start = lax.optimization_barrier(jnp.int32(start // 64)) * 64
@@ -51,7 +52,7 @@ def span(start, size: int, width: int):
 
 
 def tile_columns(*widths: int) -> int:
-    """Return the columns of a tile in shared memory: 64, or 32 if 64 does not divide the widths in memory.
+    """Return the columns of a tile in shared memory: 64, or 32 if 64 does not divide all `widths`, those of arrays in memory.
 
     The copy engine counts an axis in whole tiles.
     """
@@ -59,7 +60,11 @@ def tile_columns(*widths: int) -> int:
 
 
 def program_indices(program, blocks: int, heads: int):
-    """Return block, head and segment of a program. Blocks vary fastest, then heads."""
+    """Return the indices (block, head, segment) of a program. Blocks vary fastest, then heads.
+
+    program: the index of the program. blocks: the number of blocks of columns that a head is divided into. heads: the number of
+    heads.
+    """
     rest = quotient(program, blocks)
     return remainder(program, blocks), remainder(rest, heads), quotient(rest, heads)
 
@@ -83,18 +88,26 @@ class Blocks:
         return self.rows * self.columns
 
     def head(self, h):
-        """Return the head that block h belongs to."""
+        """Return the index of the caller's head that block h belongs to. h: the index of a block among those of all heads."""
         return quotient(h, self.count)
 
     def of_keys(self, h, H: int, heads: int):
-        """Return the index of the channels that block h of H reads, in an array of `heads` blocks of K."""
+        """Return the index, in an array of q, k or per-key gates, of the narrow head that block h reads.
+
+        h: the index of a block among the H blocks of all heads. heads: the number of narrow heads of the array, `rows` for each
+        of its heads.
+        """
         group = H // (self.columns * heads)
         if self.rows == 1 or group == 1:
             return quotient(h, self.columns * group)
         return quotient(self.head(h), group) * self.rows + remainder(quotient(h, self.columns), self.rows)
 
     def of_values(self, h, H: int, heads: int):
-        """Return the index of the columns that block h of H reads, in an array of `heads` blocks of V."""
+        """Return the index, in an array of v or d_output, of the narrow head that block h reads.
+
+        h: the index of a block among the H blocks of all heads. heads: the number of narrow heads of the array, `columns` for
+        each of its heads.
+        """
         group = H // (self.rows * heads)
         if self.columns == 1:
             return quotient(h, self.rows * group)
@@ -108,15 +121,15 @@ WHOLE = Blocks()
 
 @dataclasses.dataclass(frozen=True)
 class Scan:
-    """Hold what a scan is compiled for.
+    """Hold the sizes and options that a scan without the delta rule is compiled for.
 
     H: the number of blocks of all heads. K, V: the widths of a block.
     in_memory: the columns of a block of keys, and of values, in memory. Where these are fewer than K and V the copy engine fills
         the tiles with zeros, and drops what it stores behind the columns. States in float32 have K and V.
     reverse: the recurrence goes from the last token to the first.
-    adjoint: the scan finds dL/dS against time, with q and d_output for k and v.
+    adjoint: the scan computes dL/dS against time, and takes q and d_output in the places of k and v.
     two_way: one program serves both directions, and takes no scale. The fifth column of the table is `adjoint`.
-    outputs: the scan forms o, from q. states: it stores the states at the chunks. start: it begins from given states.
+    outputs: the scan forms o, from q. states: the scan stores states at chunks. start: segments begin from given states.
     columns: the columns of the state in a program, 64 or 128.
     terms: the arrays of bfloat16 of which per-key gates are the sum, 1 or 2.
     run: the chunks from one stored state to the next, a divisor of the chunks of a sequence; more than 1 only with per-head
@@ -128,12 +141,13 @@ class Scan:
     stored_by: the blocks into which a scan divides the states that it stores, each as a head of its own.
     packed: 0, or the most chunks of packed sequences. Their chunks begin at every eighth row of q, k, v and gates, and the first
         of a sequence may hold rows of the sequence before. The chunks of o and states lie one after another.
-    edges: chunks that hold rows without a token are read from copies (`rows.Edges`); only with per-head gates.
-    every: the chunks from one of the caller's states to the next, of which there are num_behind; 0 without such states. A scan
-        against time adds their gradients to the state, and others store them.
+    edges: chunks that hold rows without a token are read from copies (`Edges`, `LastChunk` in rows.py); only with per-head gates.
+    every: the chunks from one state of `Recurrence.states_every` to the next; 0 without such states. A row has num_behind of
+        these states. An adjoint scan adds their gradients to dL/dS, and other scans store the states.
     resets: tokens that reset the state are marked (`rows.newest_resets`); only with per-key gates, because per-head gates are
         -inf there.
-    rows: of o, where q, k and v have fewer, because a plan with edges reads the last chunk from a copy (`LastChunk`); else 0.
+    rows: the number of rows of o, where q, k and v have fewer, because a plan with edges reads the last chunk from a copy
+        (`LastChunk`); else 0.
     bounded: rows without a token, which may hold NaN, are cleared. The table has 7 columns, of which the last two are the row of
         the first token and the row behind the last; only with per-key gates.
     """
@@ -186,12 +200,12 @@ class Scan:
 
     @functools.cached_property
     def clears(self) -> bool:
-        """Return whether chunks may contain rows that must not be used, which are then cleared."""
+        """Return whether chunks may contain rows of other sequences or without a token, which the kernel sets to zero."""
         return self.packed > 0 or self.bounded
 
     @functools.cached_property
     def last_token(self) -> int:
-        """Return the row of the token by which the recurrence leaves a chunk."""
+        """Return the row within a chunk of the token by which the recurrence leaves the chunk."""
         return 0 if self.reverse else C - 1
 
     @functools.cached_property
@@ -199,7 +213,8 @@ class Scan:
         """Return whether per-key gates scale tokens to the edge by which the scan leaves their chunk, which is exact for all
         gates.
 
-        Tokens are scaled to the chunk's middle where scores are formed, and where a gradient reads the states before chunks.
+        If not, gates scale tokens to the chunk's middle: where scores are formed, and where a gradient reads the states before
+        chunks.
         """
         return self.adjoint or self.two_way
 
@@ -217,8 +232,8 @@ class Scan:
 
     @functools.cached_property
     def narrow(self) -> bool:
-        """Return whether a scan with per-key gates has separate tiles for outputs and for what q^ lost, in addition to those of
-        q and gates.
+        """Return whether a scan with per-key gates has separate tiles for outputs and for what q^ lost in rounding, in addition
+        to those of q and gates. `scan/key.py` defines q^.
 
         With resets registers have no room for all its products together.
         """
@@ -226,51 +241,58 @@ class Scan:
 
     @functools.cached_property
     def has_output_tile(self) -> bool:
-        """Return whether outputs of a scan with per-key gates have a tile of their own, because the tile of q
-        holds q^, or is wider than the outputs."""
+        """Return whether outputs of a scan with per-key gates have a tile of their own, because the tile of q holds q^
+        (`scan/key.py`), or is wider than the outputs."""
         return self.narrow or (self.outputs and self.columns < self.K)
 
     @functools.cached_property
     def lost_stages(self) -> int:
-        """Return the number of tiles for what q^ lost in rounding. Without room for them it lies in the gates' tiles, which are
-        then fetched later."""
+        """Return the number of tiles for what q^ (`scan/key.py`) lost in rounding: 2, or 0 if there is no room for them. The
+        lost part then lies in the gates' tiles, into which the next gates are loaded later."""
         return 2 if self.narrow else 0
 
     def stored(self, chunk):
-        """Return whether the state that enters this chunk is stored: the chunk is the first of its run in scan order."""
+        """Return whether the state that enters this chunk is stored: the chunk is the first of its run in scan order. chunk:
+        its index in the row."""
         return lax.rem(chunk, jnp.int32(self.run)) == (self.run - 1 if self.reverse != self.adjoint else 0)
 
     def state_behind(self, chunk, chunks: int):
-        """Return the index of the caller's state behind a chunk in scan order, and whether there is one."""
+        """Return (the index of the state of `states_every` that follows a chunk in scan order, whether such a state exists).
+
+        chunk: the index of the chunk in the row. chunks: the number of chunks of the row.
+        """
         behind = chunks - chunk if self.reverse else chunk + 1
         index = quotient(behind, self.every) - 1
         return index, (remainder(behind, self.every) == 0) & (index < self.num_behind)
 
     def behind_type(self, B: int) -> jax.ShapeDtypeStruct:
-        """Return the shape and dtype of the caller's states of B rows, [B, num_behind, H, K, V] in float32."""
+        """Return the shape and dtype of the states of `states_every` of B rows, [B, num_behind, H, K, V] in float32."""
         return jax.ShapeDtypeStruct((B, self.num_behind, self.H, self.K, self.V), jnp.float32)
 
     @functools.cached_property
     def stores_behind(self) -> bool:
-        """Return whether the scan stores the caller's states."""
+        """Return whether the scan stores the states of `states_every`."""
         return self.every > 0 and not self.adjoint
 
     @functools.cached_property
     def adds_behind(self) -> bool:
-        """Return whether the scan adds the gradients of the caller's states to dL/dS."""
+        """Return whether the scan adds the gradients of the states of `states_every` to dL/dS."""
         return self.every > 0 and self.adjoint
 
     def leave(self, segment, store):
-        """Run store(n) if the state after the segment is a result: the n-th sequence ends there. In a `two_way` scan every
-        segment's state is a result, and n is the segment."""
+        """Run store(n) if the state after the segment is a result, because the n-th sequence ends there.
+
+        segment: the index of the segment, a row of the table. In a `two_way` scan every segment's state is a result, and n is
+        `segment`.
+        """
         if self.two_way:
             return store(segment)
         at_end = remainder(segment, self.parts) == (0 if self.reverse != self.adjoint else self.parts - 1)
         pl.when(at_end)(lambda: store(quotient(segment, self.parts)))
 
     def chunk_at(self, step, count, adjoint=None):
-        """Return the index of the chunk that the scan takes at a step, in a segment of `count` chunks. adjoint: 0 or 1, for a
-        `two_way` scan."""
+        """Return the index within its segment of the chunk that the scan takes at a step. step: the number of the chunk in scan
+        order, from 0. count: the number of chunks of the segment. adjoint: 0 or 1, for a `two_way` scan, else not used."""
         if not self.two_way:
             return count - 1 - step if self.reverse != self.adjoint else step
         return jnp.where(adjoint == int(self.reverse), step, count - 1 - step)
@@ -303,7 +325,10 @@ class Scan:
         return by_warpgroups[self.scalers, self.consumers]
 
     def results(self, B: int, T: int, E: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Return the types of o, states and last states of `ScanResults`. A result that the plan leaves out has one tile."""
+        """Return the shapes and dtypes of o, states and last of `ScanResults`. A result that the plan leaves out has one tile.
+
+        B: the number of batch rows. T: the number of rows of o. E: the number of segments.
+        """
         ends = E if self.two_way else E // self.parts
         (K, V), by = self.in_memory, self.stored_by
         o = (B, T, self.H, V) if self.outputs else (1, C, 1, 64)
@@ -317,17 +342,17 @@ plan_of = functools.cache(Scan)  # one object for equal plans, so that their pro
 
 
 class ScanResults(NamedTuple):
-    """Hold the results of a scan. H counts the blocks of all heads.
+    """Hold the results of a scan. H counts the blocks of all heads, N sequences and E segments.
 
-    o: [B, T, H, V] in bfloat16, the terms of each block in the outputs. states: [B, chunks / run, H, K, V] in bfloat16. last: the
-    final states of sequences, [N, H, K, V] in float32, or in a `two_way` scan of segments, [E, H, K, V]. log: [E, H, K] or
-    [E, H, 1] in float32, the natural log decays of segments, in a `two_way` scan.
+    o: [B, T, H, V] in bfloat16, the terms of each block in the outputs. states: [B, chunks / run, H, K, V] in bfloat16. last:
+    the final states of sequences, [N, H, K, V] in float32, or in a `two_way` scan of segments, [E, H, K, V]. log: [E, H, K] or
+    [E, H, 1] in float32, the natural log decays of segments, in a `two_way` scan, else None.
 
     out_of_range: [B, chunks, H] in int32, 1 where the gates of a chunk leave the range of the fast form, in a scan that stores
     states. The state of such a chunk is the state that enters it. With per-key gates the states of all other chunks are decayed
-    to the chunk's middle. out_of_range is None where the scan reads it from the forward.
+    to the chunk's middle. out_of_range is None with per-head gates, and where the scan reads it from the forward.
 
-    behind: [B, num_behind, H, K, V] in float32, the caller's states.
+    behind: [B, num_behind, H, K, V] in float32, the states of `states_every`; None in a scan that does not store them.
     """
 
     o: jax.Array
@@ -340,14 +365,16 @@ class ScanResults(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DeltaScan:
-    """Hold the sizes and options that a scan under the delta rule is compiled for.
+    """Hold the sizes and options that a scan under the delta rule is compiled for. `scan/delta.py` defines O, U, S, P, R, X and
+    M.
 
     kind: the results of the scan beside the last states. "outputs": O. "states": S before each chunk and U, for the gradient.
     "residuals": both. "adjoint": dS' behind each chunk, dX and dV, in reverse. "ends", "adjoint ends", "transitions": nothing.
     The state of "transitions" has K more columns, which begin as I and to which no tokens add. At the end they are the matrix M
-    by which the segment multiplies a state. H: the number of heads. K, V: the widths of a head. start: whether segments begin
-    from given states, else from zero. A sequence that is not cut is one segment. form: `Erasure.form`. together: whether a
-    program that writes results of a forward carries two stripes, each 64 columns of the state.
+    by which the segment multiplies a state. H: the number of heads. K, V: the widths of a head. reverse: whether the recurrence
+    goes from the last token to the first. start: whether segments begin from given states, else from zero. A sequence that is
+    not cut is one segment. form: `Erasure.form`. together: whether a program that writes results of a forward carries two
+    stripes, each 64 columns of the state.
 
     Up to K = 128 the state, and U or dX, are transposed. Wider states are [K, V].
     """
@@ -368,7 +395,7 @@ class DeltaScan:
 
     @property
     def has_erase(self) -> bool:
-        """Return whether e is given, else it is beta k."""
+        """Return whether the erase vector e is given, else it is beta k."""
         return self.form != "beta"
 
     @property
@@ -378,6 +405,7 @@ class DeltaScan:
 
     @property
     def is_adjoint(self) -> bool:
+        """Return whether the scan is of dL/dS, against time."""
         return self.kind in ("adjoint", "adjoint ends")
 
     @property
@@ -387,17 +415,17 @@ class DeltaScan:
 
     @property
     def writes_tokens(self) -> bool:
-        """Return whether the scan writes O or dV."""
+        """Return whether the scan writes an array of tokens: O, or dV (dX with an erase vector)."""
         return self.kind in ("outputs", "residuals", "adjoint")
 
     @property
     def reads_chunks(self) -> bool:
-        """Return whether the role *output* reads the tiles of a chunk, as loaded or overwritten."""
+        """Return whether the role *output* reads tiles that are loaded for a chunk, or what overwrites them."""
         return self.writes_tokens or self.together
 
     @property
     def reads_queries(self) -> bool:
-        """Return whether the scan reads q, and forms P."""
+        """Return whether the scan reads q, and forms the scores P."""
         return self.writes_tokens or self.is_adjoint
 
     @property
@@ -427,8 +455,8 @@ class DeltaScan:
 
     @property
     def tight(self) -> bool:
-        """Return whether shared memory is too small for two stages of the inverse R and of v, and for both a tile of dV and a
-        tile of what dX loses in bfloat16. It is so in a wide adjoint scan with beta."""
+        """Return whether v and the inverse R have one stage each in shared memory, and dV has no tile of its own, because
+        shared memory is too small. It is so in a wide adjoint scan with beta."""
         return self.wide and self.kind == "adjoint" and not self.has_erase
 
     @property
@@ -454,7 +482,7 @@ class DeltaScan:
 
     @property
     def erase_stages(self) -> int:
-        """Return the number of tiles of e, which *carry* alone reads."""
+        """Return the number of tiles of e, which the role *carry* alone reads."""
         return 1 if self.wide else 2
 
     @property
@@ -463,8 +491,11 @@ class DeltaScan:
         return 2 if (self.together or self.kind in ("ends", "transitions")) and self.columns // STRIPE % 2 == 0 else 1
 
     def gains_together(self, segments: int, multiprocessors: int) -> bool:
-        """Return whether a program should carry two stripes, which is faster if programs of one stripe need more rounds. A
-        round is one program on every multiprocessor."""
+        """Return whether a program should carry two stripes, which is faster if programs of one stripe need more rounds.
+
+        A round is one program on every multiprocessor. segments: the number of segments of all sequences. multiprocessors:
+        their number on the GPU.
+        """
         if (
             self.kind not in ("outputs", "states", "residuals")
             or self.form != "beta"
@@ -494,7 +525,8 @@ class DeltaScan:
 
     @property
     def registers(self) -> dict[str, int]:
-        """Return the registers of a thread by role. They add up to those that a program is launched with, or fewer."""
+        """Return the registers of a thread by role. The sum over all threads of a program is at most the number that the
+        program is launched with."""
         if self.together:
             return dict(carry=160, output=96, score=96, load=24)
         if len(self.roles) == 4:
@@ -508,5 +540,5 @@ class DeltaScan:
 
     @property
     def last_token(self) -> int:
-        """Return the last token of a chunk in the order of the recurrence."""
+        """Return the row within a chunk of the last token in the order of the recurrence."""
         return 0 if self.reverse else C - 1

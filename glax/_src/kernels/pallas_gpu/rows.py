@@ -40,8 +40,8 @@ class Form(enum.StrEnum):
 class Reading:
     """Hold how the kernels read the sequences of a call.
 
-    joined: the number of sequences in a row; 1 unless sequences are joined. copies_last: whether the last chunk of the only row
-    is read from a copy, and the others in place; so if 8 does not divide the row's length.
+    form: the form of the rows. joined: the number of sequences in a row; 1 unless sequences are joined. copies_last: whether
+    the last chunk of the only row is read from a copy, and the others in place, because 8 does not divide the row's length.
     """
 
     form: Form
@@ -54,7 +54,9 @@ class Reading:
     ) -> "Reading":
         """Return how kernels read the rows of r, or for its gradient the rows of these operands too.
 
-        parts: the segments of a sequence. in_phases: whether the kernel runs in two phases, which join and pack nothing.
+        parts: the segments of a sequence. d_final: the gradient of the final states, or None for zeros or the forward.
+        residuals: what the forward saved, or None. in_phases: whether the kernel runs in two phases, which join and pack
+        nothing.
         """
         B, T = r.q.shape[:2]
         if r.boundaries is not None:
@@ -70,7 +72,8 @@ class Reading:
         return cls(Form.FILLED if T % ROWS and not copies_last else Form.GIVEN, copies_last=copies_last)
 
     def takes(self, r: Recurrence, residuals: Residuals) -> bool:
-        """Return whether the residuals were saved for rows in this form. Otherwise the gradient computes them again."""
+        """Return whether the residuals were saved for rows in this form. Otherwise the gradient computes them again. r: the
+        caller's recurrence."""
         count = residuals.states.shape[0]
         if self.form is Form.APART:
             return not fits_one_row(r)  # the forward has no d_final, and reads one row
@@ -87,8 +90,8 @@ class Reading:
 
 
 def takes_segments(r: Recurrence) -> bool:
-    """Return whether the kernels take boundaries inside a row as marked tokens that reset the state. Other kernels take them as
-    gates of -inf.
+    """Return whether the kernels take boundaries inside a row as marked tokens that reset the state. Other kernels take
+    boundaries as gates of -inf.
 
     Per-head gates of -inf are exact inside a chunk, so only per-key gates need marks. With keys of one block of 64 channels the
     gradient's kernel has no registers for the masks.
@@ -109,7 +112,8 @@ def fits_one_row(r: Recurrence) -> bool:
 def joined_number(r: Recurrence) -> int:
     """Return the number of sequences that are joined to a row, if 8 does not divide their length; 1 if none are joined.
 
-    It is the least number whose row has a length that 8 divides, or all sequences if the last chunk of their row can be copied.
+    The number is the least whose row has a length that 8 divides; or the number of all sequences if that does not divide the
+    batch, and the last chunk of their row can be copied.
     """
     B, T = r.q.shape[:2]
     if not JOINS or T % ROWS == 0 or why_not_joined(r) is not None:
@@ -127,7 +131,7 @@ def packs(r: Recurrence, parts: int) -> bool:
     `packs_if_not_joined` must hold, too.
 
     The results lie in chunks, and are gathered. Only kernels with per-key gates read packed sequences in place, in one segment
-    each.
+    each. parts: the segments of a sequence in the config.
     """
     (B, T), is_plain = r.q.shape[:2], r.segments is None and r.states_every is None
     whole = parts == 1 and T % ROWS > 0 and B * T % ROWS == 0 and T >= C
@@ -135,12 +139,13 @@ def packs(r: Recurrence, parts: int) -> bool:
 
 
 def packs_if_not_joined(r: Recurrence) -> bool:
-    """Return whether r has per-key gates and is not joined, but may be packed: it has initial states, or keys without marks."""
+    """Return whether r may be packed and cannot be joined: it has per-key gates and no erasure, and has initial states, or keys
+    too narrow for marks (`takes_segments`)."""
     return r.decay.key is not None and r.erasure is None and (r.initial_state is not None or not takes_segments(r))
 
 
 def copies_last_chunk(r: Recurrence, T: int) -> bool:
-    """Return whether the last chunk of one row of T tokens, which 8 does not divide, is read from a copy.
+    """Return whether the last chunk of one row of T tokens is read from a copy, because 8 does not divide T.
 
     With per-key gates, or with beta, no kernel can do so.
     """
@@ -185,9 +190,10 @@ def why_not_joined(r: Recurrence) -> str | None:
 class Apart:
     """Hold where the chunks of packed sequences lie, each of which begins a chunk, and which rows of the chunks are tokens.
 
-    begins: [N + 1] in int32, the first chunk of every sequence. source: [chunks C] in int32, the token that each row of the
-    chunks holds, or -1; None where the kernels read packed rows in place, and write rows of chunks. row: [T] in int32, the row of
-    the chunks that holds each token. begins and row are NumPy arrays where the boundaries are known while tracing.
+    r: the packed recurrence. begins: [N + 1] in int32, the first chunk of every sequence, and the number of chunks of all.
+    source: [chunks C] in int32, the token that each row of the chunks holds, or -1; None where the kernels read packed rows in
+    place, and write rows of chunks. row: [T] in int32, the row of the chunks that holds each token. begins and row are NumPy
+    arrays where the boundaries are known while tracing.
     """
 
     r: Recurrence
@@ -232,29 +238,34 @@ class Apart:
 
     @property
     def sequence(self):
-        """Return the sequence of each chunk, [chunks] in int32. Chunks behind the last sequence count to it."""
+        """Return the index of each chunk's sequence, [chunks] in int32. Chunks behind the last sequence count to it."""
         numpy: Any = np if isinstance(self.begins, np.ndarray) else jnp
         own = numpy.searchsorted(self.begins, numpy.arange(self.count), side="right") - 1
         return numpy.clip(own, 0, self.r.num_sequences - 1)
 
     @property
     def segments(self):
-        """Return the table of sequences, [N, 7] in int32: batch row, first chunk, number of chunks and sequence of each; the
-        first row of its first chunk in the arrays of r, divided by 8; its first row; and the row behind its last."""
+        """Return the table of sequences, [N, 7] in int32. The columns are batch row, first chunk, number of chunks and
+        sequence; the row of r's arrays at which the first chunk begins, divided by 8; the sequence's first row in these arrays;
+        and the row behind its last."""
         n, cuts = jnp.arange(self.r.num_sequences), boundaries_within(self.r)
         columns = jnp.zeros_like(n), self.begins[:-1], jnp.diff(self.begins), n, cuts[:-1] // ROWS, cuts[:-1], cuts[1:]
         return jnp.stack(columns, 1).astype(jnp.int32)
 
     def rows_of_chunks(self, segments):
-        """Return, for each chunk, its first row in the arrays of r divided by 8, the first of its rows that belongs to its
-        sequence, and the row behind the last of these: [chunks, 3]. segments: the table `segments`."""
+        """Return three numbers for each chunk, [chunks, 3] in int32: the row of r's arrays at which the chunk begins, divided
+        by 8; and the first row of its sequence, and the row behind the last, both counted from the chunk's first row.
+
+        The last two may lie outside of 0 ... C. segments: the table `segments`.
+        """
         chunk, own = jnp.arange(self.count), segments[self.sequence]
         row = own[:, 4] + (chunk - own[:, 1]) * (C // ROWS)
         first, end = (own[:, i] - row * ROWS for i in (5, 6))
         return jnp.stack([jnp.where(end > 0, row, 0), first, end], 1).astype(jnp.int32)
 
     def by_sequence(self, x):
-        """Return the sums over the chunks of every sequence, [N, H], of x, which holds the chunks of all sequences in order."""
+        """Return the sums of x over the chunks of every sequence, [N, H]. x: [chunks, H], the chunks of all sequences in
+        order."""
         x, used = x.reshape(self.count, -1), jnp.arange(self.count) < self.begins[-1]
         own = (self.sequence == jnp.arange(self.r.num_sequences)[:, None]) & used
         return jnp.where(own[..., None], x, 0).sum(1)  # a sum in a fixed order, and no product: 0 times NaN is NaN
@@ -275,8 +286,7 @@ class Apart:
 
 
 def newest_resets(resets: Bool[Array, "B T"], reverse: bool) -> Int[Array, "B chunks _"]:
-    """Return the newest reset of every token within its chunk, r_i, by its row in memory, [B, chunks, C]. A token draws on tokens
-    from its newest reset on.
+    """Return the newest reset r_i of every token i within its chunk, [B, chunks, C] in int32, in the order of rows in memory.
 
     r_i is the position in scan order of token i's newest reset, or -1 without a reset in the chunk at or before i:
 
@@ -284,9 +294,10 @@ def newest_resets(resets: Bool[Array, "B T"], reverse: bool) -> Int[Array, "B ch
         token i draws on the state S that enters   if r_i = -1
         token j reaches the state that leaves      if r_last <= j, and S reaches it if r_last = -1
 
-    Gates stay as they are: their sums within a chunk cross a reset only between tokens of which neither draws on the other. So a
-    reset needs no gate of -inf, which would put its chunk out of range. The result is a maximum over pairs: a cumulative maximum
-    takes XLA several kernels.
+    Gates stay as they are: their sums within a chunk cross a reset only between tokens of which neither draws on the other. So
+    a reset needs no gate of -inf, which would put its chunk out of range. The result is a maximum over pairs: a cumulative
+    maximum takes XLA several kernels. resets: whether each token resets the state. reverse: whether the scan goes from the last
+    token to the first.
     """
     order = np.arange(C, dtype=np.int32)
     order = order[::-1] if reverse else order
@@ -304,8 +315,8 @@ class Edges(NamedTuple):
     The kernels read these chunks from copies of 3 C rows: the chunk of the first token, the chunk of the last token, and zeros.
     Outputs and gradients are then 0 in rows without a token.
 
-    block: the C rows of a copy from which each chunk is read; -1 for a chunk of tokens alone, which is read in place.
-    source: the row that each row of a copy holds; -1 for zeros.
+    block: 0, 1 or 2, the block of C rows of a copy from which each chunk is read; -1 for a chunk of tokens alone, which is read
+    in place. source: [3 C], the row of the array that each row of a copy holds; -1 for zeros.
     """
 
     block: Int[Array, "chunks"]
@@ -336,8 +347,8 @@ class Edges(NamedTuple):
 class LastChunk:
     """Read the last chunk of a row of T tokens from a copy, where 8 does not divide T.
 
-    The kernels read the chunks before it in place, from the rows up to the last multiple of 8. XLA hands these on as they are,
-    because they begin the array.
+    The kernels read the chunks before it in place, from the rows up to the last multiple of 8. XLA passes these rows on without
+    a copy, because they begin the array.
     """
 
     T: int
@@ -349,7 +360,8 @@ class LastChunk:
 
     @property
     def block(self) -> Int[Array, "chunks"]:
-        """Return the block of C rows of a copy from which each chunk is read, or -1, as `Edges` does."""
+        """Return the block of C rows of a copy from which each chunk is read: 0 for the last chunk, and -1 for the others,
+        which are read in place."""
         return jnp.where(jnp.arange(-(-self.T // C), dtype=jnp.int32) == self.T // C, 0, -1)
 
     def copy(self, x: Float[Array, "1 T heads width"]) -> Float[Array, "1 C heads width"]:
@@ -369,7 +381,7 @@ def boundaries_within(r: Recurrence) -> Int[Array, "N+1"]:
 
 @dataclasses.dataclass(frozen=True)
 class PackedRow:
-    """Represent packed sequences r without initial states by one row of tokens."""
+    """Represent packed sequences r without initial states by one row of tokens, in which boundaries are resets."""
 
     r: Recurrence
 
@@ -394,18 +406,18 @@ class PackedRow:
 
     @property
     def sequence_of(self) -> Int[Array, "T"]:
-        """Return the sequence of every row, [T], by comparison with all boundaries. This is one kernel, while a binary search
-        is a loop of many."""
+        """Return the index of the sequence of every row, [T], by comparison with all boundaries. This is one kernel, while a
+        binary search is a loop of many."""
         rows = jnp.arange(self.r.q.shape[1], dtype=jnp.int32)
         own = jnp.searchsorted(self.cuts, rows, side="right", method="compare_all") - 1
         return jnp.clip(own, 0, self.r.num_sequences - 1)
 
     @property
     def row(self) -> Recurrence:
-        """Return the recurrence of the row, with per-head gates that are -inf where a sequence begins, in float32 or their own
-        dtype.
+        """Return the recurrence of the row without boundaries. Where a sequence begins, per-head gates are -inf. Per-key gates
+        stay as they are, and `segments` marks the tokens at which sequences begin.
 
-        All sequences have one scale, as `bind` sets it.
+        Per-head gates are in float32 or their own dtype. All sequences have one scale, as `bind` sets it.
         """
         r, d = self.r, self.r.decay
         if d.key is not None:
@@ -426,8 +438,8 @@ class PackedRow:
         return r.replace(boundaries=None, decay=Decay(head=gates), scale=r.scale[:1], erasure=erasure)
 
     def gate_gradient(self, d: Float[Array, "1 T H"]) -> Float[Array, "1 T H"]:
-        """Return the gradient of the packed gates from the gradient of the row's gates. It is 0 where a sequence begins from
-        zeros."""
+        """Return the gradient of the packed gates from d, the gradient of the row's gates. The result is 0 where a sequence
+        begins from zeros, and in rows without a token."""
         return jnp.where((self.is_token & ~self.begins)[:, None], d, 0)
 
     def per_sequence(self, x: Float[Array, "T H"]) -> Float[Array, "N H"]:
@@ -450,7 +462,8 @@ class PackedRow:
 
 @dataclasses.dataclass(frozen=True)
 class JoinedRows:
-    """Represent a batch r without initial states as rows of `number` sequences each."""
+    """Represent a batch r without initial states as rows of `number` sequences each. A sequence begins at a reset inside a
+    row."""
 
     r: Recurrence
     number: int
@@ -462,7 +475,7 @@ class JoinedRows:
 
     @property
     def resets(self) -> np.ndarray:
-        """Return, for every sequence of a row, the row in memory of the token at which its scan begins, [number]."""
+        """Return, for every sequence of a row, the row index of the token at which its scan begins, [number]."""
         T = self.r.q.shape[1]
         return np.arange(self.number) * T + (T - 1 if self.r.reverse else 0)
 
@@ -474,13 +487,13 @@ class JoinedRows:
 
     @property
     def begins(self) -> np.ndarray:
-        """Return a mask [T of r]: whether the scan of a sequence begins at this token of it."""
+        """Return a mask [T of r]: whether the scan of a sequence begins at this token of the sequence."""
         T = self.r.q.shape[1]
         return np.arange(T) == (T - 1 if self.r.reverse else 0)
 
     @property
     def newest(self) -> np.ndarray:
-        """Return `newest_resets` of a row, [chunks, C]. All rows have the same."""
+        """Return the function `newest_resets` for the resets of a row, [chunks, C] in int32. All rows have the same."""
         marks, order = np.tile(self.begins, self.number), np.arange(C, dtype=np.int32)
         marks = np.pad(marks, (0, -len(marks) % C)).reshape(-1, C)[:, :: -1 if self.r.reverse else 1]
         newest = np.maximum.accumulate(np.where(marks, order, np.int32(-1)), axis=1)
@@ -518,14 +531,16 @@ class JoinedRows:
         return r.replace(**joined, decay=Decay(head=self.join(gates)))
 
     def gate_gradient(self, d: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
-        """Return the gradient of per-head gates from the gradient of the rows' gates, 0 where a sequence begins from zeros."""
+        """Return the gradient of per-head gates from d, the gradient of the joined rows' gates by sequence: 0 where a sequence
+        begins from zeros."""
         return jnp.where(self.begins[:, None], 0, d)
 
     def ends(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for each sequence of a row, where its last chunk in scan order lies.
+        """Return two arrays for the sequences of a row: which chunks are scanned from a sequence's reset until before the chunk
+        in which the scan leaves the sequence, and which rows of that last chunk belong to the sequence.
 
-        [number, 2]: the first and last chunk, in memory, of the scan from the chunk with the sequence's reset until before the
-        chunk in which it leaves the sequence. [number, C]: the rows of the latter chunk; -1 for rows of other sequences.
+        First array, [number, 2]: the first and the last of these chunks, by index in memory. Second array, [number, C]: the
+        rows of the chunk in which the scan leaves; -1 for rows of other sequences.
         """
         T, n = self.r.q.shape[1], np.arange(self.number)
         begin, reset = n * T, self.resets // C
@@ -536,10 +551,10 @@ class JoinedRows:
         return between, np.where(own, rows, -1)
 
     def last_rows(self, entering) -> Recurrence:
-        """Return the recurrence of the rows in which the scan leaves each sequence, [B, C]. entering: the states that enter
-        these rows.
+        """Return a recurrence [B, C] of the rows in which the scan leaves each sequence: those of the second result of `ends`.
+        entering: the states that enter these rows, [B, H, K, V].
 
-        Rows of other sequences change no state.
+        Rows of other sequences are 0, and change no state.
         """
         r, (_, rows) = self.r, self.ends()
         is_own = rows >= 0
@@ -567,7 +582,7 @@ class EqualSequences:
 
     @property
     def cuts(self) -> np.ndarray:
-        """Return the boundaries, [B + 1]."""
+        """Return the boundaries of the packed sequences, [B + 1] in int32."""
         B, T = self.r.q.shape[:2]
         return (np.arange(B + 1) * T).astype(np.int32)
 
@@ -577,7 +592,9 @@ class EqualSequences:
         return self.r.map_tokens(self.pack).replace(boundaries=jnp.asarray(self.cuts))
 
     def pack(self, x: Float[Array, "B T *rest"]) -> Float[Array, "1 B*T *rest"]:
+        """Return an array of r as the array of the packed sequences."""
         return x.reshape(1, -1, *x.shape[2:])
 
     def part(self, x: Float[Array, "1 B*T *rest"]) -> Float[Array, "B T *rest"]:
+        """Return an array of the packed sequences as the array of r: the inverse of `pack`."""
         return x.reshape(*self.r.q.shape[:2], *x.shape[2:])
