@@ -46,10 +46,10 @@ def chunked_with_residuals(r: Recurrence, config: HopperConfig) -> tuple[Outputs
 
 
 def forward(r: Recurrence, route: Route, kind) -> tuple[Outputs, Results]:
-    """Return the outputs, and the results of the scan. kind: what the scan writes, `DeltaScan.kind`.
+    """Return the outputs and final states, and the results of the scan. kind: what the scan writes, `DeltaScan.kind`.
 
-    The final states of sequences that share one row are computed by another scan, without outputs. XLA drops it where they are
-    not used.
+    The final states of sequences that share one row are computed by another scan, without outputs. XLA drops that scan where
+    the states are not used.
     """
     d = laid_out(r, route)
     scanned = d.scan(kind, r.initial_state)
@@ -64,8 +64,8 @@ def chunked_vjp(r: Recurrence, d_output, d_final, residuals: Residuals | None, c
     """Compute the gradient of every input of r.
 
     A reverse scan stores dL/dS behind the chunks and the gradient of what tokens write. From these and from the residuals, one
-    kernel computes the gradients of all chunks in parallel. residuals: what the forward saved, or None to compute it again.
-    d_final: None for zeros. With None, packed sequences may be one row.
+    kernel computes the gradients of all chunks in parallel. d_output: [B, T, H, V]. d_final: [N, H, K, V], or None for zeros;
+    with None, packed sequences may be one row. residuals: what the forward saved, or None to compute it again.
     """
     route = Route.of(r, config, d_final, residuals)
     if residuals is not None and not route.rows.takes(r, residuals):
@@ -77,7 +77,8 @@ def chunked_vjp(r: Recurrence, d_output, d_final, residuals: Residuals | None, c
 
 @dataclasses.dataclass(frozen=True)
 class SegmentedScan(abc.ABC):
-    """Represent a recurrence laid out in segments, which `scan_segments` scans in parallel.
+    """Represent a recurrence laid out in segments, which `scan_segments` scans in parallel. E counts the segments of all N
+    sequences.
 
     The results of `scan_segments` have the field `last`, the states behind segments.
     """
@@ -86,15 +87,18 @@ class SegmentedScan(abc.ABC):
 
     @abc.abstractmethod
     def scan_segments(self, kind, start) -> Any:
-        """Scan every segment. kind: `DeltaScan.kind`. start: the states that enter them, [E, H, V, K], or None for zeros."""
+        """Scan every segment, and return the results of the kernel, whose `last` is [E, H, V, K]. kind: `DeltaScan.kind`.
+        start: the states that enter segments, [E, H, V, K], or None for zeros."""
 
     @abc.abstractmethod
     def gradient(self, r: Recurrence, states, adjoint: Results) -> Recurrence:
-        """Return the gradient of r. states: the states before the chunks, beside what their tokens write. adjoint: the results
-        of the adjoint scan."""
+        """Return the gradient of r. states: the states before the chunks, and in the same array what their tokens write
+        (`Results.states`). adjoint: the results of the adjoint scan."""
 
     def scan(self, kind, start) -> Any:
-        """Run the scan over every sequence. kind: `DeltaScan.kind`. start: states [N, H, K, V], or None for zeros."""
+        """Run the scan over every sequence, and return its results, whose `last` is [N, H, V, K]. kind: `DeltaScan.kind`.
+        start: the states that enter sequences, [N, H, K, V], or for an adjoint the gradients of final states; None for
+        zeros."""
         p, filled = self.layout, self.layout.start(start)
         filled = None if filled is None else jnp.swapaxes(filled, 2, 3)
         if p.parts == 1:
@@ -105,7 +109,8 @@ class SegmentedScan(abc.ABC):
     def entering(self, adjoint: bool, start):
         """Return the states that enter segments, [E, H, V, K], and those that leave sequences, [N, H, V, K].
 
-        adjoint: whether these are dL/dS, in a scan against time. start: the states of sequences, or None for zeros.
+        adjoint: whether these are dL/dS, in a scan against time. start: the states that enter sequences, [N, H, V, K], or None
+        for zeros.
         """
         p = self.layout
         # [N, parts, H, V + K, K] and [N, parts, H, V, K]
@@ -120,8 +125,8 @@ class SegmentedScan(abc.ABC):
         return jnp.stack(entering, 1).reshape(-1, *S.shape[1:]), S
 
     def by_segment(self, scanned: Any):
-        """Return the last states of segments as [N, parts, H, V, K]. For a scan of transitions, which appends the matrix M to
-        the state, return [N, parts, H, V + K, K]."""
+        """Return the last states of segments as [N, parts, H, V, K]. For a scan of "transitions", which appends the matrix M to
+        the state, return [N, parts, H, V + K, K]. scanned: the results of a scan of segments."""
         return scanned.last.reshape(self.layout.N, self.layout.parts, *scanned.last.shape[1:])
 
     def last(self, scanned: Any):
@@ -129,7 +134,7 @@ class SegmentedScan(abc.ABC):
         return self.layout.narrow(jnp.swapaxes(scanned.last, 2, 3))
 
     def by_row(self, x):
-        """Return x [B, chunks, H, C] as [B, T, H], in the rows of r."""
+        """Return x [B, chunks, H, C], a number of each token, as [B, T, H], in the rows of r."""
         return self.layout.put(jnp.swapaxes(x, 2, 3).reshape(x.shape[0], -1, x.shape[2]))
 
     def by_sequence(self, x):
@@ -141,11 +146,11 @@ class SegmentedScan(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class DeltaLayout(SegmentedScan):
-    """Lay out a recurrence of the delta rule with per-head gates for the kernels, with R and the factors of every chunk and
-    head.
+    """Lay out a recurrence of the delta rule with per-head gates for the kernels, with the inverse R and the factors of every
+    chunk and head.
 
-    chunks: the results of `chunks/inverse.py`. d_output: dO in rows of chunks, for a gradient. edges: the fields of
-    `EdgeCopies`, or none. packed: the sequences that are one row, or None.
+    chunks: the results of `chunks/inverse.py`. d_output: dO in rows of chunks, for a gradient, else None. edges: the fields of
+    `EdgeCopies`, or (). packed: the sequences that are one row, or None.
     """
 
     chunks: Chunks
@@ -155,7 +160,7 @@ class DeltaLayout(SegmentedScan):
 
     @classmethod
     def of(cls, r: Recurrence, route: Route, d_output=None) -> "DeltaLayout":
-        """Return the layout of r for its route. d_output: dO [B, T, H, V], for a gradient."""
+        """Return the layout of r for its route. d_output: dO [B, T, H, V] for a gradient, else None."""
         p, beta = layout_of(r, route), r.erasing.beta
         packed = p.packed if isinstance(p, OneRowLayout) else None
         if packed is not None and beta is not None:
@@ -185,7 +190,7 @@ class DeltaLayout(SegmentedScan):
         return scanned._replace(last=jnp.swapaxes(scanned.last, 2, 3)) if w.wide else scanned
 
     def gates_by_row(self, dg):
-        """Return the gradient of per-head gates, [B, T, H]. dg: [B, chunks, H, C]."""
+        """Return the gradient of per-head gates, [B, T, H]. dg: [B, chunks, H, C], the gradient of the gates of rows."""
         by_row = self.by_row(dg)
         return by_row if self.packed is None else self.packed.gate_gradient(by_row)
 
@@ -194,6 +199,8 @@ class DeltaLayout(SegmentedScan):
         return super().by_sequence(x) if self.packed is None else self.packed.per_sequence(self.by_row(x)[0])
 
     def gradient(self, r: Recurrence, states, adjoint: Results) -> Recurrence:
+        """Return the gradient of r. states: the states before the chunks and what their tokens write. adjoint: the results of
+        the adjoint scan."""
         p = self.layout
         scale = p.scales if p.apart is None else p.scale_of_chunks()
         dX = None if p.e is None else adjoint.output
@@ -223,8 +230,8 @@ class DeltaLayout(SegmentedScan):
     def gradient_of_erasure(self, r: Recurrence, sums: list, each: delta_vjp.Results, adjoint: Results) -> Erasure:
         """Return the gradients of beta, or of the erase and write vectors.
 
-        sums: the kernel's sums for each token, of which sums[D_BETA] is de . k. each: the gradients of chunks. adjoint: the
-        results of the adjoint scan.
+        sums: the kernel's sums for each token, a list of [B, chunks, H, C], of which sums[D_BETA] is de . k, with de the
+        gradient of the erase vector. each: the gradients of chunks. adjoint: the results of the adjoint scan.
         """
         e = r.erasing
         if e.beta is not None:
@@ -236,8 +243,8 @@ class DeltaLayout(SegmentedScan):
         return e.replace(erase=de, write=d_write)
 
     def product_with_values(self, r: Recurrence, adjoint: Results, x: jax.Array | None) -> jax.Array:
-        """Return dX x of every head, [B, T, H, V] in float32, 0 in padding. With beta the adjoint scan wrote dV in the place of
-        dX.
+        """Return dX x of every head, [B, T, H, V] in float32, 0 in padding, where dX is the adjoint scan's result `output`.
+        With beta that result is dV instead of dX.
 
         x: [B, T, H, V], or None for 1.
         """
@@ -263,7 +270,7 @@ class DeltaKeyLayout(SegmentedScan):
     """Lay out a recurrence of the delta rule with per-key gates for the scan.
 
     pairs: the results of `chunks/pairs.py`. gates: [B, rows, H, K] in bfloat16 or float32. beta: [B, chunks, H, C] in float32;
-    None with an erase vector. d_output: dO in rows of chunks, for a gradient.
+    None with an erase vector. d_output: dO in rows of chunks, for a gradient, else None.
     """
 
     pairs: Pairs
@@ -273,7 +280,8 @@ class DeltaKeyLayout(SegmentedScan):
 
     @classmethod
     def of(cls, r: Recurrence, route: Route, d_output=None) -> "DeltaKeyLayout":
-        """Return the layout of r for its route, in which each packed sequence begins at a chunk's start."""
+        """Return the layout of r for its route, in which each packed sequence begins at a chunk's start. d_output: dO [B, T, H,
+        V] for a gradient, else None."""
         p, beta = layout_of(r, route), r.erasing.beta
         beta = None if beta is None else by_chunk(in_chunks(p.take(beta).astype(jnp.float32)))
         gates = p.in_blocks(p.r.decay.key, p.K)
@@ -283,6 +291,8 @@ class DeltaKeyLayout(SegmentedScan):
         return cls(p, pairs, gates, beta, None if d_output is None else p.in_blocks(d_output, p.V))
 
     def scan_segments(self, kind, start) -> KeyResults:
+        """Scan every segment, and return the results of `delta_key_scan`. kind: `DeltaScan.kind`. start: the states that enter
+        segments, [E, H, V, K], or None for zeros."""
         p = self.layout
         w = DeltaKeyScan(kind, p.H, p.K, p.V, p.r.reverse, start=start is not None, form=p.r.erasing.form)
         start = jnp.zeros((1, 1, STRIPE, 64), jnp.float32) if start is None else start
@@ -291,6 +301,8 @@ class DeltaKeyLayout(SegmentedScan):
         return delta_key_scan(w, p.chunk_rows, jnp.asarray(p.table), *operands)
 
     def gradient(self, r: Recurrence, states, adjoint: Any) -> Recurrence:
+        """Return the gradient of r. states: the states before the chunks and what their tokens write. adjoint: the results of
+        the adjoint scan."""
         p = self.layout
         read = states, adjoint.states, p.scale_of_chunks(), self.pairs.levels
         operands = p.q, p.k, self.gates, self.beta, self.d_output, *read, p.e
@@ -310,7 +322,8 @@ class DeltaKeyLayout(SegmentedScan):
     def gradient_of_erasure(self, r: Recurrence, sums, each: delta_key_vjp.Results, adjoint: KeyResults) -> Erasure:
         """Return the gradients of beta, or of the erase and write vectors.
 
-        sums: the kernel's sums for each token. each: the gradients of chunks. adjoint: the results of the adjoint scan.
+        sums: the kernel's sums for each token, [B, chunks, H, TERMS, C]. each: the gradients of chunks. adjoint: the results of
+        the adjoint scan.
         """
         if r.erasing.beta is not None:
             return Erasure(beta=self.by_row(sums[:, :, :, D_BETA] + adjoint.beta.sum(3)))
@@ -320,7 +333,8 @@ class DeltaKeyLayout(SegmentedScan):
 
 
 def laid_out(r: Recurrence, route: Route, d_output=None) -> SegmentedScan:
-    """Return the layout of r. d_output: dO, for a gradient. Raises ValueError if the config has 128 columns."""
+    """Return the layout of r for its route. d_output: dO [B, T, H, V] for a gradient, else None. Raises ValueError if the
+    config has 128 columns."""
     if route.config.columns != STRIPE:
         raise ValueError(
             f"columns must be {STRIPE} with beta, for the kernels of the delta rule have no others; got "

@@ -41,10 +41,10 @@ class KernelLayout:
 
     The kernels' heads are blocks of heads (`Blocks`): H, K and V are the number and the widths of these blocks. E counts the
     segments of all sequences. square: whether the layout serves the gradient, whose blocks are square unless `gradient_groups`
-    computes it. given: the caller's recurrence. r: the recurrence of the rows that the kernels read, without padding; equal to
-    `given` except in subclasses. edges, tokens: set for packed sequences that are one row, else None. edges: the `Edges` of the
-    row, unless gates are per key. tokens: the numbers of the first row with a token and of the row behind the last, if gates
-    are per key.
+    computes it. given: the caller's recurrence, or in `EqualLayout` the packed one. r: the recurrence of the rows that the
+    kernels read, without padding; equal to `given` except in subclasses. edges, tokens: set for packed sequences that are one
+    row, else None. edges: the `Edges` of the row, unless gates are per key; or a `LastChunk`. tokens: the numbers of the first
+    row with a token and of the row behind the last, if gates are per key.
 
     q, k, v: [B, rows, heads * blocks, K or V] in bfloat16. gates: the result of `gate_operands`; None under the delta rule,
     whose kernels read gates as they are. scale: [N] in float32. table: the result of `segments`.
@@ -113,7 +113,7 @@ class KernelLayout:
         return jnp.zeros((*self.q.shape[:2], self.heads), jnp.float32)
 
     def take(self, x):
-        """Return x [B, T, ...] in the rows that the kernels read. These are rows of chunks, or if rows are read in place x
+        """Return x [B, T, ...] in the rows that the kernels read. These are rows of chunks; or where rows are read in place x
         itself, with zeros up to a multiple of 8 rows."""
         if self.apart is not None and not self.in_place:
             return self.apart.take(x)
@@ -121,7 +121,7 @@ class KernelLayout:
         return jnp.pad(x, ((0, 0), (0, fill), *((0, 0),) * (x.ndim - 2))) if fill else x
 
     def put(self, x):
-        """Return x [B, rows of chunks, ...] in the rows of r; 0 in padding."""
+        """Return x [B, rows of chunks, ...] in the rows of r, [B, T, ...]; 0 in padding."""
         return x[:, : self.r.q.shape[1]] if self.apart is None else self.apart.put(x)
 
     @functools.cached_property
@@ -131,12 +131,13 @@ class KernelLayout:
 
     @functools.cached_property
     def chunk_rows(self) -> int:
-        """Return the number of rows of the arrays that kernels write."""
+        """Return the number of rows of tokens in the arrays that kernels write."""
         return self.chunks * C if self.in_place else self.q.shape[1] + -self.q.shape[1] % ROWS
 
     @functools.cached_property
     def result_rows(self) -> int:
-        """Return the number of rows of results, if it exceeds the number of rows that kernels read in place; else 0."""
+        """Return the number of rows of results if the last chunk is read from a copy, so that the kernels read fewer rows in
+        place; else 0."""
         return 0 if self.last_chunk is None else self.chunk_rows
 
     @functools.cached_property
@@ -146,7 +147,8 @@ class KernelLayout:
 
     @property
     def scales(self):
-        """Return `scale` with an unused number appended. XLA would write an array of equal numbers by a kernel in every call."""
+        """Return `scale` with an unused number appended, [N + 1]. XLA would write an array of equal numbers by a kernel in
+        every call."""
         return jnp.append(self.scale, 0.0)
 
     def of_keys(self, x):
@@ -168,27 +170,27 @@ class KernelLayout:
         return x if self.last_chunk is None else x[:, : self.last_chunk.rows]
 
     def gradient_of_keys(self, x):
-        """Return the gradient of q, k or per-key gates of every head, [B, T, H, K], summed over blocks. x: [B, rows, H, K], the
-        terms of each block, or their sums over blocks of V."""
+        """Return the gradient of q, k or per-key gates of every head, [B, T, H of r, K of r], summed over blocks of V. x: [B,
+        rows, H, K], the terms of each block, or their sums over blocks of V."""
         columns = self.stored.columns
         if columns > 1 and x.shape[2] == self.heads * self.stored.count:
             x = x.reshape(*x.shape[:2], -1, columns, x.shape[3]).astype(jnp.float32).sum(3)
         return self.put(x.reshape(*x.shape[:2], self.heads, -1))[..., : self.r.q.shape[3]]
 
     def sum_of_values(self, x, blocks: Blocks):
-        """Return the sums over blocks of K of the outputs, or of the gradient of v, of every head: [B, T, H, V]. x: [B, rows,
-        H, V], the terms of each block."""
+        """Return the sums over blocks of K of the outputs, or of the gradient of v, of every head: [B, T, H of r, V of r]. x:
+        [B, rows, H, V], the terms of each block. blocks: the blocks by which x is divided."""
         if blocks.rows > 1:
             x = x.reshape(*x.shape[:2], self.heads, blocks.rows, -1).astype(jnp.float32).sum(3)
         return self.put(x.reshape(*x.shape[:2], self.heads, -1))[..., : self.r.v.shape[3]]
 
     def sum_of_blocks(self, x):
-        """Return the sums over the gradient's blocks of each head of x [..., H]."""
+        """Return the sums over the gradient's blocks of each head of x: [..., heads of r] from [..., blocks of heads]."""
         return x if self.stored == WHOLE else x.reshape(*x.shape[:-1], -1, self.stored.count).sum(-1)
 
     def segments(self):
-        """Return the table of segments, [E, 4]: batch row, first chunk, number of chunks and sequence of each. If packed
-        sequences each begin a chunk, it is `Apart.segments`, [N, 7]."""
+        """Return the table of segments, [E, 4] in int32: batch row, first chunk, number of chunks and sequence of each. If
+        packed sequences each begin a chunk, it is `Apart.segments`, [N, 7]."""
         if self.apart is not None:
             return self.apart.segments
         size = self.size
@@ -197,7 +199,7 @@ class KernelLayout:
 
     def table_of(self, adjoint: bool):
         """Return the table of segments of a scan, [E, 4 or more]. It is the same for a scan with time and against time
-        (`adjoint`); a subclass has two."""
+        (`adjoint`), except in `JoinedLayout`."""
         return self.table
 
     @functools.cached_property
@@ -209,13 +211,13 @@ class KernelLayout:
 
     @functools.cached_property
     def every(self) -> int:
-        """Return the number of chunks from one of the caller's states to the next; 0 without such states."""
+        """Return the number of chunks from one state of `states_every` to the next; 0 without such states."""
         return (self.r.states_every or 0) // C
 
     @functools.cached_property
     def stored_states(self) -> dict[str, int]:
-        """Return the fields `every` and `num_behind` of `Scan`, for a plan that stores the caller's states or adds their
-        gradients.
+        """Return the fields `every` and `num_behind` of `Scan`, for a plan that stores the states of `states_every` or adds
+        their gradients.
 
         The result is empty if the caller wants no states, or a row is too short for one.
         """
@@ -234,11 +236,13 @@ class KernelLayout:
         )  # fmt: skip
 
     def scan(self, plan: Scan, k, v, start, table=None, out_of_range=None, behind=None) -> ScanResults:
-        """Run the kernel for the form of the gates over every segment in `table`, by default the layout's.
+        """Run the kernel for the form of the gates over every segment in `table`, by default the layout's, and return its
+        results.
 
-        k, v: in blocks; for dL/dS q and d_output in their places. start: [E, H, K, V] in float32, or None for zeros.
-        out_of_range: the field of `Residuals`, which the scan of dL/dS reads. behind: the gradients of the caller's states, for
-        a plan that adds them.
+        plan: the plan of the scan. k, v: in blocks; for dL/dS q and d_output in their places. start: the states that enter
+        segments, [E, H, K, V] in float32, or None for zeros. out_of_range: the field of `Residuals`, which the scan of dL/dS
+        reads. behind: the gradients of the states of `states_every` in blocks, [B, num_behind, H, K, V], for a plan that adds
+        them.
         """
         operands = (
             self.table_of(plan.adjoint) if table is None else table,
@@ -264,22 +268,24 @@ class KernelLayout:
         return jnp.concatenate([table, tokens], axis=-1)
 
     def edge_copies(self, *arrays):
-        """Return the edge operands of a kernel: `Edges.block`, and for each array [B, rows, heads, width] the copy of its
-        edges, or None for None. Without edges return no operands."""
+        """Return the edge operands of a kernel, a tuple: `Edges.block`, and for each array [B, rows, heads, width] the copy of
+        its edges, or None for None. Without edges the tuple is empty."""
         if self.edges is None:
             return ()
         return self.edges.block, *(None if x is None else self.edges.copy(x) for x in arrays)
 
     @functools.cached_property
     def lookback(self) -> int:
-        """Return the largest number of chunks that a lookback reads: a sixteenth of a segment, within bounds; 0 for short
-        segments."""
+        """Return the largest number of chunks that a lookback reads at a segment's end: a sixteenth of a segment, but 4 to 8; 0
+        for segments of less than 16 chunks."""
         return min(max(self.size // 16, LOOKBACK[0]), LOOKBACK[1]) if self.size >= LONG else 0
 
     def own_states(self, k, v, adjoint: bool, last: bool):
-        """Return the state of every segment that begins from zero, [E, H, K, V], and its log decays, [E, H, K or 1].
+        """Return the state of every segment that begins from zero, [E, H, K, V] in float32, and its natural log decays, [E, H,
+        K or 1].
 
-        The states of a reverse scan are divided by the scale. last: compute the segments that sequences end with, too.
+        k, v: in blocks; for dL/dS q and d_output in their places. adjoint: whether the states are dL/dS, in a scan against
+        time; they then lack the factor `scale`. last: whether to compute the segments that sequences end with, too.
         """
         plan = self.plan(outputs=False, two_way=True, lookback=self.lookback)
         tables = [self.whole_segments(way, last) for way in (False, True)]
@@ -292,9 +298,10 @@ class KernelLayout:
         return scanned.last, scanned.log
 
     def whole_segments(self, adjoint: bool, last: bool) -> np.ndarray:
-        """Return the table of a `two_way` scan over all chunks, [E, 5].
+        """Return the table of a `two_way` scan over all chunks, [E, 5], whose last column is `adjoint`.
 
-        Without `last`, the table excludes the segments that sequences end with, whose states are computed with their outputs.
+        Unless `last`, the segments that sequences end with have a count of 0 chunks, because their states are computed with
+        their outputs.
         """
         table = np.insert(self.table, 4, adjoint, axis=1)
         if not last:
@@ -303,8 +310,11 @@ class KernelLayout:
         return table
 
     def entry_states(self, own, start, adjoint: bool, is_scaled: bool = False):
-        """Return the state that enters every segment, [E, H, K, V]. own: the result of `own_states`. is_scaled: whether own
-        states of dL/dS include the scale."""
+        """Return the state that enters every segment, [E, H, K, V] in float32.
+
+        own: the result of `own_states`, for the same `adjoint`. start: the state that enters each sequence, [N, H, K, V] in
+        blocks, or None for zeros. is_scaled: whether own states of dL/dS include the factor `scale`.
+        """
         scales = adjoint and not is_scaled
         if self.parts <= FEW:
             return jnp.stack(self.along(own, start, adjoint, is_scaled)[0], 1).reshape(-1, *own[0].shape[1:])
@@ -315,10 +325,11 @@ class KernelLayout:
 
     def along(self, own, start, adjoint: bool, is_scaled: bool = False) -> tuple[list[Array], Array]:
         """Return the states that enter the 1st, 2nd, ... segment of every sequence, a list of arrays [N, H, K, V], and the
-        state behind the last segment.
+        state behind the segment that is scanned last, [N, H, K, V].
 
-        own: the states of segments from zero. start: the state that enters each sequence. is_scaled: whether own states of
-        dL/dS include the scale.
+        own: the states and log decays of segments from zero, as `own_states` returns them. start: the state that enters each
+        sequence, or None for zeros. adjoint: whether the states are dL/dS. is_scaled: whether own states of dL/dS include the
+        factor `scale`.
         """
         states, log = (x.reshape(self.N, self.parts, *x.shape[1:]) for x in own)
         factor = self.scale[:, None, None, None] if adjoint and not is_scaled else 1.0
@@ -343,21 +354,22 @@ class KernelLayout:
         return jnp.stack(logs, 1).reshape(-1, *log.shape[2:])
 
     def begun_from(self, start, from_zero, log):
-        """Return the state that enters every segment in a scan from `start` [N, H, K, V]: from_zero + e^b start, [E, H, K, V].
+        """Return the state that enters every segment in a scan from `start`: from_zero + e^b start, [E, H, K, V].
 
-        from_zero: the states that enter in a scan from zero, [E, H, K, V]. log: b, the result of `decayed_before`.
+        start: the states of sequences, [N, H of r, K of r, V of r], not None. from_zero: the states that enter in a scan from
+        zero, [E, H, K, V]. log: b, the result of `decayed_before`.
         """
         filled = self.start(start)
         assert filled is not None  # the second phase has the state that has arrived
         return from_zero + jnp.exp(log)[..., None] * jnp.repeat(filled, self.parts, axis=0)
 
     def descending(self, adjoint: bool) -> bool:
-        """Return whether a scan goes from the last segment to the first."""
+        """Return whether a scan goes from the last segment to the first. adjoint: whether it is a scan of dL/dS."""
         return self.r.reverse != adjoint
 
     def start(self, start):
-        """Return the states `start` [N, H, K, V], padded with zeros to the kernels' widths and divided into blocks; None for
-        None."""
+        """Return the states `start` [N, H of r, K of r, V of r], padded with zeros to the kernels' widths and divided into
+        blocks: [N, H, K, V] in float32. Return None for None."""
         if start is None:
             return None
         (rows, columns), (K, V), S = (self.blocks.rows, self.blocks.columns), self.in_memory, start.astype(jnp.float32)
@@ -367,18 +379,23 @@ class KernelLayout:
         return jnp.pad(S, ((0, 0), (0, 0), (0, self.K - K), (0, self.V - V))) if (K, V) != (self.K, self.V) else S
 
     def starts(self, start, k, v, adjoint: bool):
-        """Return the state that enters every segment, [E, H, K, V]; None for zeros. start: the state of every sequence, [N, H,
-        K, V]."""
+        """Return the state that enters every segment, [E, H, K, V]; None for zeros.
+
+        start: the state of every sequence, [N, H of r, K of r, V of r], or None for zeros. k, v: in blocks; for dL/dS q and
+        d_output in their places. adjoint: whether the states are dL/dS.
+        """
         start = self.start(start)
         if self.parts == 1:
             return start
         return self.entry_states(self.own_states(k, v, adjoint, last=False), start, adjoint)
 
     def chunkwise(self, d_output, residuals: Residuals, d_states):
-        """Return the operands of the kernels that compute the gradients of every chunk separately. If sequences are packed,
-        every chunk is a sequence of its own.
+        """Return the operands of the kernels that compute the gradients of every chunk separately, a tuple: q, k, v, gates,
+        d_output, scale, the states before chunks, d_states, and further ones by form. If sequences are packed, every chunk is a
+        sequence of its own.
 
-        d_states: dL/dS behind the chunks, as a scan against time stores it.
+        d_output: in blocks. residuals: divided into blocks (`of_blocks`). d_states: dL/dS behind the chunks, as a scan against
+        time stores it.
         """
         gates, out_of_range = self.gates, [residuals.out_of_range] if self.key else []
         q, k, v, d_output = (self.in_tiles(x) for x in self.by_blocks(self.q, self.k, self.v, d_output))
@@ -394,8 +411,9 @@ class KernelLayout:
         return q, k, v, gates[0][:, None], d_output, scale, residuals.states[0][:, None], d_states[0][:, None]
 
     def rows_of_chunks(self):
-        """Return, for every chunk, its first row in the operands divided by 8, its first row with a token, and the row behind
-        its last: [chunks, 3]."""
+        """Return three numbers for every chunk, [chunks, 3] in int32: its first row in the operands, divided by 8; and the
+        first row with a token, and the row behind the last, both counted from the chunk's first row. The last two may lie
+        outside of 0 ... C."""
         if self.apart is not None:
             return self.apart.rows_of_chunks(self.table)
         assert self.tokens is not None, "other rows begin at their own first row"
@@ -403,7 +421,8 @@ class KernelLayout:
         return jnp.stack([row, *(x - row * ROWS for x in self.tokens)], 1).astype(jnp.int32)
 
     def by_blocks(self, q, k, v, d_output):
-        """Return q, k, v and d_output in the gradient's blocks of K and of V."""
+        """Return q, k, v and d_output, given in the forward's blocks, in the gradient's blocks of K and of V: [B, rows, heads *
+        blocks, width]."""
         K, V = self.in_memory
         if self.blocks != self.stored:
             K, V = K // self.stored.rows, V // self.stored.columns
@@ -417,9 +436,9 @@ class KernelLayout:
         return self.scale[self.apart.sequence][None]
 
     def residuals(self, scanned: ScanResults) -> Residuals:
-        """Return the residuals for the gradient from the results of a scan.
+        """Return the residuals for the gradient, of whole heads, from the results of a scan.
 
-        With per-head gates all chunks are in range. So are chunks without rows.
+        With per-head gates all chunks are in range. So are chunks behind the last sequence.
         """
         out_of_range = scanned.out_of_range
         if out_of_range is None:
@@ -443,7 +462,8 @@ class KernelLayout:
         return Residuals(states, jnp.moveaxis(flags, 2, 3).reshape(*flags.shape[:2], blocks))
 
     def narrow(self, states):
-        """Return the states of the heads of r, [N, H, K, V], from the states of blocks, which may be padded."""
+        """Return the states of the heads of r, [N, H of r, K of r, V of r], from the states of blocks, [N, H, K, V], which may
+        be padded."""
         K, V = self.in_memory
         states = states[..., :K, :V]
         if self.blocks != WHOLE:
@@ -464,8 +484,8 @@ class KernelLayout:
 
     @property
     def is_token(self):
-        """Return whether each row of each chunk holds a token, [chunks, C]. It is not defined for packed rows that kernels read
-        in place."""
+        """Return whether each row of each chunk holds a token, [chunks, C]. The result is not defined for packed rows that
+        kernels read in place."""
         source = None if self.apart is None else self.apart.source
         held = np.arange(self.chunks * C) < self.r.q.shape[1] if source is None else source >= 0
         return held.reshape(self.chunks, C)
@@ -480,7 +500,7 @@ class KernelLayout:
     # ---- between rows and the sequences of the caller ----------------------------------------------------------------
 
     def join(self, x):
-        """Return the caller's x [B, T, ...] in the rows of r. Only a layout of joined rows changes it."""
+        """Return the caller's x [B, T, ...] in the rows of r. Only `EqualLayout` and `JoinedLayout` change x."""
         return x
 
     def split(self, x):
@@ -488,16 +508,16 @@ class KernelLayout:
         return x
 
     def final_states(self, last):
-        """Return the final states of the caller. last: the states behind the rows that are read, [N, H, K, V]."""
+        """Return the final states of the caller, [N, H, K, V]. last: the states behind the rows that are read."""
         return last
 
     def gradient_of_tokens(self, x):
-        """Return the gradient of an array with a token axis, in the sequences that the caller gave. x: the gradient in the rows
-        of r."""
+        """Return the gradient of an array with a token axis, in the sequences of `given`. x: the gradient in the rows of r."""
         return x
 
     def gradient_of_given(self, d: Recurrence) -> Recurrence:
-        """Return the gradient with respect to the caller's recurrence. d: the gradient with respect to `given`."""
+        """Return the gradient with respect to the caller's recurrence. d: the gradient with respect to `given`. Only
+        `EqualLayout`, in which these are not the same, changes d."""
         return d
 
     def gradient_of_gates(self, dg):
@@ -512,11 +532,12 @@ class KernelLayout:
         return self.by_sequence(jnp.where(is_token[..., None], self.sum_of_blocks(dg), 0).sum(2))
 
     def scale_by_token(self, d_scale):
-        """Return the terms of the gradient of the scale, the operand of `gradient_of_scale`. d_scale: `Gradients.scale`."""
+        """Return the terms of the gradient of the scale, from which `gradient_of_scale` computes the gradient. d_scale:
+        `Gradients.scale`. The shape of the result depends on the layout."""
         return d_scale
 
     def gradient_of_scale(self, d_scale):
-        """Return the gradient of the scales of `given`, [N], from `scale_by_token`."""
+        """Return the gradient of the scales of `given`, [N]. d_scale: the result of `scale_by_token`."""
         return self.by_sequence(d_scale.sum(3) if d_scale.ndim == 4 else d_scale).sum(1)
 
 
@@ -544,6 +565,7 @@ class OneRowLayout(KernelLayout):
         return self.packed.per_sequence(self.gradient_of_gates(dg)[0])
 
     def scale_by_token(self, d_scale):
+        """Return the terms of the gradient of the scale by token, summed over blocks of heads: [T, 1]."""
         return d_scale.sum(2).reshape(-1, 1)[: self.r.q.shape[1]]
 
     def gradient_of_scale(self, d_scale):
@@ -568,16 +590,18 @@ class EqualLayout(KernelLayout):
 
 
 class JoinedLayout(KernelLayout):
-    """Lay out joined rows. Every sequence has `pieces` segments, whose chunks depend on the direction of a scan.
+    """Lay out joined rows. Every sequence of a row has `pieces` segments, `parts` of the config. Which chunks a segment has
+    depends on the direction of a scan.
 
-    The boundaries are known while tracing, so that sequences remain in parallel:
+    The boundaries are known while tracing, so that sequences remain in parallel. `number` (g below) sequences are joined to a
+    row:
 
         resets n = 1 ... g - 1 at rows p_n         n T, or n T - 1 in reverse
         chunks of sequence n, scanned upwards      p_n / C + 1 ... p_{n+1} / C
         chunks of sequence n, scanned downwards    p_n / C ... p_{n+1} / C - 1
 
-    In scan order a sequence's last chunk contains the reset of the next. That chunk alone decides the state that enters the next
-    sequence's segment.
+    In scan order a sequence's last chunk contains the reset of the next. That chunk alone decides the state that enters the
+    next sequence's segment.
     """
 
     def __init__(self, given: Recurrence, route: Route, square: bool = False):
@@ -590,7 +614,7 @@ class JoinedLayout(KernelLayout):
         return self.table_of(adjoint=False)
 
     def table_of(self, adjoint: bool) -> np.ndarray:
-        """Return the table of segments of a scan, [E, 4]."""
+        """Return the table of segments of a scan, [E, 4] in int32. adjoint: whether it is a scan of dL/dS, against time."""
         inner = self.joined.bounds + (0 if self.descending(adjoint) else 1)
         edges = np.concatenate([[0], inner, [self.chunks]])
         first, count = edges[:-1, None], np.diff(edges)[:, None]
@@ -598,7 +622,8 @@ class JoinedLayout(KernelLayout):
         return self.in_every_row(cuts[:, :-1].reshape(-1), np.diff(cuts, axis=1).reshape(-1))
 
     def in_every_row(self, first, count) -> np.ndarray:
-        """Return a table [N * len(first), 4] in which every row has segments of these chunks."""
+        """Return a table [N * len(first), 4] in int32, in which every row of tokens has segments of these chunks. first: the
+        first chunk of each segment. count: its number of chunks."""
         n = np.repeat(np.arange(self.N), len(first))
         return np.stack([n, np.tile(first, self.N), np.tile(count, self.N), n], 1).astype(np.int32)
 
@@ -607,8 +632,8 @@ class JoinedLayout(KernelLayout):
         return super().lookback if self.pieces > 1 else 0
 
     def reset_chunks(self, empty_first: bool):
-        """Return a table [2, number]: the chunks that contain the reset of a second neighbour, with a count of 1 each, and one
-        entry with a count of 0.
+        """Return an array [2, number], in its first row chunks, in its second row counts: for every two neighbouring sequences
+        the chunk with the reset of the one scanned later, with a count of 1; and one entry more with a count of 0.
 
         empty_first: whether that entry comes before the others, else behind them.
         """
@@ -616,8 +641,9 @@ class JoinedLayout(KernelLayout):
         return np.pad([bounds, np.ones_like(bounds)], ((0, 0), (1, 0) if empty_first else (0, 1)))
 
     def whole_segments(self, adjoint: bool, last: bool) -> np.ndarray:
-        """Return the table of a `two_way` scan, [E, 5]. For the last segment of each sequence it has only the chunk with the
-        next reset, because no state passes that."""
+        """Return the table of a `two_way` scan, [E, 5], whose last column is `adjoint`. For the last segment of each sequence
+        in scan order the table has only the chunk with the next sequence's reset, because no state passes the reset. last:
+        always False."""
         assert not last, "joined rows are not cut between devices"
         table = self.table_of(adjoint).reshape(self.N, self.joined.number, self.pieces, 4)
         descends = self.descending(adjoint)
@@ -625,8 +651,8 @@ class JoinedLayout(KernelLayout):
         return np.insert(table.reshape(-1, 4), 4, adjoint, axis=1)
 
     def starts(self, start, k, v, adjoint: bool):
-        """Return the state that enters every segment, [E, H, K, V]. If a sequence is one segment, one chunk determines it: the
-        chunk with the reset."""
+        """Return the state that enters every segment, [E, H, K, V]. If a sequence is one segment, one chunk determines that
+        state: the chunk with the reset. start: None, because joined rows begin from zeros."""
         assert start is None, "joined rows begin from zeros"
         if self.pieces > 1:
             return super().starts(None, k, v, adjoint)
@@ -645,7 +671,8 @@ class JoinedLayout(KernelLayout):
         return JoinedLayout(self.given, self.route).states_behind()
 
     def states_behind(self):
-        """Return the final state of every sequence, [B, H, K, V]. The layout must be one of a forward."""
+        """Return the final state of every sequence, [B, H, K, V]. The layout must be one of a forward, which is not
+        `square`."""
         between = self.joined.ends()[0]
         table = self.in_every_row(between[:, 0], between[:, 1] - between[:, 0] + 1)
         plan = dataclasses.replace(self.plan(outputs=False), parts=1)
@@ -663,7 +690,7 @@ class JoinedLayout(KernelLayout):
         return self.joined.part(x)
 
     def by_token(self, x):
-        """Return x [B / number, chunks, C, ...] as [B, T, ...]."""
+        """Return x [B / number, chunks, C, ...], in rows of chunks, as [B, T, ...] of `given`."""
         return self.joined.part(x.reshape(self.N, -1, *x.shape[3:]))
 
     def gradient_of_gates(self, dg):
@@ -673,6 +700,7 @@ class JoinedLayout(KernelLayout):
         return self.gradient_of_gates(dg).sum(1)
 
     def scale_by_token(self, d_scale):
+        """Return the terms of the gradient of the scale by token, summed over blocks of heads: [B, T]."""
         return self.by_token(d_scale.sum(2))
 
     def gradient_of_scale(self, d_scale):
@@ -683,7 +711,7 @@ LAYOUTS = {Form.ONE_ROW: OneRowLayout, Form.EQUAL: EqualLayout, Form.JOINED: Joi
 
 
 def layout_of(r: Recurrence, route: Route, square: bool = False) -> KernelLayout:
-    """Return the layout of r for its route."""
+    """Return the layout of r for its route. square: whether the layout serves the gradient."""
     return LAYOUTS.get(route.rows.form, KernelLayout)(r, route, square)
 
 

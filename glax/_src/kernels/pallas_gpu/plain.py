@@ -37,7 +37,8 @@ def chunked_with_residuals(r: Recurrence, config: HopperConfig) -> tuple[Outputs
 
 
 def forward(p: KernelLayout, save: bool, begun=None) -> tuple[Outputs, Residuals | None]:
-    """Return the outputs, and the residuals if `save`, else None. begun: the result of `begin` for this call, or None."""
+    """Return the outputs, and the residuals if `save`, else None. begun: the first result of `begin` for this call, or None for
+    a call in one phase."""
     r = p.r
     start = p.starts(r.initial_state, p.k, p.v, False) if begun is None else p.begun_from(r.initial_state, *begun)
     plan = p.plan(start=start is not None, states=save, run=p.run if save else 1, **p.stored_states)
@@ -52,18 +53,22 @@ def forward(p: KernelLayout, save: bool, begun=None) -> tuple[Outputs, Residuals
 
 
 def in_phases(r: Recurrence, config: HopperConfig) -> KernelLayout:
-    """Return the layout of r for the first or second phase, in which sequences share no rows."""
+    """Return the layout of r for the first or second phase of a call in two phases, in which sequences share no rows."""
     return layout_of(r, Route.of(r, config, in_phases=True), square=True)
 
 
 def begin(r: Recurrence, config: HopperConfig):
-    """Run the first phase of the forward. Return the state of every segment from zero, and the message to other devices."""
+    """Run the first phase of the forward. Return (the operands of `finish`, the final state of every sequence [N, H, K, V], its
+    log decays [N, H, K or 1]).
+
+    The last two are the message to other devices; see `first_part`.
+    """
     p = in_phases(r, config)
     return first_part(p, p.k, p.v, r.initial_state, adjoint=False)
 
 
 def finish(begun, r: Recurrence, config: HopperConfig) -> Outputs:
-    """Run the second phase of the forward: return the outputs and final states. begun: the result of `begin`.
+    """Run the second phase of the forward: return the outputs and final states. begun: the first result of `begin`.
 
     The initial states of r are those that arrived from other devices.
     """
@@ -71,21 +76,26 @@ def finish(begun, r: Recurrence, config: HopperConfig) -> Outputs:
 
 
 def finish_with_residuals(begun, r: Recurrence, config: HopperConfig) -> tuple[Outputs, Residuals | None]:
-    """Run the second phase of the forward: return the outputs and final states, and the residuals. begun: the result of
+    """Run the second phase of the forward: return the outputs and final states, and the residuals. begun: the first result of
     `begin`."""
     return forward(in_phases(r, config), True, begun)
 
 
 def begin_vjp(r: Recurrence, d_output, d_final, config: HopperConfig):
-    """Run the first phase of the gradient. Return every segment's term of dL/dS, and the message to other devices."""
+    """Run the first phase of the gradient. Return (the operands of `finish_vjp`, the gradient of the initial state of every
+    sequence [N, H, K, V], its log decays [N, H, K or 1]).
+
+    The last two are the message to other devices; see `first_part`. d_output: [B, T, H, V]. d_final: [N, H, K, V], or None for
+    zeros.
+    """
     p = in_phases(r, config)
     return first_part(p, p.q, p.of_values(d_output), d_final, adjoint=True)
 
 
 def finish_vjp(begun, r: Recurrence, d_output, d_final, residuals: Residuals | None = None, *, config: HopperConfig):
-    """Run the second phase of the gradient: return the gradient of every input of r. begun: the result of `begin_vjp`.
+    """Run the second phase of the gradient: return the gradient of every input of r. begun: the first result of `begin_vjp`.
 
-    d_final: the gradient of the final states that arrived from other devices.
+    d_final: the gradient of the final states that arrived from other devices. residuals: what the forward saved, or None.
     """
     return chunked_vjp(r, d_output, d_final, residuals, config, begun)
 
@@ -93,8 +103,12 @@ def finish_vjp(begun, r: Recurrence, d_output, d_final, residuals: Residuals | N
 def first_part(p: KernelLayout, k, v, start, adjoint: bool):
     """Return (the operands of the second phase, the final state of every sequence [N, H, K, V], its log decays [N, H, K or 1]).
 
-    The last two are the message to other devices. They do not depend on the states that enter segments, which are computed from
-    zero during the exchange. The state that arrives is then decayed and added to these.
+    k, v: in blocks, or q and d_output with `adjoint`. start: the state that enters each sequence, [N, H, K, V], or None for
+    zeros. adjoint: whether the states are dL/dS, in a scan against time; the final state is then the gradient of the initial
+    state.
+
+    The last two results are the message to other devices. They do not depend on the states that enter segments, which are
+    computed from zero during the exchange. The state that arrives is then decayed and added to these.
     """
     own = p.own_states(k, v, adjoint, last=True)
     _, S = p.along(own, p.start(start), adjoint)
@@ -104,7 +118,7 @@ def first_part(p: KernelLayout, k, v, start, adjoint: bool):
 
 
 def states(p: KernelLayout) -> Residuals:
-    """Return the residuals, computed by a scan without outputs."""
+    """Return the residuals of the forward, the states at chunks, computed by a scan without outputs."""
     start = p.starts(p.r.initial_state, p.k, p.v, adjoint=False)
     return p.residuals(p.scan(p.plan(outputs=False, states=True, run=p.run, start=start is not None), p.k, p.v, start))
 
@@ -115,8 +129,9 @@ def chunked_vjp(
     """Compute the gradient of every input of r.
 
     A reverse scan computes dL/dS behind every chunk. From that and the states before the chunks, one kernel computes the
-    gradients of all chunks in parallel. residuals: what the forward saved, or None. begun: the result of `begin_vjp`, or None.
-    d_final: None for zeros. Sequences share a row here only if they did in the forward and d_final is None.
+    gradients of all chunks in parallel. d_output: [B, T, H, V]. d_final: [N, H, K, V], or a `StoredStates` with `states_every`;
+    None for zeros. residuals: what the forward saved, or None to compute it again. begun: the first result of `begin_vjp`, or
+    None for a call in one phase. Sequences share a row here only if they did in the forward and d_final is None.
     """
     if r.segments is not None:
         d_output = r.segments.masked(d_output)
@@ -139,7 +154,10 @@ def chunked_vjp(
 
 
 def gradients(p: KernelLayout, d_output, d_final, residuals: Residuals | None, begun) -> tuple["Gradients", jax.Array]:
-    """Return the gradients of every chunk, and the gradient of the initial states."""
+    """Return the gradients of every chunk, and the gradient of the initial states, [N, H, K, V].
+
+    d_output: [B, T, H, V] in the rows of p.r. d_final, residuals and begun: as in `chunked_vjp`.
+    """
     residuals = p.of_blocks(states(p) if residuals is None else residuals)
     d_output = p.of_values(d_output)
     d_final, d_states = d_final if isinstance(d_final, StoredStates) else (d_final, None)
@@ -169,7 +187,8 @@ class Gradients(NamedTuple):
 
 
 def by_heads(p: KernelLayout, d_output, residuals: Residuals, scanned: ScanResults) -> Gradients:
-    """Return the gradients of every chunk and block, each computed separately. scanned: the results of the scan of dL/dS."""
+    """Return the gradients of every chunk and block, each computed separately. d_output: in blocks. residuals: divided into
+    blocks. scanned: the results of the scan of dL/dS."""
     operands = p.chunkwise(d_output, residuals, scanned.states)
     if p.key:
         form = gradient_wide if p.route.gradient == "gradient_wide" else gradient_key
@@ -188,8 +207,8 @@ def by_heads(p: KernelLayout, d_output, residuals: Residuals, scanned: ScanResul
 
 
 def by_groups(p: KernelLayout, d_output, residuals: Residuals, scanned: ScanResults) -> Gradients:
-    """Return the gradients of every chunk, with dq and dk summed over the heads that share a query and a key. scanned: the
-    results of the scan of dL/dS."""
+    """Return the gradients of every chunk, with dq and dk summed over the heads that share a query and a key. d_output: in
+    blocks. residuals: divided into blocks. scanned: the results of the scan of dL/dS."""
     q, k, v, do = (p.in_tiles(x) for x in (p.q, p.k, p.v, d_output))
     operands = q, k, v, p.gates, do, p.scale_of_chunks(), residuals.states, scanned.states
     dq, dk, dv, dg, d_scale = gradient_groups(
@@ -206,8 +225,8 @@ def by_groups(p: KernelLayout, d_output, residuals: Residuals, scanned: ScanResu
 
 
 def states_of_heads(p: KernelLayout, behind: Float[Array, "N J H K V"] | None) -> Float[Array, "N J H K V"]:
-    """Return the caller's states by head. behind: the states of blocks, as a scan stores them; None where rows are too short
-    for a state."""
+    """Return the states of `states_every` by head of the caller. behind: the states of blocks, as a scan stores them; None
+    where rows are too short for a state, for which J is 0."""
     if behind is None:
         return jnp.zeros((p.N, 0, *p.r.state_shape[1:]), jnp.float32)
     own = p.narrow(behind.reshape(-1, *behind.shape[2:]))
@@ -215,7 +234,8 @@ def states_of_heads(p: KernelLayout, behind: Float[Array, "N J H K V"] | None) -
 
 
 def states_in_blocks(p: KernelLayout, d: Float[Array, "N J H K V"] | None) -> Float[Array, "N J H K V"] | None:
-    """Return d, the gradients of the caller's states by head, divided into blocks; None for zeros, or for no states."""
+    """Return d, the gradients of the states of `states_every` by head, divided into blocks; None if d is None or there are no
+    states."""
     if d is None or not p.stored_states:
         return None
     filled = p.start(d.reshape(-1, *d.shape[2:]))
@@ -227,7 +247,7 @@ def starts_against_time(p: KernelLayout, d_final, d_output, behind: Float[Array,
     """Return dL/dS behind every segment, [E, H, K, V] in float32; None for zeros.
 
     d_final: the gradient of the final states of r, [N, H, K, V], or None. d_output: the gradient of the outputs in blocks, [B,
-    rows, H, V]. behind: the gradients of the caller's states in blocks, as `states_in_blocks` returns them.
+    rows, H, V]. behind: the gradients of the states of `states_every`, as `states_in_blocks` returns them.
     """
     if behind is None or p.parts == 1:
         return p.starts(d_final, p.q, d_output, adjoint=True)
@@ -238,7 +258,7 @@ def starts_against_time(p: KernelLayout, d_final, d_output, behind: Float[Array,
 
 
 def logs_of_chunks(p: KernelLayout) -> Float[Array, "N chunks heads _"]:
-    """Return the log2 decay through every chunk in float32, one for each channel, or for each head."""
+    """Return the log2 decay through every chunk in float32, one for each channel with per-key gates, else one for each head."""
     if not p.key:
         return p.gates[..., 0 if p.r.reverse else C - 1, None]
     # [B, T, heads, K]
@@ -251,12 +271,12 @@ def logs_of_chunks(p: KernelLayout) -> Float[Array, "N chunks heads _"]:
 
 
 def at_edges(p: KernelLayout, behind: Float[Array, "N J H K V"]) -> Float[Array, "N parts H K V"]:
-    """Return, for every segment, the term of dL/dS that the gradients of the caller's states within it contribute at the edge
-    by which a reverse scan leaves the segment:
+    """Return, for every segment, the term of dL/dS that the gradients of the states of `states_every` within it contribute at
+    the edge by which a reverse scan leaves the segment:
 
         sum_j e^{L_j} behind_j          L_j: the log decay through the chunks from state j to that edge
 
-    All sums are float32. behind: the gradients of the caller's states, in blocks.
+    All sums are float32. behind: the gradients of these states, in blocks.
     """
     count = np.arange(1, behind.shape[1] + 1) * p.every
     through = np.arange(p.chunks)
