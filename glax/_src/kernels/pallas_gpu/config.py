@@ -29,6 +29,7 @@ def installation() -> str | None:
 
 
 def supports(r: Recurrence) -> str | None:
+    """Return the reason why the Hopper kernels do not run r on this machine, or None if they do."""
     if (reason := other_dtype(r, ("bfloat16",))) is not None:
         return reason
     if (reason := too_wide(r, WIDEST_KEY, WIDEST_VALUE)) is not None:
@@ -44,7 +45,7 @@ def supports(r: Recurrence) -> str | None:
 
 
 def delta_supports(r: Recurrence) -> str | None:
-    """Return None, or why the kernels of the delta rule do not compute a recurrence with an erasure."""
+    """Return the reason why the kernels of the delta rule do not compute r, which has an erasure, or None if they do."""
     if r.decay.key is not None:
         return too_wide(r, BLOCK, WIDEST_VALUE, "heads that erase, with per-key gates,")
     widest = WIDEST_KEY if r.erasing.beta is not None else BLOCK
@@ -53,13 +54,13 @@ def delta_supports(r: Recurrence) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Widths:
-    """Hold the blocks that a state is divided into, and the widths K and V of one block. All blocks together cover the state.
+    """Hold the blocks that a state is divided into, and the widths of one block. All blocks together cover the state.
 
-    stored: the blocks by which states are stored for the gradient, which is computed by these blocks. With per-head gates a
-    program of a scan has all of K, and its 64 columns of a state are stored as parts of several blocks. Under the delta rule
-    heads are not divided.
-    in_memory: the columns of a block of keys, and of values, in arrays in memory. They are fewer than K and V where the kernels
-    read narrower arrays in place.
+    blocks: the number of blocks of K and of V. K, V: the rows and columns of one block. stored: the blocks by which states are
+    stored for the gradient, which is computed by these blocks. With per-head gates a program of a scan has all of K, and its 64
+    columns of a state are stored as parts of several blocks. Under the delta rule heads are not divided. in_memory: (the
+    columns of a block of keys, the columns of a block of values) in arrays in memory. They are fewer than K and V where the
+    kernels read narrower arrays in place.
     """
 
     blocks: Blocks
@@ -94,9 +95,10 @@ class Widths:
 
 
 def columns_in_memory(size: int, blocks: int, width: int) -> int:
-    """Return the columns of a block in memory, for arrays of `size` columns in blocks of `width`.
+    """Return the columns of one block in memory, for arrays of `size` columns that are divided into `blocks` blocks.
 
-    These are fewer than `width` if the kernels read the arrays in place, which takes multiples of 32 columns.
+    width: the columns of a block in the kernels. The result is less if the kernels read the arrays in place, which takes
+    multiples of 32 columns.
     """
     each, rest = divmod(size, blocks)
     return width if rest or each % 32 else each
@@ -165,7 +167,8 @@ def stores_states(r: Recurrence) -> str | None:
 
 
 def pairs_heads(r: Recurrence, widths: Widths) -> bool:
-    """Return whether a program can scan two heads. They must have 64 columns, no per-key gates, and groups of even size.
+    """Return whether a program can scan two heads. They must have one block of 64 columns of V and at most 128 rows of K, no
+    per-key gates, and groups of even size (`group_size`).
 
     widths: `Widths.of` the forward.
     """
@@ -177,9 +180,10 @@ def pairs_heads(r: Recurrence, widths: Widths) -> bool:
 class Work:
     """Hold what decides how long a call takes, for any number of segments. The number of segments is chosen by it.
 
-    shapes: (segments, columns of a program) of the configs that can run the call. columns: the columns of the states of all
-    heads. K: the width of a block. programs: the number that run at a time, one on a multiprocessor. The factors in the
-    estimates are measurements; see docs/internals/experiments/hopper/segments.md.
+    shapes: (segments, columns of a program) of the configs that can run the call. erases: whether the call is of the delta
+    rule. sequences: the number of rows that are scanned in parallel; 1 for packed sequences as one row. T: the tokens of a row.
+    columns: the columns of the states of all heads. K: the width of a block. programs: the number that run at a time, one on a
+    multiprocessor. The factors in the estimates are measurements; see docs/internals/experiments/hopper/segments.md.
     """
 
     shapes: list[tuple[int, int]]
@@ -211,7 +215,7 @@ class Work:
         return cls(shapes, erases, sequences, T, columns, widths.K, multiprocessors())
 
     def rounds(self, shape: tuple[int, int]) -> float:
-        """Return an estimate of the call's time, in units of one chunk of one program.
+        """Return an estimate of the call's time, in units of one chunk of one program. shape: (segments, columns of a program).
 
         Segments read k, v and the gates a second time, and pass on their states. 64 columns take 0.85 of the time of 128.
         """
@@ -226,16 +230,19 @@ class Work:
     def passing_states(self, programs: int, columns: int) -> float:
         """Return the time in which all multiprocessors move the states of segments, in units of one chunk of one program.
 
-        A program writes its float32 state of K x columns, one kernel reads and writes it, and a program reads it. A chunk takes
-        as long as its q and k and 128 columns of v and output take to move in bfloat16.
+        programs: the number of programs of the scan. columns: the columns of a program. A program writes its float32 state of K
+        x columns, one kernel reads and writes it, and a program reads it. A chunk takes as long as its q and k and 128 columns
+        of v and output take to move in bfloat16.
         """
         states, chunk = programs * self.K * columns * 4, C * 2 * (self.K + BLOCK) * 2
         return 4 * states / (chunk * self.programs)
 
     def delta_rounds(self, parts: int, columns: int) -> float:
-        """Return an estimate of the call's time under the delta rule, in units of one chunk of one program.
+        """Return an estimate of the call's time under the delta rule, in units of one chunk of one program. parts: the segments
+        of a sequence. columns: the columns of a program.
 
-        Segments are scanned twice, at first with as many more columns as keys have. Their states are passed on one after another.
+        Segments are scanned twice, and the first scan has K more columns (`DeltaScan`, "transitions"). The states of segments
+        are passed on one after another.
         """
         waves = -(-(self.sequences * self.columns // columns * parts) // self.programs)
         chunks = -(-self.T // (C * parts))

@@ -45,8 +45,9 @@ BLOCKS = 1024, 512, 256, 128  # numbers that a program of `repair` moves togethe
 def isolated(run: Callable, r: Recurrence, *given) -> Any:
     """Return run(r, *given), in which no document's results depend on another document's rows.
 
-    run: a function (r) -> Outputs, or -> (Outputs, Residuals or None); or (r, d_output, d_final, *residuals) -> gradient. A
-    document with numbers that are not finite, or overflow, has outputs of NaN from there on, and gradients of NaN.
+    run: a function (r) -> Outputs, or -> (Outputs, Residuals or None); or (r, d_output, d_final, *residuals) -> gradient.
+    given: (), or the gradient's arguments behind r. A document with numbers that are not finite, or overflow, has outputs of
+    NaN from there on, and gradients of NaN.
     """
     _, d_final, *residuals = given or (None, None)
     if not shares_rows(r, d_final):
@@ -60,15 +61,15 @@ def isolated(run: Callable, r: Recurrence, *given) -> Any:
 
 
 def shares_rows(r: Recurrence, d_final=None) -> bool:
-    """Return whether several documents of r share the rows that the kernels read."""
+    """Return whether several documents of r share the rows that the kernels read. d_final: the gradient's argument, or None."""
     return r.segments is not None or Reading.of(r, d_final=d_final).shares_rows
 
 
 def merged(is_spoiled: Array, r: Recurrence, found, results):
     """Return `results`, computed without spoiled documents, if `is_spoiled`; else `found`, the results of the first run.
 
-    A final state of a sequence is never spoiled, and is returned as found. A kernel of its own computes it, which XLA drops
-    where it is not used.
+    is_spoiled: an int32, not 0 if `spoiled` holds for `found`. A final state of a packed sequence is never spoiled, and is
+    returned as found. A kernel of its own computes that state, which XLA drops where it is not used.
     """
     if isinstance(found, Recurrence):
         return repaired(is_spoiled, found, results)
@@ -83,7 +84,7 @@ def merged(is_spoiled: Array, r: Recurrence, found, results):
 
 
 def empty_like(x):
-    """Return arrays of the same shapes with any numbers."""
+    """Return arrays of the shapes and dtypes of the tree x. Their numbers are not defined."""
     return jax.tree.map(lambda x: lax.empty(x.shape, x.dtype), x)
 
 
@@ -91,11 +92,12 @@ def empty_like(x):
 
 
 def spoiled(r: Recurrence, found, d_final=None, residuals: Residuals | None = None) -> Array:
-    """Return whether the results `found` exceed BEYOND, or are NaN, in a row at the edge of a chunk. The result is a bool,
-    because `lax.cond` clamps an integer by a kernel of its own.
+    """Return whether the results `found` exceed BEYOND, or are NaN, in a row at the edge of a chunk: whether a document has
+    perhaps spoiled the results of another. The result is a bool, because `lax.cond` clamps an integer by a kernel of its own.
 
-    The outputs of a chunk's last row in scan order draw on all rows before it, and so does the gradient of q. The other
-    gradients of its first row draw on all rows behind it.
+    found: `Outputs`, (Outputs, Residuals), or the gradient of r. residuals: the gradient's argument, or None. The outputs of a
+    chunk's last row in scan order draw on all rows before it, and so does the gradient of q. The other gradients of its first
+    row draw on all rows behind it.
     """
     number = Reading.of(r, d_final=d_final).joined
     if residuals is not None and number > 1:
@@ -112,8 +114,8 @@ def spoiled(r: Recurrence, found, d_final=None, residuals: Residuals | None = No
 def at_edges(r: Recurrence, arrays: list[Array], number: int, last: bool) -> list[Array]:
     """Return the rows of `arrays`, [B, T, ...] each, at which the scan leaves its chunks, if `last`, or enters them.
 
-    The results are [B / number, chunks, ...]. number: how many sequences a row that the kernels read has. Padding is passed
-    over, for its results are set to 0.
+    The results are [B / number, chunks, ...]. number: the number of sequences in a row that the kernels read. Where r has
+    padding, the outermost token of each chunk takes the place of its edge, because results in padding are 0.
     """
     length = r.q.shape[1] * number
     joined = [x.reshape(-1, length, *x.shape[2:]) for x in arrays]
@@ -132,8 +134,11 @@ def at_edges(r: Recurrence, arrays: list[Array], number: int, last: bool) -> lis
 
 
 def edge_tokens(is_token: Array, down: bool) -> Array:
-    """Return the first token in memory of every chunk if `down`, else the last, [B, chunks]. A chunk without a token has its
-    first or last row."""
+    """Return the row of the first token in memory of every chunk if `down`, else of the last, [B, chunks] in int32. For a chunk
+    without a token return 0 if not `down`, else the last row of all.
+
+    is_token: [B, rows].
+    """
     length = is_token.shape[1]
     rows = jnp.arange(length, dtype=jnp.int32)
     found = jnp.where(is_token, rows, length if down else -1)
@@ -149,8 +154,8 @@ def edge_tokens(is_token: Array, down: bool) -> Array:
 class Documents:
     """Hold where the documents of each row begin, and which rows are tokens.
 
-    begins: whether the scan of a document begins at each row. is_token: false for padding, which counts to the document before it
-    in scan order, and for rows of no sequence.
+    begins: whether the scan of a document begins at each row. is_token: false for padding, which counts to the document before
+    it in scan order, and for rows of no sequence. reverse: whether the scan goes from the last row to the first.
     """
 
     begins: Bool[Array, "B T"]
@@ -173,21 +178,21 @@ class Documents:
 
     @property
     def first(self) -> int:
-        """Return the row of memory that the scan takes first."""
+        """Return the index of the row that the scan takes first, 0 or -1."""
         return -1 if self.reverse else 0
 
     @property
     def last(self) -> int:
-        """Return the row of memory that the scan takes last."""
+        """Return the index of the row that the scan takes last, 0 or -1."""
         return 0 if self.reverse else -1
 
     def in_order(self, x: Array) -> Array:
-        """Return x [B, T, ...], from memory order to scan order or back."""
+        """Return x [B, T, ...] with the rows in scan order if they are in memory order, and the other way round."""
         return x[:, ::-1] if self.reverse else x
 
     def reach(self, bad: Bool[Array, "B T"]) -> tuple[Bool[Array, "B T"], Bool[Array, "B T"]]:
-        """Return two masks [B, T]: whether a bad token of the same document is at or before each token in scan order, and
-        whether the document has any."""
+        """Return two masks [B, T]: whether a token of the same document with `bad` true is at or before each token in scan
+        order, and whether the document has any such token."""
         so_far = self.sums(bad.astype(jnp.int32))
         begins = self.in_order(self.begins)
         ends = jnp.concatenate([begins[:, 1:], jnp.ones_like(begins[:, :1])], axis=1)
@@ -197,7 +202,8 @@ class Documents:
         return so_far > 0, self.in_order(whole) > 0
 
     def sums(self, x: Array) -> Array:
-        """Return the sums of x [B, T] over the tokens of each document up to each token, in scan order."""
+        """Return the sums of x [B, T] over the tokens of each document up to and with each token in scan order, [B, T] in
+        memory order."""
         x, begins = self.in_order(x), self.in_order(self.begins)
         rows = jnp.arange(x.shape[1], dtype=jnp.int32)
         first = lax.cummax(jnp.where(begins, rows, 0), axis=1)
@@ -209,7 +215,7 @@ class Documents:
         return bad.reshape(*bad.shape[:2], -1).any(2) & self.is_token
 
     def by_sequence(self, r: Recurrence, bad: Bool[Array, "B T"]) -> Bool[Array, "N"]:
-        """Return whether any token of each sequence of r is bad."""
+        """Return for each sequence of r whether `bad` is true for any of its tokens, [N]."""
         if r.boundaries is None:
             return bad.any(1)
         cuts = boundaries_within(r)
@@ -230,7 +236,8 @@ def positive(gates: Float[Array, "B T *rest"]) -> Float[Array, "B T"]:
 def without_spoiled_tokens(run: Callable) -> Callable:
     """Return a function of r that runs r without the tokens of each document from its first that is not finite on.
 
-    The outputs of these tokens, and the states behind them, are NaN. A token whose query alone is not finite, or too large, loses
+    run: a function (r) -> Outputs, or -> (Outputs, Residuals or None); the returned function has the same results. The outputs
+    of the tokens left out, and the states behind them, are NaN. A token whose query alone is not finite, or too large, loses
     its own output only.
     """
 
@@ -268,7 +275,8 @@ def without_spoiled_documents(run: Callable) -> Callable:
 
 
 def gradient_with_nan(r: Recurrence, d: Recurrence, documents: Documents, lost: Array) -> Recurrence:
-    """Return d, a gradient with respect to r, with NaN at the `lost` tokens [B, T] and for the sequences that contain one."""
+    """Return d, a gradient with respect to r, with NaN at the tokens where `lost` [B, T] is true, and for the sequences that
+    contain such a token."""
     d, sequences = d.map_tokens(lambda x: filled(x, lost, jnp.nan)), documents.by_sequence(r, lost)
     _, whole = documents.reach(lost)
     initial, constant = d.initial_state, d.decay.constant
@@ -284,7 +292,8 @@ def filled(x: Array, mask: Array, value: float) -> Array:
 
 
 def filled_states(r: Recurrence, states: Any, documents: Documents, lost: Array, value: float) -> Any:
-    """Return `states`, final states or `StoredStates`, with `value` where the token before a state is lost. lost: [B, T]."""
+    """Return `states`, final states or `StoredStates`, with `value` where `lost` [B, T] is true for the token before a
+    state."""
     final, stored = states if isinstance(states, StoredStates) else (states, None)
     final = filled(final, lost[:, documents.last], value)
     if not isinstance(states, StoredStates):
@@ -295,10 +304,12 @@ def filled_states(r: Recurrence, states: Any, documents: Documents, lost: Array,
 
 
 def bad_tokens(r: Recurrence, documents: Documents, others: list[Array], d_final=None, whole: bool = False) -> Array:
-    """Return which tokens may not be read, [B, T]: those that are not finite; if there are none, those that may overflow.
+    """Return a mask [B, T] of the tokens that may not be read: those that are not finite; if there are none, those that may
+    overflow.
 
-    others: arrays [B, T, ...] that are checked in addition to k, v and the erasure. whole: whether numbers in `others` that are
-    not finite make their token bad. The forward passes q in `others` with whole=False, because q affects only its own output.
+    others: arrays [B, T, ...] that are checked in addition to k, v and the erasure. d_final: gradients of states that are
+    checked, or None. whole: whether numbers in `others` that are not finite make their token bad. The forward passes q in
+    `others` with whole=False, because q affects only its own output.
     """
     carried = [r.k, r.v, *jax.tree.leaves(r.erasure)]
     size = jnp.maximum(largest_of_states(r, documents, d_final), largest(documents, carried))
@@ -322,10 +333,10 @@ def magnitude(x: Array) -> Array:
 
 
 def largest_of_states(r: Recurrence, documents: Documents, d_final) -> Array:
-    """Return the largest magnitude of the states that enter at each row of memory, [B, T]; 0 where none enters.
+    """Return the largest magnitude of the states that enter at each row of memory, [B, T] in float32; 0 where none enters.
 
-    An initial state enters at the row that the scan takes first. The gradient of a state enters at the token that the state
-    follows.
+    An initial state enters at the row that the scan takes first. The gradient of a state, from d_final (an array,
+    `StoredStates` or None), enters at the token that the state follows.
     """
     found = jnp.zeros(documents.is_token.shape, jnp.float32)
 
@@ -343,13 +354,13 @@ def largest_of_states(r: Recurrence, documents: Documents, d_final) -> Array:
 
 
 def rows_before_states(r: Recurrence, count: int) -> Array:
-    """Return the row of memory before each of the caller's states, [count]."""
+    """Return the row of memory before each of the states of `states_every`, [count]."""
     behind = (jnp.arange(count) + 1) * (r.states_every or 0)
     return r.q.shape[1] - behind if r.reverse else behind - 1
 
 
 def bad_gates(r: Recurrence, documents: Documents) -> Array:
-    """Return which tokens, [B, T], have a gate of NaN or inf, or lie behind gates by which a state may overflow.
+    """Return a mask [B, T] of the tokens that have a gate of NaN or inf, or lie behind gates by which a state may overflow.
 
     The gate of the first token of a document that begins from zeros decays nothing, and does not count.
     """
@@ -360,8 +371,8 @@ def bad_gates(r: Recurrence, documents: Documents) -> Array:
 
 
 def decays(r: Recurrence, documents: Documents) -> Array:
-    """Return at which tokens, [B, T], a gate decays a state that is not zeros: all but the first of a document without an
-    initial state."""
+    """Return a mask [B, T] of the tokens at which a gate decays a state that is not zeros: all but the first of a document
+    without an initial state."""
     begins = documents.begins
     if r.initial_state is not None:
         begins = begins.at[:, documents.first].set(False)
@@ -369,7 +380,7 @@ def decays(r: Recurrence, documents: Documents) -> Array:
 
 
 def outgrown(r: Recurrence, documents: Documents) -> Array:
-    """Return which tokens, [B, T], lie behind gates that multiply a state by more than e^GROWTH."""
+    """Return a mask [B, T] of the tokens that lie behind gates which multiply a state by more than e^GROWTH."""
     growth = sum((positive(x) for x in gates_of(r)), jnp.zeros(documents.begins.shape, jnp.float32))
     return documents.sums(jnp.where(decays(r, documents), growth, 0)) > GROWTH
 
@@ -382,12 +393,13 @@ def gates_of(r: Recurrence) -> list[Array]:
 
 
 def is_bad_gate(x: Array) -> Array:
-    """Return where gates are NaN or inf. A gate of -inf, a decay of 0, is not bad."""
+    """Return a mask of the gates x that are NaN or inf. A gate of -inf, a decay of 0, is not bad."""
     return jnp.isnan(x) | jnp.isposinf(x)
 
 
 def grows(r: Recurrence, documents: Documents) -> Array:
-    """Return which tokens of the delta rule, [B, T], lie behind keys with |1 - e . k| > 1, by which a state may overflow."""
+    """Return a mask [B, T] of the tokens behind keys with |1 - e . k| > 1 under the delta rule, by which a state may grow by
+    more than e^GROWTH. Without a delta rule no token is marked."""
     if r.erasure is None:
         return jnp.zeros_like(documents.is_token)
     k, beta = jnp.nan_to_num(r.k.astype(jnp.float32)), r.erasing.beta
@@ -402,10 +414,10 @@ def grows(r: Recurrence, documents: Documents) -> Array:
 
 
 def without(r: Recurrence, documents: Documents, lost: Array, own: Array) -> Recurrence:
-    """Return r with zeros in the rows that are `lost`, and in q in the rows that are `own`, those of which only q is bad.
+    """Return r with zeros in the rows where `lost` [B, T] is true, and zeros in q also where `own` [B, T] is true.
 
-    Documents keep all gates by which a state does not overflow, so that states before chunks equal those of any other call
-    without the bad rows.
+    Gates that are NaN or inf, and gates of tokens in `outgrown`, become 0. Documents keep all other gates, so that states
+    before chunks equal those of any other call without the bad rows.
     """
     no_gate = outgrown(r, documents)
 
@@ -426,9 +438,10 @@ def without(r: Recurrence, documents: Documents, lost: Array, own: Array) -> Rec
 
 
 def repaired(flag: Array, found: Any, others: Any) -> Any:
-    """Return the tree `found` if flag is 0, else the tree `others`. flag: an int32.
+    """Return the tree of arrays `found` if flag is 0, else the tree `others` of the same shapes. flag: an int32.
 
-    A select would read and write all arrays. This kernel ends immediately where the flag is 0.
+    A select would read and write all arrays. On GPUs a kernel overwrites large arrays of `found` instead, and ends immediately
+    where the flag is 0.
     """
     leaves, structure = jax.tree.flatten(found)
     pairs = list(zip(leaves, jax.tree.leaves(others), strict=True))
@@ -444,7 +457,8 @@ def repaired(flag: Array, found: Any, others: Any) -> Any:
 
 
 def repair(flag: Array, found: Sequence[Array], others: Sequence[Array]) -> list[Array]:
-    """Return `found`, or `others` if flag [1] is not 0. All arrays are [rows, width], with a width of 128, 256, 512 or 1024."""
+    """Return `found`, or `others` if flag [1] is not 0, in the memory of `found`. All arrays are [rows, width], with a width of
+    128, 256, 512 or 1024."""
     programs = multiprocessors()
 
     def body(operands, results):

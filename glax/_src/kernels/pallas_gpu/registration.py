@@ -28,8 +28,8 @@ def gradient_priority(r: Recurrence) -> int:
 
 
 def copies_much(r: Recurrence, square: bool) -> bool:
-    """Return whether the call is large and its kernels' blocks are much wider than its states: at least 1.5 times as many
-    elements.
+    """Return whether the call is large and its kernels' blocks have many more elements than its states: at least 1.5 times as
+    many.
 
     In still larger calls 1.25 times is enough, where keys fit in one block. The result is False for the delta rule, for which
     these kernels are faster all the same. square: whether the gradient's blocks are meant.
@@ -109,7 +109,8 @@ def launcher(r: Recurrence):
 
 
 def isolate(run, r: Recurrence, *given):
-    """Return run(r, *given), in which no NaN or inf passes from one sequence or segment to another."""
+    """Return run(r, *given), in which no NaN or inf passes from one sequence or segment to another. run: a forward or a
+    gradient; given: the arguments of the gradient other than r."""
     from glax._src.kernels.pallas_gpu.isolation import isolated
 
     return isolated(run, r, *given)
@@ -170,7 +171,8 @@ def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
 def chunked_vjp(
     r: Recurrence, d_output, d_final, residuals: Residuals | None = None, *, config: HopperConfig
 ) -> Recurrence:
-    """Compute the gradient of every input from the states at both ends of each chunk."""
+    """Compute the gradient of every input of r from the states at both ends of each chunk. d_output: [B, T, H, V]. d_final: [N,
+    H, K, V], or None for zeros. residuals: what the forward saved, or None."""
     from glax._src.kernels.pallas_gpu.device.cache import recording
 
     with recording(r):

@@ -10,7 +10,7 @@ from glax._src.kernels.pallas_gpu.rows import Form, Reading, fits_one_row, takes
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """Hold how the kernels of a call are launched: rows, kernels and config. `str(route)` is what `glax.explain` prints.
+    """Hold how the kernels of a call are launched: rows, kernels and config. `describe` returns the route as text.
 
     rows: how sequences are read. scan, gradient: the functions that launch the kernels. Profiles show the same names, except
     that `delta_scan` and `delta_key_scan` are launched under the names of their results, such as `delta_outputs`. config: the
@@ -65,7 +65,7 @@ class Route:
 
 
 def scan_kernel(r: Recurrence, config: HopperConfig, widths: Widths) -> str:
-    """Return the name of the scan that forms the outputs."""
+    """Return the name of the function that launches the scan which forms the outputs. widths: those of the forward."""
     if r.erasure is not None:
         return "delta_key_scan" if r.decay.key is not None else "delta_scan"
     if r.decay.key is not None:
@@ -75,10 +75,10 @@ def scan_kernel(r: Recurrence, config: HopperConfig, widths: Widths) -> str:
 
 
 def gradient_kernel(r: Recurrence, rows: Reading, widths: Widths, square: Widths) -> str:
-    """Return the name of the kernel that computes the gradients of chunks.
+    """Return the name of the kernel that computes the gradients of chunks. widths: those of the forward. square: the widths in
+    square blocks, for a gradient that needs them.
 
-    `gradient_wide` takes states of several blocks of columns, and only if each row holds one sequence. square: the widths in
-    blocks of the gradient.
+    `gradient_wide` takes states of several blocks of columns, and only if each row holds one sequence.
     """
     if r.erasure is not None:
         if r.decay.key is not None:
@@ -91,10 +91,10 @@ def gradient_kernel(r: Recurrence, rows: Reading, widths: Widths, square: Widths
 
 
 def is_grouped(r: Recurrence, widths: Widths) -> bool:
-    """Return whether one program computes the gradient of all heads that share a query and a key.
+    """Return whether one program computes the gradient of all heads that share a query and a key. widths: those of the forward.
 
-    It is so for gates other than per-key, and keys of one block, if heads share queries and keys or if values are half as wide
-    as keys.
+    It is so for gates other than per-key, and keys of one block, if heads share queries and keys or if all blocks of values
+    together are narrower than a block of keys. This function does not check the gates.
     """
     is_narrow = widths.V * widths.blocks.columns < widths.K
     return widths.stored.rows == 1 and (is_narrow or group_size(r) > 1)
