@@ -39,8 +39,8 @@ def chunked(r: Recurrence, config: HopperConfig) -> Outputs:
 
 
 def chunked_with_residuals(r: Recurrence, config: HopperConfig) -> tuple[Outputs, Residuals]:
-    """Compute `chunked` and the residuals: the states before the chunks and what their tokens write, in one array [B, chunks,
-    H, V, K + C], or with keys wider than 128 [B, chunks, H, K + C, V]."""
+    """Compute the outputs and final states, and the residuals: the states before the chunks and what their tokens write, in one
+    array [B, chunks, H, V, K + C], or with keys wider than 128 [B, chunks, H, K + C, V]."""
     outputs, scanned = forward(r, Route.of(r, config), "residuals")
     return outputs, Residuals(scanned.states, jnp.zeros(scanned.states.shape[:3], jnp.int32))
 
@@ -138,7 +138,7 @@ class SegmentedScan(abc.ABC):
         return self.layout.put(jnp.swapaxes(x, 2, 3).reshape(x.shape[0], -1, x.shape[2]))
 
     def by_sequence(self, x):
-        """Return the sums over the tokens of every sequence, [N, H], of x [B, chunks, H, C]."""
+        """Return the sums over the tokens of every sequence, [N, H], of x [B, chunks, H, C], a number of each token."""
         p = self.layout
         x = jnp.where(p.is_token[:, None], x, 0).sum(3)
         return p.by_sequence(x if p.apart is None else jnp.swapaxes(x, 0, 1))
@@ -174,8 +174,8 @@ class DeltaLayout(SegmentedScan):
         return cls(p, chunks, d_output, edges, packed)
 
     def scan_segments(self, kind, start) -> Results:
-        """Scan every segment. kind: what the scan writes, `DeltaScan.kind`. start: the states that enter segments, [E, H, V,
-        K], or None for zeros."""
+        """Scan every segment, and return the results of `delta_scan`, with `last` as [E, H, V, K]. kind: what the scan writes,
+        `DeltaScan.kind`. start: the states that enter segments, [E, H, V, K], or None for zeros."""
         p = self.layout
         w = DeltaScan(kind, p.H, p.K, p.V, p.r.reverse, start=start is not None, form=p.r.erasing.form)
         w = dataclasses.replace(w, together=w.gains_together(p.table.shape[0], multiprocessors()))
@@ -195,7 +195,7 @@ class DeltaLayout(SegmentedScan):
         return by_row if self.packed is None else self.packed.gate_gradient(by_row)
 
     def by_sequence(self, x):
-        """Return the sums over the tokens of every sequence, [N, H], of x [B, chunks, H, C]."""
+        """Return the sums over the tokens of every sequence, [N, H], of x [B, chunks, H, C], a number of each token."""
         return super().by_sequence(x) if self.packed is None else self.packed.per_sequence(self.by_row(x)[0])
 
     def gradient(self, r: Recurrence, states, adjoint: Results) -> Recurrence:

@@ -258,8 +258,8 @@ def without_spoiled_tokens(run: Callable) -> Callable:
 
 
 def without_spoiled_documents(run: Callable) -> Callable:
-    """Return a function (r, d_output, d_final, *residuals) -> gradient, which runs `run` without the documents that are not
-    finite, and sets their gradients to NaN."""
+    """Return a function (r, d_output, d_final, *residuals) -> gradient, which calls `run` without the documents that contain a
+    token of `bad_tokens`, and sets their gradients to NaN. run: a function of the same arguments."""
 
     def again(r: Recurrence, d_output, d_final, *residuals):
         documents = Documents.of(r)
@@ -287,7 +287,7 @@ def gradient_with_nan(r: Recurrence, d: Recurrence, documents: Documents, lost: 
 
 
 def filled(x: Array, mask: Array, value: float) -> Array:
-    """Return x with `value` where `mask` is true. The axes of mask are the first axes of x."""
+    """Return x with `value` where the bool array `mask` is true. The axes of mask are the first axes of x."""
     return jnp.where(jnp.expand_dims(mask, range(mask.ndim, x.ndim)), jnp.asarray(value, x.dtype), x)
 
 
@@ -386,7 +386,7 @@ def outgrown(r: Recurrence, documents: Documents) -> Array:
 
 
 def gates_of(r: Recurrence) -> list[Array]:
-    """Return the gates of every token, [B, T, H] or [B, T, H, K]; none without gates."""
+    """Return a list of the gates of every token, [B, T, H] or [B, T, H, K] each; an empty list without gates."""
     d = r.decay
     constant = None if d.constant is None else r.by_token(d.constant)
     return [x for x in (constant, d.head, d.key) if x is not None]

@@ -95,15 +95,15 @@ class KernelLayout:
         return None if write is None else self.of_values(write.astype(jnp.bfloat16))
 
     def gate_operands(self) -> Any:
-        """Return the gates as kernels read them: the terms of per-key gates as a tuple of arrays [B, rows, H, K], else the sums
-        of log2 gates within chunks [B, chunks, H, C]."""
+        """Return the gates as kernels read them: the terms of per-key gates (`key_terms`) as a tuple of arrays [B, rows, H, K],
+        else the sums of log2 gates within chunks (`head_sums`), [B, chunks, H, C]."""
         if self.key:
             return key_terms(self.of_keys(self.r.decay.key))
         return head_sums(self.head_gates(), self.r.reverse)
 
     def head_gates(self) -> Array:
-        """Return per-head gates as kernels read them, [B, rows, H]. A constant decay is the gate of every token, no decay a gate
-        of 0."""
+        """Return per-head gates as kernels read them: natural logarithms, [B, rows, H]. A constant decay is the gate of every
+        token, no decay a gate of 0."""
         r = self.r
         if r.decay.head is not None:
             return self.take(r.decay.head)
@@ -204,7 +204,8 @@ class KernelLayout:
 
     @functools.cached_property
     def run(self) -> int:
-        """Return the number of chunks from one state that is stored for the gradient to the next, all of one sequence."""
+        """Return the number of chunks from one state that is stored for the gradient to the next, 1 or 2. All chunks of a run
+        are of one sequence."""
         if self.key or self.apart is not None or (self.grouped and self.every % RUN):
             return 1
         return math.gcd(self.chunks, RUN)
@@ -225,7 +226,8 @@ class KernelLayout:
         return dict(every=self.every, num_behind=number) if number else {}
 
     def plan(self, **flags) -> Scan:
-        """Return the plan of a scan of this layout. flags: the other fields of `Scan`."""
+        """Return the plan of a scan of this layout. flags: the fields of `Scan` that the layout does not decide, such as
+        `outputs`, `states` and `start`."""
         terms = len(self.gates) if self.key else 1
         return plan_of(
             self.H, self.K, self.V, self.in_memory, reverse=self.r.reverse, columns=self.columns, parts=self.parts, terms=terms,
@@ -258,8 +260,8 @@ class KernelLayout:
         return scan(plan, *operands)
 
     def with_tokens(self, table):
-        """Return `table` with two more columns if the plan clears rows without a token: the first row with a token, and the row
-        behind the last. table: [..., 4 or 5], widened to 5 columns before."""
+        """Return `table` with two more columns if the plan clears rows without a token, else as given. The columns are the
+        first row with a token, and the row behind the last. table: [..., 4 or 5], widened to 5 columns before."""
         if self.tokens is None:
             return table
         table = jnp.asarray(table)
@@ -345,7 +347,7 @@ class KernelLayout:
         """Return, for each segment, the sum of the log decays of all segments of its sequence that are scanned before it, [E,
         H, K or 1].
 
-        log: the log decay of each segment, [N, parts, H, K or 1].
+        log: the log decay of each segment, [N, parts, H, K or 1]. adjoint: whether the scan is of dL/dS, against time.
         """
         logs = [jnp.zeros_like(log[:, 0])] * self.parts
         order = range(self.parts)[:: -1 if self.descending(adjoint) else 1]
@@ -542,7 +544,8 @@ class KernelLayout:
 
 
 class OneRowLayout(KernelLayout):
-    """Lay out packed sequences as one row. Rows without a token are cleared with per-key gates, and else read from copies."""
+    """Lay out packed sequences as one row. With per-key gates the kernels clear rows without a token. With other gates they
+    read the chunks that contain such rows from copies."""
 
     def __init__(self, given: Recurrence, route: Route, square: bool = False):
         self.packed = PackedRow(given)
@@ -553,8 +556,8 @@ class OneRowLayout(KernelLayout):
             super().__init__(given, route, square, row=row, edges=Edges.of(given))
 
     def final_states(self, last):
-        """Return the final states of sequences, [N, H, K, V], by a separate scan, which XLA drops where they are not used. Each
-        sequence is copied to a chunk's start."""
+        """Return the final states of sequences, [N, H, K, V], by a separate scan, which XLA drops where the states are not
+        used. Each sequence is copied to a chunk's start. last: not used."""
         p = KernelLayout(self.given, self.route.in_one_segment(Form.APART))
         return p.narrow(p.scan(p.plan(outputs=False), p.k, p.v, None).last)
 
@@ -573,7 +576,7 @@ class OneRowLayout(KernelLayout):
 
 
 class EqualLayout(KernelLayout):
-    """Lay out a batch as packed sequences of equal length. Their residuals have one row."""
+    """Lay out a batch as packed sequences of equal length, in one row. The residuals have one row, too."""
 
     def __init__(self, given: Recurrence, route: Route, square: bool = False):
         self.sequences = EqualSequences(given)
@@ -663,10 +666,10 @@ class JoinedLayout(KernelLayout):
         return S * jnp.repeat(self.scale, self.parts)[:, None, None, None] if adjoint else S
 
     def final_states(self, last):
-        """Return the final state of every sequence, [B, H, K, V], by scans without outputs, which XLA drops where they are not
-        used.
+        """Return the final state of every sequence, [B, H, K, V], by scans without outputs, which XLA drops where the states
+        are not used.
 
-        The rows in which the scan leaves a sequence are copied.
+        The rows in which the scan leaves a sequence are copied. last: not used.
         """
         return JoinedLayout(self.given, self.route).states_behind()
 
@@ -719,9 +722,9 @@ def layout_of(r: Recurrence, route: Route, square: bool = False) -> KernelLayout
 
 
 def key_terms(g: Array) -> tuple[Array, ...]:
-    """Return one or two arrays in bfloat16, [B, rows, H, K] each, whose sum is the per-key gates g.
+    """Return a tuple of one or two arrays in bfloat16, [B, rows, H, K] each, whose sum is the per-key gates g.
 
-    Gates in bfloat16 have one term. Others have two, which hold 16 of their bits. The terms are separate arrays, which XLA
+    Gates in bfloat16 have one term. Others have two, which hold 16 bits of each gate. The terms are separate arrays, which XLA
     writes in one pass.
     """
     if g.dtype == jnp.bfloat16:
@@ -732,7 +735,8 @@ def key_terms(g: Array) -> tuple[Array, ...]:
 
 
 def head_sums(gates: Array, reverse: bool) -> Array:
-    """Return the sums of log2 gates [B, rows, H] from where the scan enters each chunk: [B, chunks, H, C] in float32."""
+    """Return the sums of a chunk's gates from where the scan enters the chunk through each token, to base 2: [B, chunks, H, C]
+    in float32. gates: natural logarithms, [B, rows, H]. reverse: whether the scan goes from the last token to the first."""
     B, rows, H = gates.shape
     if gates.dtype != jnp.bfloat16:  # which tensor cores sum as they are
         gates = gates.astype(jnp.float32)

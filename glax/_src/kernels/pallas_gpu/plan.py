@@ -194,8 +194,8 @@ class Scan:
         return span(0, self.K, self.in_memory[0])
 
     def rows_of_chunks(self, T: int) -> int:
-        """Return the number of rows of o for operands of T rows. Divided by 64 and rounded up, it is the number of chunks whose
-        states are stored."""
+        """Return the number of rows of o for operands of T rows. This number, divided by 64 and rounded up, is the number of
+        chunks whose states are stored."""
         return self.packed * C or self.rows or T
 
     @functools.cached_property
@@ -226,8 +226,8 @@ class Scan:
 
     @functools.cached_property
     def state_stages(self) -> int:
-        """Return the number of chunks' states in shared memory. It is 2 in scans that only store states, where one is sent
-        while the next is formed."""
+        """Return the number of chunks' states in shared memory. It is 2 in scans that only store states, where one state is
+        copied to global memory while the next is formed."""
         return 2 if self.states and not self.outputs and self.run == 1 else 1
 
     @functools.cached_property
@@ -315,9 +315,10 @@ class Scan:
 
     @functools.cached_property
     def registers(self) -> tuple[int, int]:
-        """Return the registers of a thread in a warpgroup that scales with per-key gates, and in one that computes.
+        """Return the registers of a thread in a warpgroup that scales with per-key gates, and of one in a warpgroup that
+        computes.
 
-        Their sum must not exceed the registers at launch.
+        All threads of a program together must not have more than at launch.
         """
         if self.narrow and self.columns < self.K:
             return 120, 136
@@ -435,7 +436,7 @@ class DeltaScan:
 
     @property
     def stores_states(self) -> bool:
-        """Return whether the scan stores, at every chunk, the state and beside it U or dX."""
+        """Return whether the scan stores, at every chunk, the state and in the same array U or dX."""
         return self.kind in ("states", "residuals", "adjoint")
 
     @property

@@ -18,12 +18,14 @@ FASTER, SLOWER = 15, 5
 
 
 def forward_priority(r: Recurrence) -> int:
-    """Return a priority above Triton's, or below it where narrow heads are copied to much wider blocks (`copies_much`)."""
+    """Return the priority of the forward: above Triton's, or below it where narrow heads are copied to much wider blocks
+    (`copies_much`)."""
     return SLOWER if copies_much(r, square=False) else FASTER
 
 
 def gradient_priority(r: Recurrence) -> int:
-    """Return a priority above Triton's, or below it where narrow heads are copied to much wider blocks (`copies_much`)."""
+    """Return the priority of the gradient: above Triton's, or below it where narrow heads are copied to much wider blocks
+    (`copies_much`)."""
     return SLOWER if copies_much(r, square=True) else FASTER
 
 
@@ -45,9 +47,10 @@ def copies_much(r: Recurrence, square: bool) -> bool:
 
 
 def in_two_phases(r: Recurrence, config: HopperConfig) -> bool:
-    """Return whether sequences are cut into segments whose states are computed first, at the same widths in both phases.
+    """Return whether a call runs in two phases: its sequences are cut into segments, whose states are computed first, at the
+    same widths in both phases.
 
-    Packed sequences are not, because they have no segments of their own.
+    The result is False for packed sequences, which have no segments of their own, and for the delta rule.
     """
     return (
         r.boundaries is None
@@ -58,7 +61,7 @@ def in_two_phases(r: Recurrence, config: HopperConfig) -> bool:
 
 
 def forward_two_phase(r: Recurrence, config: HopperConfig) -> TwoPhase | None:
-    """Return the two phases of the forward, or None if sequences are not cut into segments."""
+    """Return the two phases of the forward, or None if `in_two_phases` is False."""
     if not in_two_phases(r, config):
         return None
     from glax._src.kernels.pallas_gpu import plain as launch
@@ -67,7 +70,7 @@ def forward_two_phase(r: Recurrence, config: HopperConfig) -> TwoPhase | None:
 
 
 def gradient_two_phase(r: Recurrence, config: HopperConfig) -> TwoPhase | None:
-    """Return the two phases of the gradient, or None if sequences are not cut into segments."""
+    """Return the two phases of the gradient, or None if `in_two_phases` is False."""
     if not in_two_phases(r, config):
         return None
     from glax._src.kernels.pallas_gpu import plain as launch
@@ -76,8 +79,8 @@ def gradient_two_phase(r: Recurrence, config: HopperConfig) -> TwoPhase | None:
 
 
 def forward_route(r: Recurrence, *, config: HopperConfig) -> tuple[str, dict[str, str]]:
-    """Return (the route of the forward with this config as text, a dict of each faster form that it does not take to the
-    reason)."""
+    """Return (the route of the forward with this config as text, the reasons as a dict). The dict has the reason for each
+    faster form that the route does not take."""
     route = Route.of(r, config)
     return route.describe(is_gradient=False), route.reasons
 
@@ -85,22 +88,22 @@ def forward_route(r: Recurrence, *, config: HopperConfig) -> tuple[str, dict[str
 def gradient_route(
     r: Recurrence, d_output, d_final, residuals: Residuals | None = None, *, config: HopperConfig
 ) -> tuple[str, dict[str, str]]:
-    """Return (the route of the gradient with this config as text, a dict of each faster form that it does not take to the
-    reason)."""
+    """Return (the route of the gradient with this config as text, the reasons as a dict). The dict has the reason for each
+    faster form that the route does not take. d_output: not used."""
     route = Route.of(r, config, d_final, residuals)
     return route.describe(is_gradient=True), route.reasons
 
 
 def omits_d_final(r: Recurrence) -> bool:
-    """Return whether the gradient takes None for a d_final of zeros, which it then neither writes nor reads.
+    """Return whether the gradient of r takes None for a d_final of zeros. The zeros are then neither written nor read.
 
-    The delta rule with per-key gates takes None too. That is not used, because no GPU has run it.
+    The delta rule with per-key gates takes None too, but the result is False for it, because no GPU has run that.
     """
     return Reading.of(r).shares_rows or (r.erasure is not None and r.decay.key is None)
 
 
 def launcher(r: Recurrence):
-    """Return the module that launches the kernels of r: `delta` if it erases, else `plain`."""
+    """Return the module that launches the kernels of r: `delta` if r has an erasure, else `plain`."""
     if r.erasure is None:
         from glax._src.kernels.pallas_gpu import plain as module
     else:

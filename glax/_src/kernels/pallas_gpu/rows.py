@@ -81,7 +81,7 @@ class Reading:
 
     @property
     def shares_rows(self) -> bool:
-        """Return whether several sequences share a row, and so chunks."""
+        """Return whether several sequences share a row, and so may share a chunk."""
         return self.form is Form.ONE_ROW or self.joined > 1
 
     def __str__(self) -> str:
@@ -232,7 +232,7 @@ class Apart:
 
     @property
     def count(self) -> int:
-        """Return the largest number of chunks of r, for any lengths of sequences."""
+        """Return the largest number of chunks that sequences of any lengths can have, for the T tokens and N sequences of r."""
         T, N = self.r.q.shape[1], self.r.num_sequences
         return (T + (ROWS - 1) * N * (self.source is None)) // C + N
 
@@ -271,7 +271,7 @@ class Apart:
         return jnp.where(own[..., None], x, 0).sum(1)  # a sum in a fixed order, and no product: 0 times NaN is NaN
 
     def take(self, x):
-        """Return x [1, T, ...] in rows of chunks, with 0 in rows without a token. It is not defined where rows are read in
+        """Return x [1, T, ...] in rows of chunks, with 0 in rows without a token. Raises AssertionError where rows are read in
         place."""
         assert self.source is not None, "these rows are read in place"
         taken = jnp.take(x, jnp.maximum(self.source, 0), axis=1)
@@ -338,7 +338,7 @@ class Edges(NamedTuple):
         return cls(jnp.where(is_full, -1, block).astype(jnp.int32), source)
 
     def copy(self, x: Float[Array, "1 T heads width"]) -> Float[Array, "1 rows heads width"]:
-        """Return the 3 C rows of x that `source` names."""
+        """Return the copy of x, the 3 C rows that `source` names, with zeros where it names none."""
         taken = jnp.take(x, jnp.maximum(self.source, 0), axis=1)
         return jnp.where((self.source >= 0)[:, None, None], taken, 0)
 
@@ -365,7 +365,7 @@ class LastChunk:
         return jnp.where(jnp.arange(-(-self.T // C), dtype=jnp.int32) == self.T // C, 0, -1)
 
     def copy(self, x: Float[Array, "1 T heads width"]) -> Float[Array, "1 C heads width"]:
-        """Return the rows of x in the last chunk, filled up with zeros."""
+        """Return the rows of x in the last chunk, filled up with zeros to C rows."""
         return jnp.pad(x[:, self.T - self.T % C :], ((0, 0), (0, -self.T % C), (0, 0), (0, 0)))
 
 
@@ -509,7 +509,8 @@ class JoinedRows:
 
     @property
     def row(self) -> Recurrence:
-        """Return the recurrence of the rows. All sequences of a row have one scale, as `why_not_joined` makes sure."""
+        """Return the recurrence of the rows, with a reset where each sequence begins: a gate of -inf, or with per-key gates a
+        mark in `segments`. All sequences of a row have one scale, as `why_not_joined` makes sure."""
         r, d = self.r, self.r.decay
         q, k, v = (self.join(x) for x in (r.q, r.k, r.v))
         joined = dict(q=q, k=k, v=v, scale=r.scale[:: self.number])

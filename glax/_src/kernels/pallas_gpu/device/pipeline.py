@@ -23,7 +23,7 @@ Names = tuple[str, ...]
 
 
 class Wait(NamedTuple):
-    """Hold a line of the table: the roles that wait, those that they wait for, and until when."""
+    """Hold a line of the table of who waits for whom: the roles that wait, the roles that are awaited, and until when."""
 
     waiting: Names
     awaited: Names
@@ -31,7 +31,7 @@ class Wait(NamedTuple):
 
 
 class Traced(threading.local):
-    """Hold the role whose work this thread traces; None outside of `acting_as`, where nothing is checked."""
+    """Hold, for each thread, the role whose work the thread traces; None outside of `acting_as`, where nothing is checked."""
 
     role: str | None = None
 
@@ -51,8 +51,8 @@ def acting_as(role: str) -> Iterator[None]:
 
 
 def check(declared: Names, what: str):
-    """Raise ValueError if the role being traced is not among the roles `declared` for this operation. what: the operation, for
-    the message."""
+    """Raise ValueError if the role being traced is not among the roles `declared` for this operation; do nothing if no role is
+    being traced. what: the operation, for the message."""
     if traced.role is not None and traced.role not in declared:
         raise ValueError(
             f"the role {traced.role!r} must not {what}: the pipeline declares it for {', '.join(declared)}"
@@ -93,7 +93,8 @@ class Ring:
     free: Ref = None
 
     def barriers(self, roles: Roles) -> dict[str, plgpu.Barrier]:
-        """Return the types of the barriers by field, full and free. roles: the number of warpgroups of each role."""
+        """Return the types of the barriers by field, full and free, as far as roles report to these. roles: the number of
+        warpgroups of each role."""
         counts = {}
         if self.fill:
             counts |= dict(full=len(self.copies) or arrivals(roles, self.fill, self.teams))
@@ -260,7 +261,7 @@ class Meeting:
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """Hold the rings, handoffs and meetings of a kernel, each a field of a subclass. One that a plan does not need is None.
+    """Hold the rings, handoffs and meetings of a kernel, each a field of a subclass. A field that a plan does not need is None.
 
     ORDER: the order of barriers in shared memory, as "field.full", where it is not the order of the fields.
     """

@@ -30,7 +30,7 @@ REGISTERS = 24, 240
 
 
 def in_every_warp(count: int):
-    """Return the layout in registers of `count` numbers, all of which every warp holds."""
+    """Return the layout in registers of a vector of `count` numbers, all of which every warp holds. count: a multiple of 32."""
     tiling = Tiling(((count,), (count // 32,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1)
 
@@ -156,12 +156,12 @@ def by_column(x, shape) -> jax.Array:
 
 
 def decayed(S, log) -> jax.Array:
-    """Return e^log S: S [K, columns] with natural log decays [K] applied to its rows."""
+    """Return e^log S in registers: S [K, columns] with natural log decays `log` [K] applied to its rows."""
     return S * by_row(jnp.exp2(log * LOG2E), S.shape)
 
 
 def zeros(shape, layout: SomeLayout = WGMMA) -> jax.Array:
-    """Return zeros in float32 in registers."""
+    """Return zeros in float32 in registers, in the given layout, by default the layout of products."""
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
 
@@ -219,12 +219,12 @@ def middle_matrix(reverse: bool) -> jax.Array:
 
 
 def edge_matrix(reverse: bool, adjoint) -> jax.Array:
-    """Return the matrix [C, C] of 0 and 1 in bfloat16, in registers, whose product with gates [C, D] sums gates for each token
-    i.
+    """Return the matrix [C, C] of 0 and 1 in bfloat16, in registers, whose product with gates [C, D] has in row i the sum of
+    the gates between token i and the edge by which the scan leaves the chunk.
 
-    These are the gates between i and the edge by which the scan leaves the chunk: those behind i, or with `adjoint` those
-    through i. reverse: whether the sequence is scanned from its last token to its first, so that "behind" is at lower rows.
-    adjoint: 0 for a scan of states, 1 for one of dL/dS, which goes against it; may be traced.
+    These gates are those behind i, or with `adjoint` those through i. reverse: whether the sequence is scanned from its last
+    token to its first, so that "behind" is at lower rows. adjoint: 0 for a scan of states, 1 for a scan of dL/dS, which goes
+    the other way; may be traced.
     """
     i, j = positions(reverse)
     through = jnp.where(j <= i, 1.0, 0.0)

@@ -232,8 +232,9 @@ class Tiles(NamedTuple):
 class DeltaPipeline(Pipeline):
     """Hold the barriers between the roles of the kernel.
 
-    chunks: the tiles that are loaded for a chunk. state: S before a chunk, or dS' behind it. written: U or dX. scores: P.
-    values: v, and inverse: R, each in one tile of a tight plan. erasing: e, if it is given.
+    chunks: the ring of the tiles that are loaded for a chunk. state: the handoff of S before a chunk, or of dS' behind it.
+    written: the handoff of U or dX; a ring with `together`. scores: the handoff of P. values, inverse: in a tight plan the
+    handoffs of v and of R, which have one tile each; else None. erasing: the ring of e; None with beta.
     """
 
     chunks: Ring
@@ -298,7 +299,7 @@ class Program:
         return self.place()[0] * self.plan.stripes + me
 
     def stripe(self, me=0):
-        """Return the columns of the state that warpgroup `me` carries, a slice."""
+        """Return the slice of the state's columns that warpgroup `me` carries."""
         return pl.ds(self.number(me) * STRIPE, STRIPE)
 
     def column(self, me, shape):
@@ -393,7 +394,7 @@ class Program:
         return tile if self.plan.wide else transposed(tile)
 
     def scale(self):
-        """Return the scale of the sequence."""
+        """Return the scale of the segment's sequence, read from global memory."""
         return self.operands.scale[self.field(3)]
 
     def factor(self, slot, row: int):

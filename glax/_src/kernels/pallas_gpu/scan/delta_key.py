@@ -112,7 +112,7 @@ class DeltaKeyScan(DeltaScan):
 
     @property
     def stages(self) -> int:
-        """Return the number of chunks in shared memory."""
+        """Return the number of chunks in shared memory, other than those of the ring `outputs`."""
         if self.is_adjoint:
             return ADJOINT_STAGES
         return WRITE_STAGES if self.has_write and self.writes_tokens and self.K > 64 else self.STAGES
@@ -228,8 +228,8 @@ class Tiles(NamedTuple):
 class DeltaKeyPipeline(Pipeline):
     """Hold the barriers between the roles of the kernel.
 
-    chunks: the tiles of a chunk that *carry* reads. outputs: Q and P, if outputs are formed. state: S before a chunk, or dS'
-    behind it. written: U or dX.
+    chunks: the ring of the tiles of a chunk that *carry* reads. outputs: the ring of Q and P, if outputs are formed. state: the
+    handoff of S before a chunk, or of dS' behind it. written: the handoff of U or dX.
     """
 
     chunks: Ring

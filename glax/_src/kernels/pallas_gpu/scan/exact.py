@@ -178,7 +178,7 @@ class Chunk:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows of the state in a thread."""
+        """Return the number of rows of the state that a thread holds: those of one group."""
         return self.plan.K // math.prod(GROUPS)
 
     @property
@@ -339,7 +339,7 @@ def scan_group(w: Scan, at: Operands, o: Ref, t: Tiles, pipeline: "ExactPipeline
     held = quotient(jnp.maximum(items - group, 0) + (groups - 1), groups)
 
     def any_flag(first):
-        """Return whether any of FLAGS flags from `first` on is set."""
+        """Return whether any of FLAGS flags is set, from the index `first` of the group on."""
         here = plgpu.broadcasted_iota(jnp.int32, (FLAGS,), 0, layout=PAIRS) + first < held
         flags = plgpu.load(at.flags.at[group, pl.ds(first, FLAGS)], layout=PAIRS)
         return jnp.max(jnp.where(here, flags, 0).astype(jnp.float32)) > 0

@@ -584,7 +584,7 @@ class PairProgram:
         return plgpu.load(self.tiles.gates[i].at[slot], layout=layout, optimized=layout is BY_ROW)
 
     def factor(self):
-        """Return the scale of the sequence."""
+        """Return the scale of the segment's sequence, read from global memory."""
         return self.operands.scale[self.segment_field(3)]
 
 

@@ -184,10 +184,10 @@ def roles_of(w: Scan) -> dict[str, int]:
 class KeyPipeline(Pipeline):
     """Hold the barriers between the roles of the kernel.
 
-    tokens: q, k, v and resets of a chunk. gates: its gates. scaled: q^, k^, the sums and the tokens' own scores. lost: what q^
-    lost in rounding, if it has tiles of its own. met: all warpgroups of *scale* have arrived. prepared: `Tiles.halves` and
-    `Tiles.weak` are stored. state: S'. token: k and v of one token, if memory has fewer columns; *carry* waits for its own
-    copies.
+    tokens: the ring of q, k, v and resets of a chunk. gates: the ring of its gates. scaled: the ring of q^, k^, the sums and
+    the tokens' own scores. lost: the ring of what q^ lost in rounding, if that has tiles of its own, else None. met: all
+    warpgroups of *scale* have arrived. prepared: `Tiles.halves` and `Tiles.weak` are stored. state: the handoff of S'. token:
+    the ring of k and v of one token, if memory has fewer columns than the tiles, else None; *carry* waits for its own copies.
     """
 
     tokens: Ring
@@ -286,7 +286,8 @@ class Program:
         return self.segment_field(4) * ROWS + self.plan.chunk_at(step, self.count(), self.adjoint) * C
 
     def own_rows(self):
-        """Return (the segment's first row of q, k, v and gates, the row behind its last)."""
+        """Return (the row of q, k, v and gates at which the segment begins, the row behind its last). Rows without a token at
+        either end are left out in a plan that clears rows."""
         if self.plan.packed:
             return self.segment_field(5), self.segment_field(6)
         first = self.segment_field(1)
@@ -357,10 +358,11 @@ def key_scan(
     chunk in q, k, v and g, divided by 8; the segment's first row; and the row behind its last. If bounded, it is [E, 7] or
     [E, H, 7]: the last two columns are the row of the first token and the row behind the last, and the fifth is used by
     `two_way` alone.
-    k, v: [B, T, heads, K] and [B, T, heads, V]; of an adjoint plan q and d_output, in these places.
+    q, k, v: [B, T, heads, K or V]; of an adjoint plan q and d_output in the places of k and v. scale: [N + 1], the last unused.
     g: the terms of the gates, [B, T, H, K] in bfloat16 each. start: [E, H, K, V] in float32.
     known_out_of_range: [B, chunks, H], `out_of_range` of the forward's `ScanResults`, which the scan of dL/dS reads.
-    behind: [B, num_behind, H, K, V] in float32, the gradients of the caller's states, for a plan that adds them.
+    behind: [B, num_behind, H, K, V] in float32, the gradients of the states of `states_every`, for a plan that
+        adds them.
     newest: [B, chunks, C], the result of `newest_resets`, for a plan with resets.
     """
 
@@ -762,7 +764,11 @@ def write_chunk(o: OutputWarpgroup, weak: bool | None, step):
     terms = (q, p.tiles.lost.at[lost_slot]) if weak else (q,)
 
     def formed(scores, output):
-        """Mask the scores, and split them in two terms, while q^ S' is computed."""
+        """Form the scores, mask them, and split them in two terms, while q^ S' is computed. Return the outputs before their
+        scale, [C, columns].
+
+        scores, output: accumulators [C, C] and [C, columns].
+        """
         for x in terms:
             plgpu.wgmma(scores, x, transposed(k))
         if w.resets:
