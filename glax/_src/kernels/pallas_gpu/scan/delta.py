@@ -157,8 +157,8 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Hold references to the results in global memory. A result that the plan leaves out has one tile. In a wide plan the last
-    two axes of `states` and `last` are exchanged, and nothing is transposed."""
+    """Hold references to the results in global memory. A result that the plan leaves out has one tile. In a wide plan
+    (`DeltaScan.wide`) the last two axes of `states` and `last` are exchanged, and nothing is transposed."""
 
     output: Ref  # [B, T, H, V]: O or dV; with e dX in place of dV
     beta: Ref  # [B, chunks, H, V / STRIPE, C]: sums of dX v over a stripe, for the adjoint
@@ -268,7 +268,8 @@ class Program:
     """Hold the plan and the references of one program. edges: copies of the chunks with rows without a token, or None.
 
     The methods and functions of this file take `step`, the number of a chunk in scan order from 0; `slot`, the stage of shared
-    memory that holds the chunk; and `me`, the index of a *carry* warpgroup, and of its stripe, within the program.
+    memory that holds the chunk; and `me`, the index of a *carry* warpgroup, and of its stripe, within the program. A wide plan
+    has K above 128 (`DeltaScan.wide`), and a tight plan little shared memory (`DeltaScan.tight`).
     """
 
     plan: DeltaScan

@@ -55,13 +55,14 @@ def weak_on_average(g, batch, first, end, count, head):
 
 @dataclasses.dataclass(frozen=True)
 class Scaler:
-    """Hold what one warpgroup of the role *scale* reads throughout.
+    """Hold what one warpgroup of the role *scale*, a scaler, reads throughout.
 
     share: the index of its 64 channels. channels: their slice of K. total: the number of chunks. matrix: [C, C] in bfloat16, in
     registers, whose product with gates [C, 64] is M. weak: whether q^ has two terms.
 
     In this file `step` is the number of a chunk in scan order, `slot` is the slot of its tiles of q, k and v, and `gate_slot`,
-    0 or 1, the slot of its gates.
+    0 or 1, the slot of its gates. `M` is the first result of `sum_gates`, [C, 64] in registers: the logarithms by which tokens
+    are scaled.
     """
 
     p: Program
