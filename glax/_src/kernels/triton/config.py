@@ -19,7 +19,7 @@ WIDEST_ALONG = 64
 LONG_CHUNKS = ("constant", "none")  # forms of gates
 MOST_COMPACT = 2**15  # most numbers of a state in 8 bits, which one program has, K and V rounded up to powers of two
 HELD_BY_REPLAY = 32  # numbers of the state in a thread of a step of a `StatePool`
-MOST_STATES = 2**33  # bytes of stored states, in bfloat16, that the heuristic lets the forward take
+MOST_STATES = 2**33  # bytes of stored states that the heuristic lets the forward take
 
 
 def precision(x: Array) -> str:
@@ -134,47 +134,58 @@ class TritonChunkedConfig(Config):
         """Return the config for a call r by its dtype and K. It is the result of one of three class methods, or is formed here:
 
             the delta rule (r.erasure is given)      erasing(r)
-            dtypes other than bfloat16               scan(r)
-            bfloat16, K above 128                    storing(r)
             bfloat16, K up to 128                    the best config found on an H200 at widths of 128
+            float16, K and V up to 128               scan(r)
+            all others                               storing(r)
 
-        The last has chunks of 64 tokens, the smallest full tile of the tensor cores, and a third pipeline stage where a
+        The second has chunks of 64 tokens, the smallest full tile of the tensor cores, and a third pipeline stage where a
         multiprocessor has a single program.
         """
         if r.erasure is not None:
             return cls.erasing(r)
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
-        num_scans, wide = r.num_sequences * r.num_heads, r.q.dtype != "bfloat16"
-        if K <= 128 and not wide:
-            columns = min(V, 64)
-            programs = num_scans * -(-V // columns)
-            segment = segment_for(r, 64, programs)
-            return cls(64, columns, segment, stages=3 if not segment and programs <= multiprocessors() else 2)
-        return cls.scan(r) if wide else cls.storing(r)
+        if r.q.dtype == "float16" and max(K, V) <= 128:
+            return cls.scan(r)
+        if r.q.dtype != "bfloat16" or K > 128:
+            return cls.storing(r)
+        columns = min(V, 64)
+        programs = r.num_sequences * r.num_heads * -(-V // columns)
+        segment = segment_for(r, 64, programs)
+        return cls(64, columns, segment, stages=3 if not segment and programs <= multiprocessors() else 2)
 
     @classmethod
     def storing(cls, r: Recurrence) -> Self:
-        """Return the config of two kernels, of which the first stores the states at all chunks, for bfloat16 with K above 128.
-        Where the states would take more than 2^33 bytes, return the config of `scan`.
+        """Return the config of two kernels, of which the first stores the states at all chunks. Where the states would take more
+        than 2^33 bytes, return the config of `scan`.
 
-        Chunks have 128 tokens with constant gates or none if `has_large_tiles`, and 64 otherwise. Chunks of 128 halve the bytes
-        of the states. With per-key gates such chunks would have more scores that are exact products, and with per-head gates
-        they are not measured. Without large tiles, 4 warps would spill registers where V is at least 128 and no gates are per
-        key; there a program has 8 warps.
+        In bfloat16 chunks have 128 tokens with constant gates or none if `has_large_tiles`, and 64 otherwise. Chunks of 128
+        halve the bytes of the states. With per-key gates such chunks would have more scores that are exact products, and with
+        per-head gates they are not measured. Without large tiles, 4 warps would spill registers where V is at least 128 and no
+        gates are per key; there a program has 8 warps.
+
+        In other dtypes chunks have 64 tokens if `has_large_tiles`. Otherwise chunks of 32 tokens, and 32 rows and columns of a
+        state in a program, are the most that spill no registers.
         """
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
-        large, form = has_large_tiles(), r.decay.form
-        chunk, block = (128, 128) if large and form in LONG_CHUNKS else (64, 64)
-        if 2 * segment_count(r, chunk) * math.prod(r.state_shape[1:]) > MOST_STATES:
+        large, form, narrow = has_large_tiles(), r.decay.form, r.q.dtype == "bfloat16"
+        if narrow:
+            chunk, block, columns = (128, 128, 128) if large and form in LONG_CHUNKS else (64, 64, 128)
+            many_warps = chunk == 128 or not (large or form == "key" or V < 128)
+        else:
+            chunk, block, columns = (64, 64, 64) if large else (32, 32, 32)
+            many_warps = not large
+        number_bytes = 2 if narrow else 4
+        if number_bytes * segment_count(r, chunk) * math.prod(r.state_shape[1:]) > MOST_STATES:
             return cls.scan(r)
         segment = segment_for(r, chunk, r.num_sequences * r.num_heads * -(-K // block) * -(-V // block))
-        warps = 8 if chunk == 128 or not (large or form == "key" or V < 128) else 4
-        return cls(chunk, min(V, 128), segment, warps, stages=3 if chunk == 128 else 2, block=block)
+        stages = 3 if chunk == 128 else 2
+        return cls(chunk, min(V, columns), segment, 8 if many_warps else 4, stages, block)
 
     @classmethod
     def scan(cls, r: Recurrence) -> Self:
-        """Return the config of one kernel, which computes outputs as it scans the state, for wide heads and for dtypes other than
-        bfloat16. Tiles are smaller where K or the dtype is wide, because larger ones would spill registers."""
+        """Return the config of one kernel, which computes outputs as it scans the state, for float16, and for wide heads and
+        float32 whose states are too large to be stored. Tiles are smaller where K or the dtype is wide: larger ones would spill
+        more registers."""
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
         num_scans, wide = r.num_sequences * r.num_heads, r.q.dtype != "bfloat16"
         exact = r.q.dtype == "float32" and K == 128 and r.decay.form == "key"
@@ -243,7 +254,7 @@ class TritonChunkedConfig(Config):
         large, change = has_large_tiles(), functools.partial(dataclasses.replace, self)
         found = [self, change(stages=5 - self.stages), change(warps=12 - self.warps), change(block=128)]
         found += [change(columns=columns, warps=4) for columns in (32, 64) if columns < width(r.v.shape[3])]
-        if large and r.decay.form in LONG_CHUNKS:
+        if large and r.q.dtype == "bfloat16" and r.decay.form in LONG_CHUNKS:
             longer = change(chunk=128, segment=in_chunks(self.segment, 128), warps=8, stages=2)
             found += [dataclasses.replace(longer, block=block) for block in (64, 128)]
         return list(dict.fromkeys((*found, self.scan(r))))
@@ -293,20 +304,36 @@ class GradientConfig(Config):
         """Return the config for a call r. It is the result of one of two class methods, or is formed here:
 
             the delta rule (r.erasure is given)      erasing(r)
-            V up to 128, or not bfloat16             narrow(r)
+            dtypes other than bfloat16               in_blocks(r)
+            bfloat16, V up to 128                    narrow(r)
             bfloat16, V above 128                    programs that take V in blocks of 64 columns
 
         The last has 64 rows, but 32 with key gates or in small tiles, where 64 would spill registers.
         """
         if r.erasure is not None:
             return cls.erasing(r)
+        if r.q.dtype != "bfloat16":
+            return cls.in_blocks(r)
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
-        if V < 256 or r.q.dtype != "bfloat16":
+        if V < 256:
             return cls.narrow(r)
         block = min(64, K)
         segment = segment_for(r, 64, r.num_sequences * r.num_heads * (K // block) * (V // 64))
         rows = min(K, 64 if r.decay.form != "key" and has_large_tiles() else 32)
         return cls(64, rows, segment, block, warps=4, stages=3, columns=64)
+
+    @classmethod
+    def in_blocks(cls, r: Recurrence) -> Self:
+        """Return the config of programs that take V in blocks of 32 columns, for dtypes other than bfloat16.
+
+        Programs that hold all of V would spill registers at every width. If `has_large_tiles`, chunks have 64 tokens and
+        programs take 32 rows at a time. Otherwise chunks of 32 tokens and 16 rows are the most that spill no registers.
+        """
+        K, V = width(r.q.shape[3]), width(r.v.shape[3])
+        chunk, rows, block = (64, 32, 64) if has_large_tiles() else (32, 16, 32)
+        # The states and their gradients are scanned side by side.
+        programs = 2 * r.num_sequences * r.num_heads * -(-K // block) * -(-V // block)
+        return cls(chunk, min(K, rows), segment_for(r, chunk, programs), block, warps=4, stages=2, columns=min(V, 32))
 
     @classmethod
     def narrow(cls, r: Recurrence) -> Self:
@@ -380,6 +407,8 @@ class GradientConfig(Config):
             return list(dict.fromkeys((guess, *others)))
         if guess.columns:
             shapes = ((32, 64, 4, 3), (64, 64, 4, 3), (64, 64, 8, 3), (128, 64, 8, 3), (32, 128, 4, 2), (32, 64, 4, 2))
+            if r.q.dtype != "bfloat16":
+                shapes = ((16, 32, 4, 2), (32, 32, 8, 2), (64, 32, 8, 2), (32, 16, 4, 2))
             others = (dict(rows=rows, columns=n, warps=warps, stages=m) for rows, n, warps, m in shapes)
             found = (guess, *(dataclasses.replace(guess, **each) for each in others), cls.narrow(r))
             return list(dict.fromkeys(x for x in found if x.rows <= width(r.q.shape[3])))
