@@ -140,12 +140,13 @@ def test_chunked_with_stored_states(case, config):
     check_forward(taken(case), jax.jit(functools.partial(chunked, config=config)))
 
 
-def test_wide_heads_in_bfloat16_store_states():
-    for case in (*WIDE, CASES["bfloat16-key"], CASES["K256V128"]):
+def test_wide_heads_and_float32_store_states():
+    for case in (*WIDE, CASES["K256V128"], CASES["key"], CASES["bfloat16-key"]):
         r = recurrence(case, "log-sigmoid")
         found = [TritonChunkedConfig.heuristic(r), *TritonChunkedConfig.candidates(r)]
-        assert all((each.block > 0) is (case in WIDE) for each in found[:2])
-        assert {each.block for each in found} == ({0, 64, 128} if case in WIDE else {0})
+        stores = case in WIDE or case.dtype == "float32"
+        assert all((each.block > 0) is stores for each in found[:2])
+        assert {each.block for each in found} == ({0, 64, 128} if stores else {0})
 
 
 @pytest.mark.parametrize(

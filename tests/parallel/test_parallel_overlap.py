@@ -221,7 +221,7 @@ def test_kernels_in_parts_work_beside_the_exchange(kernels, beside, monkeypatch)
         assert any(f"/{name}/" in program.scope[x] for x in apart), [program.scope[x] for x in apart]
 
 
-@pytest.mark.parametrize("T", [48, 1024])
+@pytest.mark.parametrize("T", [48, 4096])
 def test_triton_kernels_in_parts_do_no_more(T, monkeypatch):
     """Where T is cut, a scan of the segments' states is all that they launch beside what the whole kernel does.
 
@@ -245,7 +245,7 @@ def test_triton_kernels_in_parts_do_no_more(T, monkeypatch):
         spec = kernel_registry.kernels[f"{name}/triton/gpu"]
         config = spec.config.heuristic(r)
         parts = spec.two_phase(r, config)
-        assert (parts is not None) == (T == 1024)
+        assert (parts is not None) == (T == 4096)
         if parts is None:
             continue
         arrived = (r, ones, nan) if late else (r.replace(initial_state=nan),)
