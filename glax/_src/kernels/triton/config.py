@@ -330,10 +330,10 @@ class GradientConfig(Config):
         programs take 32 rows at a time. Otherwise chunks of 32 tokens and 16 rows are the most that spill no registers.
         """
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
-        chunk, rows, block = (64, 32, 64) if has_large_tiles() else (32, 16, 32)
+        chunk, rows, block, stages = (64, 32, 64, 3) if has_large_tiles() else (32, 16, 32, 2)
         # The states and their gradients are scanned side by side.
         programs = 2 * r.num_sequences * r.num_heads * -(-K // block) * -(-V // block)
-        return cls(chunk, min(K, rows), segment_for(r, chunk, programs), block, warps=4, stages=2, columns=min(V, 32))
+        return cls(chunk, min(K, rows), segment_for(r, chunk, programs), block, 4, stages, columns=min(V, 32))
 
     @classmethod
     def narrow(cls, r: Recurrence) -> Self:
