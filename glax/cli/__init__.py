@@ -77,7 +77,10 @@ def ended(name: str, text: str, status: int) -> int:
 
 @contextlib.contextmanager
 def plain_output(name: str) -> Iterator[None]:
-    """Print each warning on one line inside the context, and escape characters that the output's encoding does not have."""
+    """Print each warning as the line "NAME: message" inside the context, where `name` is NAME, a command's.
+
+    Characters that the encoding of standard output does not have are escaped, behind the context too.
+    """
     before = warnings.formatwarning
     warnings.formatwarning = lambda message, *_, **__: f"{name}: {message}\n"
     if isinstance(sys.stdout, io.TextIOWrapper):

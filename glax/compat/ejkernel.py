@@ -403,7 +403,8 @@ kernel_registry = KernelRegistry(glax.kernel_registry.kernels)
 
 
 def function_of(algorithm: str) -> Callable[..., Outputs]:
-    """Return the function of an algorithm's name, in any case of letters. Raises ValueError for an unknown name."""
+    """Return this module's public function of the name `algorithm`: "recurrent", "lightning_attn" or "gla", in any case of
+    letters. Raises ValueError for another name."""
     if not isinstance(algorithm, str) or algorithm.lower() not in FUNCTIONS:
         raise ValueError(f"algorithm must be {' or '.join(map(repr, FUNCTIONS))}, got {algorithm!r}")
     return FUNCTIONS[algorithm.lower()]

@@ -455,9 +455,10 @@ def plain_norm(is_gated: bool) -> tuple[str, ...]:
 def grouped_heads(options: Options, *, heads: int, head_width: int, expand: float) -> dict[str, Any]:
     """Return num_heads (of values), num_qk_heads, key_width and value_width of a head, as arguments of a delta-rule layer.
 
-    They are read from num_heads (of queries and keys), num_v_heads, head_dim and expand_v of the config. The heads of values
-    are a multiple of those of queries and keys. heads, head_width, expand: the values for a config that lacks num_heads,
-    head_dim or expand_v. Raises UnsupportedOption for a num_v_heads that num_heads does not divide.
+    They are read from num_heads (of queries and keys), num_v_heads, head_dim and expand_v of the config. Without num_v_heads
+    there are num_heads of values. value_width is head_dim * expand_v. heads, head_width, expand: the values for a config that
+    lacks num_heads, head_dim or expand_v. Raises UnsupportedOption for a num_v_heads that num_heads does not divide, and
+    ValueError where head_dim * expand_v is not a positive integer.
     """
     qk_heads = options.integer("num_heads", heads)
     heads = options.integer("num_v_heads", None, optional=True) or qk_heads

@@ -44,10 +44,11 @@ def flops_per_token(model: CausalLM, length: int) -> float:
 
 
 def parameters_read(model: CausalLM, kind: type[nnx.Variable]) -> int:
-    """Return the number of elements, in variables of class `kind`, that a token's products read.
+    """Return the number of elements in variables of class `kind`, such as `nnx.Param`, that are read to compute one token's
+    logits. A row of the embedding does not count.
 
-    The embedding counts only if it is the head. Of experts the share that a token reads counts, and shared layers once for each
-    use.
+    The embedding counts whole if it is the head too. Biases and weights of norms count, though no matrix product reads them: they
+    are few. Of experts the share that a token is sent to counts, and a layer that several places share once for each of them.
     """
     outside = nnx.to_flat_state(nnx.state(model, kind))
     size = sum(x.size for path, x in outside if path[0] != "blocks")

@@ -174,9 +174,12 @@ class DequantizedWeights(Weights):
     """Hold the tensors of a folder whose weights may be quantized. Such a weight is formed as
     `glax.models.dequantization.QuantizedWeight` says, and rounded to the config's dtype, bfloat16 if it names none.
 
-    The scales of a weight are the tensors whose names are the weight's name with an ending of `BESIDE`. The name of a weight of
-    packed numbers ends in `PACKED`. `Names.scales` gives the scales that several weights share. The models' own code may also
-    round activations, and glax does not.
+    The scales, zero points and shape of a weight are the tensors whose names are the weight's name with an ending of `BESIDE`.
+    The name of a weight of packed numbers ends in `PACKED`. `Names.scales` gives the scales that several weights share. The
+    models' own code may also round activations, and glax does not.
+
+    scheme: how the config says that weights are quantized. Raises ValueError for a tensor whose name ends in `REFUSED`, for
+    packed numbers of a dtype that is not in PACKED_KINDS, and for a weight that is there packed and unpacked.
     """
 
     def __init__(self, folder: Path, config: Mapping, scheme: Scheme):

@@ -44,7 +44,11 @@ ADAPTERS = {
 
 class Adapter(nnx.Module):
     """Compute y = W_up W_down x, a term of low rank that is added to a shared projection. Hu et al. 2021,
-    https://arxiv.org/abs/2106.09685."""
+    https://arxiv.org/abs/2106.09685.
+
+    inputs, rank, outputs: the widths of x, W_down x and y. outputs_axis: the name of the logical axis of y, by which W_up is
+    sharded. options: the arguments of `linear` that both matrices share, by name.
+    """
 
     def __init__(self, inputs: int, rank: int, outputs: int, outputs_axis: str, options: dict):
         self.down = linear(inputs, rank, (EMBED, None), **options)

@@ -73,9 +73,10 @@ class Spans(NamedTuple):
 
 
 def spans_of(decay: Decay, last: Int[Array, "T"]) -> tuple[Spans, Spans]:
-    """Return two `Spans`, sums of a ring's log decays g [B, M, ...] up to the tokens with the indices `last`:
+    """Return two `Spans`, (through, after): sums of a ring's log decays g [B, M, ...] up to the tokens with the indices `last`.
 
-    through[t] = sum_{m <= last[t]} g_m after[t, m] = sum_{m < j <= last[t]} g_j
+    through [B, T, ...]        through[t] = sum_{m <= last[t]} g_m
+    after [B, T, M, ...]       after[t, m] = sum_{m < j <= last[t]} g_j
     """
 
     def sums(log):

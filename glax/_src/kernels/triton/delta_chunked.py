@@ -139,7 +139,8 @@ class Scanned(NamedTuple):
 
 
 def scanned(r: Recurrence, chunks: Segments, chunk: int) -> Scanned:
-    """Compute the operands of the scans for every chunk of `chunk` tokens, for any form of gates."""
+    """Compute the operands of the scans for every chunk of `chunk` tokens. Gates are none, constant, per
+    head or per key."""
     if r.decay.form != "key":
         e_read = r.k if r.erasing.erase is None else r.erasing.erase
         return Scanned(r.q, r.k, e_read, r.scale, chunk_pairs(r, chunks, chunk), r.scale)

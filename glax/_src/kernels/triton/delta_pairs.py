@@ -157,7 +157,8 @@ def delta_key_pairs(
 ):  # fmt: skip
     """Compute the scaled operands, T = (I + L)^-1 - I and P of every chunk, and the decays of its states.
 
-    erasure: beta [rows, H], or e [rows, H, K]. q_read, e_read, k_written [rows, H, K]: the scaled operands. inverse, scores
+    table: the one of `Segments`, of chunks; it gives each chunk's first row, its tokens and its sequence, by which scale [N] is
+    read. erasure: beta [rows, H], or e [rows, H, K]. q_read, e_read, k_written [rows, H, K]: the scaled operands. inverse, scores
     [chunks, H, C, C]: T and P. factors [chunks, H, 3, C]: only the last row is stored, and only with beta, which it holds.
     decays [chunks, H, 4, K]: the factors of the state before it is read, between the reads and the writes, and behind the
     writes, and R (0 where the state is read as it enters). max_abs_cumsum [chunks, H]: the largest of |M|, |E| and |R|.

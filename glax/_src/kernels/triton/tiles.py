@@ -239,7 +239,7 @@ def gate_sums(matrix, x):
     """Return matrix @ x in float32, for a [C, C] matrix of 0, 1 and -1 and log gates x [C, BK].
 
     float32 gates are rounded to two terms of TF32, 22 bits together. Gates in other dtypes lose no bit; only the sum rounds.
-    Where a gate of a channel is -inf, all sums of this channel are NaN.
+    A gate of -inf gives NaN in the sums of its channel that do not take it, by 0 * -inf, so callers cut gates first.
     """
     if x.dtype == tl.float32:
         return tl.dot(matrix.to(tl.float32), x, input_precision="tf32x3")

@@ -155,7 +155,9 @@ class GroupedChunks:
         return self.r.scale[:, None, None, None, None]
 
     def split(self, x: Float[Array, "B T heads D"]) -> list[Float[Array, "B n C H D"]]:
-        """Return x as a list over groups, each [B, n, C, H, D], with a head for each head of the state."""
+        """Return x as a list over groups, each [B, n, C, H, D] in the dtype of sums: n chunks of C tokens. Shared heads are
+        repeated to one for each head of the state. Groups of heads have all chunks and H of these heads each, other groups a part
+        of the chunks and all heads."""
         x = spread_heads(x, self.r.num_heads).astype(self.r.dtype)
         parts = jnp.split(x, GROUPS, axis=2 if self.of_heads else 1)
         return [part.reshape(x.shape[0], -1, self.size, *part.shape[2:]) for part in parts]

@@ -211,7 +211,11 @@ def attend_blocks_fwd(size: int | None, scale: float, q, k, v, intervals: Read):
 
 def summed(size: int | None, scale: float, q, k, v, intervals: Read, slots: Array | None, width: int):
     """Return the outputs [blocks, B, rows, Hq, V] in q's dtype, and the logarithms of the sums of exp(scores), [blocks, B, Hk,
-    Hq / Hk, rows]. size: as of `attend_blocks`. slots, width: as of `attend_step`."""
+    Hq / Hk, rows]. The output of a row that reads nothing is 0.
+
+    size, q, intervals: as of `attend_blocks`. k, v: as there without `slots`, else the caches of `attend_step`, as are slots and
+    width; v is None there where values are columns of k.
+    """
     q, k, v, intervals, slots = aligned((q, k, v, intervals, slots))
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     read = functools.partial(part_of, k, v, slots, width, q.dtype)

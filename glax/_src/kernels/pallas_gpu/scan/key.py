@@ -569,8 +569,11 @@ def store_behind(p: Program, columns, S, tail, step):
 
 
 def add_behind(p: Program, columns, S, step):
-    """Return S [K, columns] plus the gradient of the state of `states_every` behind a step's chunk; S if there is none.
-    columns: a slice of V."""
+    """Return S plus the gradient of the state that `states_every` stores behind a step's chunk; S if none is stored there.
+
+    S, in registers: the columns `columns`, a slice of V, of dL/dS behind the chunk, in a scan of gradients. step: the index of
+    the chunk in the order of the scan.
+    """
     index, is_one = state_behind(p, step)
 
     def added(S):
