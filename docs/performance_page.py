@@ -58,17 +58,15 @@ Measured, and not in a table of this page:
 - cuDNN frontend 1.32's kernel of KDA takes less than a half of glax's forward time at gates of at least -5.
   Most KDA models train with such gates.
   At gates near 0 it took 1.25 to 3.9 times glax's time before 29 November 2026; glax has become faster since.
-- mlstm-kernels 2.0.6 with Triton 3.6 takes .71 of glax's forward time of an mLSTM, and 1.7 times its time with gradient.
-- Prefill of Qwen3.5-4B took 15.8 GiB, and transformers' 13.3. By XLA's own count, which said 15.5 then, it takes 12.5 now.
 - JAX 0.12 slows Hopper's kernels down: [](troubleshooting.md#jax-0-12-on-hopper-gpus). The tables are of JAX 0.11.
 - Packed sequences on Hopper pay for a check that their results are finite: 21 to 31 us a forward, 64 to 200 us with gradient.
 - `erase_along` has chunked kernels of its own on GPUs with per-key gates and heads up to 64 wide alone, as in RWKV-7.
   Elsewhere Triton runs it as two rows a token, and CUDA's kernels token by token.
-- `from_pretrained` loads Qwen3.5-4B onto an H200 in 3.6 seconds, transformers in 1.6, with 1.1 GiB of the host's memory for 7.8.
+- `from_pretrained` loads Qwen3.5-4B onto an H200 in 3.4 to 4.1 seconds, transformers in 1.6, with 1.1 GiB of the host's memory for 7.8.
   The device's peak is 9.5 GiB for 8.1.
 - Sharded parameters in a plain `jit` train GLA-1.3B only 1.66 times as fast on four H100 as on one.
-- The first token of `glax generate` with Qwen3.5-4B takes 27 to 32 seconds in a fresh process on an H200, most of which compiles,
-  and 13 seconds with stored programs. The first step of `glax train` takes 46 to 63 seconds.
+- The first token of `glax generate` with Qwen3.5-4B takes 29 to 35 seconds in a fresh process on an H200, most of which compiles,
+  and 13 to 17 seconds with stored programs. The first step of `glax train` takes 46 to 63 seconds.
 - Products of rows by their experts' matrices run at .79 of the rate of one dense product forward, and .89 with gradient.
 """
 
