@@ -200,7 +200,7 @@ CALLS = {
     "head, -inf": plain("g", "-inf on 5%", K=128, V=128),
     "head, split": plain("g", T=310, K=60, V=40, begun=True, parts=5),
     "head, reversed, states formed again": plain("g", heads=(1, 2, 1), T=250, reverse=True, save=False),
-    "head, wide, split, shared heads": plain("g", T=150, K=160, V=130, heads=(1, 2, 1), begun=True, parts=2),
+    "head, wide, split, shared heads": plain("g", T=150, K=160, V=200, heads=(1, 2, 1), begun=True, parts=2),
     "head, 96 and 192 wide": plain("g", T=130, K=96, V=192),
     "head, 96 wide, split, reversed": plain("g", T=150, K=96, V=96, reverse=True, begun=True, parts=2),
     "head, 192 and 384 wide, shared heads": plain("g", T=72, K=192, V=384, heads=(1, 2, 1), save=False),
@@ -412,6 +412,8 @@ FEW = (
     "delta-key, before the decay, split", "delta-key, before the decay, packed, bfloat16",
 )  # fmt: skip
 
+# What misses its bar, as docs/numerics.md lists under "Known losses": a test fails once one of these is met.
+MISSED = {"erase, growing": "d k is off by 3.6e-3, for a bar of 3.5e-3"}
 
 # ---- running ---------------------------------------------------------------------------------------------------------
 

@@ -135,7 +135,7 @@ def test_inverse_where_its_powers_grow(reverse, interpreter):
     k = jnp.asarray(np.broadcast_to(key / np.linalg.norm(key), (1, 64, 1, 64)), jnp.bfloat16)
     numbers = jnp.zeros((1, 64, 1), jnp.float32)
     with interpreter.on():
-        found = inverses_of_chunks(reverse, 1, k, numbers, numbers + 2.0).inverse
+        found = inverses_of_chunks(reverse, False, 1, k, numbers, numbers + 2.0, None).inverse
     exact = np.asarray(k[0, :, 0], np.float64)
     i, j = np.indices((64, 64))
     L = np.where(i < j if reverse else i > j, 2 * exact @ exact.T, 0)
@@ -153,7 +153,7 @@ def test_inverses_in_turns(interpreter):
     gates[0, 70:80, 1] = -np.inf
     padded = [jnp.asarray(np.pad(x, ((0, 0), (0, 40), (0, 0))), jnp.float32) for x in (gates, beta)]
     with interpreter.on():
-        found = inverses_of_chunks(False, 1, k, *padded)
+        found = inverses_of_chunks(False, False, 1, k, *padded, None)
     gates, beta = (np.asarray(x, np.float64).reshape(10, 64, H) for x in padded)
     exact = np.pad(np.asarray(k[0, :, 0], np.float64), ((0, 40), (0, 0))).reshape(10, 64, K)
     sums = np.cumsum(np.maximum(gates, LOG_OF_ZERO), 1)
