@@ -143,9 +143,9 @@ def save_adapter(model: CausalLM, folder: str | Path):
         task_type="CAUSAL_LM",
         base_model_name_or_path=model.folder,
         r=rank,
-        lora_alpha=number(alpha),
+        lora_alpha=integer_if_whole(alpha),
         rank_pattern={name: term.rank for name, term in terms.items() if term.rank != rank},
-        alpha_pattern={name: number(term.alpha) for name, term in terms.items() if term.alpha != alpha},
+        alpha_pattern={name: integer_if_whole(term.alpha) for name, term in terms.items() if term.alpha != alpha},
         use_rslora=next(iter(terms.values())).rank_stabilized,
         target_modules=sorted(terms),
         bias="none",
@@ -164,7 +164,7 @@ def save_adapter(model: CausalLM, folder: str | Path):
         (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def number(alpha: float) -> int | float:
+def integer_if_whole(alpha: float) -> int | float:
     """Return alpha as an integer if it is one, as peft writes it."""
     return int(alpha) if float(alpha).is_integer() else float(alpha)
 

@@ -122,9 +122,9 @@ def delta_model(config: ModelConfig, precision: Precision) -> CausalLM:
         options, expert_keys(options), inside=768, count=512, groups=8, best=4, scaling=2.5
     )
     inside, delta = options.integer("intermediate_size", 6144), delta_arguments(options, latent["num_heads"])
-    rope = rotation(options, 6e6, 262144, length_key=options.either("max_position_embeddings", "model_max_length"))
+    rope = rotation(options, 6e6, 262144, length_key=options.present_key("max_position_embeddings", "model_max_length"))
     turned = rotary_arguments(rope, latent)
-    further = options.integer(options.either("num_mtp_layers", "num_nextn_predict_layers"), 1, least=0)
+    further = options.integer(options.present_key("num_mtp_layers", "num_nextn_predict_layers"), 1, least=0)
     options.ignore(*TRAINING, "head_dim", "qk_head_dim", "pretraining_tp", "mtp_loss_scaling_factor")
     options.finish()
 

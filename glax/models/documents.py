@@ -245,9 +245,9 @@ def has_tokens(element: Mapping[str, np.ndarray]) -> bool:
     return len(element["tokens"]) > 0
 
 
-class Rows(grain.IterDataset):
+class StreamRows(grain.IterDataset):
     """Iterate over rows: each step gives the next row of each of `streams`, and the streams' states after these rows, as
-    `RowsIterator` returns them.
+    `StreamRowsIterator` returns them.
 
     streams: numbers of streams of the mixture. states: a state of each, as JSON, from which it continues; None for its
     beginning.
@@ -257,15 +257,15 @@ class Rows(grain.IterDataset):
         super().__init__()
         self.mixture, self.streams, self.states = mixture, list(streams), states
 
-    def __iter__(self) -> "RowsIterator":
-        return RowsIterator(self)
+    def __iter__(self) -> "StreamRowsIterator":
+        return StreamRowsIterator(self)
 
 
-class RowsIterator(grain.DatasetIterator):
-    """Iterate over `Rows`: a step returns a dict of tokens and tokens_segment_ids, [streams, length + 1] each, and states, a
-    text of JSON for each stream."""
+class StreamRowsIterator(grain.DatasetIterator):
+    """Iterate over `StreamRows`: a step returns a dict of tokens and tokens_segment_ids, [streams, length + 1] each, and
+    states, a text of JSON for each stream."""
 
-    def __init__(self, rows: Rows):
+    def __init__(self, rows: StreamRows):
         super().__init__()
         self.iterators = [iter(rows.mixture.stream(number)) for number in rows.streams]
         if rows.states is not None:
@@ -315,7 +315,7 @@ class Reader:
         made = []
         for i in range(min(max(self.workers, 1), len(self.streams))):
             streams = self.streams[i :: max(self.workers, 1)]
-            rows: Any = Rows(self.mixture, streams, [self.states[n] for n in streams] if self.states else None)
+            rows: Any = StreamRows(self.mixture, streams, [self.states[n] for n in streams] if self.states else None)
             if self.workers:
                 if not flags.FLAGS.is_parsed():  # grain hands flags on to its processes
                     flags.FLAGS.mark_as_parsed()

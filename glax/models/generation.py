@@ -655,7 +655,7 @@ def generation_defaults(model: CausalLM, **given) -> GenerationDefaults:
     Raises OSError if the file cannot be read, and ValueError, which names the key, for a value of another kind or range.
     """
     path, values = file_of(model)
-    eos, penalty = end_tokens_of(model, path, values), number(path, values, "repetition_penalty", 1.0, given)
+    eos, penalty = end_tokens_of(model, path, values), number_option(path, values, "repetition_penalty", 1.0, given)
     if not penalty > 0:
         raise ValueError(f"repetition_penalty in {path} must be above 0, got {penalty!r}")
     stop = values.get("stop_strings") or []
@@ -665,17 +665,17 @@ def generation_defaults(model: CausalLM, **given) -> GenerationDefaults:
     sampled = values.get("do_sample")
     if sampled is not None and not isinstance(sampled, bool):
         raise ValueError(f"do_sample in {path} must be true or false, got {sampled!r:.80}")
-    temperature = number(path, values if sampled else {}, "temperature", 1.0 if sampled else 0.0, given)
+    temperature = number_option(path, values if sampled else {}, "temperature", 1.0 if sampled else 0.0, given)
     if temperature < 0:
         raise ValueError(f"temperature in {path} must be at least 0, got {temperature!r}")
     drawing = values if temperature else {}
-    top_k = number(path, drawing, "top_k", TOP_K if sampled and temperature else 0, given)
-    top_p = number(path, drawing, "top_p", 1.0, given)
+    top_k = number_option(path, drawing, "top_k", TOP_K if sampled and temperature else 0, given)
+    top_p = number_option(path, drawing, "top_p", 1.0, given)
     if not (isinstance(top_k, int) and top_k >= 0):
         raise ValueError(f"top_k in {path} must be an integer of at least 0, got {top_k!r}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p in {path} must be above 0 and at most 1, got {top_p!r}")
-    count = number(path, values, "max_new_tokens", 0, given)
+    count = number_option(path, values, "max_new_tokens", 0, given)
     if not (isinstance(count, int) and (count > 0 or values.get("max_new_tokens") is None)):
         raise ValueError(f"max_new_tokens in {path} must be an integer of at least 1, got {count!r}")
     neutral = NEUTRAL | (NEUTRAL_DRAWN if temperature else {})
@@ -732,7 +732,9 @@ def tokens_of(path: Path | str | None, value: Any) -> list[int] | None:
     return found
 
 
-def number(path: Path | None, values: Mapping[str, Any], key: str, default: float, given: Mapping[str, Any]) -> Any:
+def number_option(
+    path: Path | None, values: Mapping[str, Any], key: str, default: float, given: Mapping[str, Any]
+) -> Any:
     """Return given[key] if there is one, else values[key], else the default. Raises ValueError for a value that is no number.
     path: the file of `values`, for the message."""
     if given.get(key) is not None:

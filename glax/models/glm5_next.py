@@ -228,7 +228,7 @@ class Streams(nnx.Module):
         return mixing / (mixing.sum(axis, keepdims=True) + self.eps)
 
 
-def written(x: Float[Array, "*rows N D"], y: Float[Array, "*rows D"], post: Array, mixing: Array) -> Array:
+def written_streams(x: Float[Array, "*rows N D"], y: Float[Array, "*rows D"], post: Array, mixing: Array) -> Array:
     """Return post_n y + sum_m mixing_mn x_m, [*rows, N, D]."""
     return post[..., None] * y[..., None, :] + jnp.einsum("...mn,...md->...nd", mixing, x)
 
@@ -265,9 +265,9 @@ class StreamBlock(nnx.Module):
             y, after, index = self.attn.mix_with_index(read, state, rows, index, position_bias)
         else:
             y, after = self.attn.mix(read, state, rows)
-        x = written(x, y, post, mixing)
+        x = written_streams(x, y, post, mixing)
         read, post, mixing = self.mlp_streams(x)
-        x = written(x, self.mlp(self.mlp_norm(read)), post, mixing)
+        x = written_streams(x, self.mlp(self.mlp_norm(read)), post, mixing)
         return (x, index if self.passes_index else None), dict(after)
 
 
@@ -320,7 +320,7 @@ def glm5_next(config: ModelConfig, precision: Precision) -> CausalLM:
     delta = delta_options(options)
     index, num_blocks = index_options(options, latent["query_rank"])
     sharing = sharing_layers(options, kinds)
-    counted = EXPERTS | {"count": options.either("n_routed_experts", "num_local_experts")}
+    counted = EXPERTS | {"count": options.present_key("n_routed_experts", "num_local_experts")}
     experts, shared = expert_arguments(options, counted, inside=2048, count=288, groups=1, best=1, scaling=2.5)
     inside, limit = options.integer("intermediate_size", 12288), options.number("swiglu_limit", 10.0, above=0)
     count = options.integer("hc_mult", 4)

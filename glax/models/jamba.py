@@ -65,7 +65,7 @@ def jamba(config: ModelConfig, precision: Precision) -> CausalLM:
     attends = chosen_layers(options, "attn", layers, 8, 4)
     is_sparse = chosen_layers(options, "expert", layers, 2, 1)
     sizes, inside = attention_sizes(options, width, kv_heads=8), options.integer("intermediate_size", 14336)
-    count = options.integer(options.either("num_experts", "num_local_experts"), 16, least=0)
+    count = options.integer(options.present_key("num_experts", "num_local_experts"), 16, least=0)
     top_k = experts_per_token(options, 2, "num_experts", count if count > 1 and any(is_sparse) else 0)
     mixer: dict[str, Any] = dict(
         inside=width * options.integer("mamba_expand", 2),

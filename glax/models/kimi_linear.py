@@ -70,7 +70,7 @@ LAYOUTS: tuple[tuple[str, Layout], ...] = (
 class KimiOptions(Options):
     """Hold options that Kimi's own config names otherwise than transformers. Both names are read."""
 
-    def either(self, key: str, other: str) -> str:
+    def present_key(self, key: str, other: str) -> str:
         """Return which of two names of one option the config has: `other` if it has that one, else `key`. Both then count as
         taken.
 
@@ -104,7 +104,7 @@ def kimi_linear(config: ModelConfig, precision: Precision) -> CausalLM:
     options.ignore(
         *TRAINING, "head_dim", "qk_head_dim", "pretraining_tp", "rope_parameters", "rope_scaling", "rope_theta"
     )
-    options.either("max_position_embeddings", "model_max_length")
+    options.present_key("max_position_embeddings", "model_max_length")
     options.finish()
 
     common: dict[str, Any] = dict(kernel_init=init, **precision.options)
@@ -216,11 +216,11 @@ def latent_arguments(
 def expert_keys(options: KimiOptions) -> dict[str, str]:
     """Return {the key by which `expert_arguments` names an option: the option's name in this config}."""
     return {
-        "count": options.either("num_local_experts", "num_experts"),
-        "top_k": options.either("num_experts_per_tok", "num_experts_per_token"),
-        "groups": options.either("n_group", "num_expert_group"),
-        "shared": options.either("n_shared_experts", "num_shared_experts"),
-        "normalize": options.either("norm_topk_prob", "moe_renormalize"),
+        "count": options.present_key("num_local_experts", "num_experts"),
+        "top_k": options.present_key("num_experts_per_tok", "num_experts_per_token"),
+        "groups": options.present_key("n_group", "num_expert_group"),
+        "shared": options.present_key("n_shared_experts", "num_shared_experts"),
+        "normalize": options.present_key("norm_topk_prob", "moe_renormalize"),
     }
 
 

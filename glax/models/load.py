@@ -132,7 +132,7 @@ def abstract_model(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Causa
     """Return the model of a config with shapes and dtypes in place of arrays. dtype: the dtype of activations and parameters.
     Raises ValueError for more than MOST_PARAMETERS numbers in all or MOST_ELEMENTS in one array."""
     dtype = jnp.dtype(dtype)
-    model = nnx.eval_shape(lambda: built(config, Precision(dtype, dtype, OneKey(0))))
+    model = nnx.eval_shape(lambda: initial_model(config, Precision(dtype, dtype, OneKey(0))))
     elements = [param.size for _, param in parameters(model)]
     if sum(elements) > MOST_PARAMETERS or max(elements) > MOST_ELEMENTS:
         sizes = {key: x for key, x in config.values.items() if isinstance(x, int) and x > 1}
@@ -144,7 +144,7 @@ def abstract_model(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Causa
     return model
 
 
-def built(config: ModelConfig, precision: Precision) -> CausalLM:
+def initial_model(config: ModelConfig, precision: Precision) -> CausalLM:
     """Return the model of a config with first values of its parameters, those of `Names.float32` in float32."""
     model = builder(config)(config, precision)
     widen(model)
@@ -191,7 +191,7 @@ def from_config(
     parsed, _ = without_quantization(parsed)
     with silent():
         abstract_model(parsed)  # raises for sizes of no sense before anything is allocated
-    model = built(parsed, precision)
+    model = initial_model(parsed, precision)
     if not isinstance(config, Mapping):
         model.folder = str(Path(config).absolute())
     return model

@@ -169,14 +169,15 @@ def limits(options: Options, key: str) -> tuple[float, float]:
     value = (0.0, math.inf) if value is None else value
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ValueError(f"{key} in config.json must be two numbers, got {value!r}")
-    low, high = number(key, value[0]), number(key, value[1])
+    low, high = step_limit(key, value[0]), step_limit(key, value[1])
     if not low <= high:
         raise ValueError(f"{key} in config.json must be two numbers in ascending order, got {value!r}")
     return low, high
 
 
-def number(key: str, x: Any) -> float:
-    """Return x, a number or the word that transformers writes for infinity, as a float. key: the option, for the message."""
+def step_limit(key: str, x: Any) -> float:
+    """Return x, a limit of the step, as a float: a number, or the word that transformers writes for infinity. key: the
+    option, for the message."""
     is_word = isinstance(x, dict) and set(x) == {"__float__"} and isinstance(x["__float__"], str)
     value: Any = WORDS.get(x["__float__"]) if is_word else x
     if is_finite(value) or value in (math.inf, -math.inf):

@@ -562,7 +562,7 @@ def make_model(config: TrainingConfig, mesh: Mesh | None = None) -> tuple[Causal
     """
     model = outlined(config, mesh)
     if folder_of_weights(config) is None:
-        nnx.update(model, drawn(config, mesh, model))
+        nnx.update(model, drawn_parameters(config, mesh, model))
     return model, tokenizer_of(config, model)
 
 
@@ -576,7 +576,7 @@ def folder_of_weights(config: TrainingConfig) -> Path | None:
     return Path(config.model) if isinstance(config.model, str) and has_weights(Path(config.model)) else None
 
 
-def built(config: TrainingConfig) -> CausalLM:
+def drawn_model(config: TrainingConfig) -> CausalLM:
     """Return a model of drawn parameters, which are float32."""
     return from_config(config.model, dtype=jnp.dtype(config.dtype), rngs=nnx.Rngs(config.seed))
 
@@ -594,9 +594,9 @@ def outlined(config: TrainingConfig, mesh: Mesh | None) -> CausalLM:
     `training_mesh` returns it, or None."""
     source, mesh = folder_of_weights(config), of_several(mesh)
     if source is None:
-        model = nnx.eval_shape(lambda: with_terms(config, built(config)))
+        model = nnx.eval_shape(lambda: with_terms(config, drawn_model(config)))
     elif config.lora_rank is None:
-        model = built(config) if mesh is None else nnx.eval_shape(lambda: built(config))
+        model = drawn_model(config) if mesh is None else nnx.eval_shape(lambda: drawn_model(config))
         nnx.update(model, nnx.state(from_pretrained(source, dtype=jnp.float32, mesh=mesh), nnx.Param))
     else:
         model = with_terms(config, from_pretrained(source, dtype=jnp.dtype(config.dtype), mesh=mesh))
@@ -607,13 +607,13 @@ def outlined(config: TrainingConfig, mesh: Mesh | None) -> CausalLM:
     return model
 
 
-def drawn(config: TrainingConfig, mesh: Mesh | None, model: CausalLM) -> nnx.State:
+def drawn_parameters(config: TrainingConfig, mesh: Mesh | None, model: CausalLM) -> nnx.State:
     """Return drawn parameters for a model whose arrays are shapes, sharded over the mesh. mesh: as `training_mesh` returns it;
     None for one device."""
     mesh = of_several(mesh)
 
     def values() -> nnx.State:
-        return nnx.state(with_terms(config, built(config)))
+        return nnx.state(with_terms(config, drawn_model(config)))
 
     return values() if mesh is None else formed(values, shardings_of(model, nnx.state(model), mesh))
 
@@ -844,7 +844,7 @@ class Run:
             self.compiling = self.begin_compiling(shapes, data)
         is_outline = all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((params, frozen)))
         if is_outline and (frozen or newest is None):  # a checkpoint has no frozen variables
-            values = drawn(config, mesh, outline)
+            values = drawn_parameters(config, mesh, outline)
             params, frozen = nnx.split_state(values, is_trained, ...)
         self.frozen = self.layers.stacked(frozen, others)
         if newest is None:

@@ -67,7 +67,7 @@ class BiasedRMSNorm(RMSNorm):
         return y + for_rows(y, self.bias[...])
 
 
-def heads(options: Options, key: str, default: float, width: int, count: int) -> int:
+def head_width(options: Options, key: str, default: float, width: int, count: int) -> int:
     """Return the width of a head, (the option `key`) * width / count. The option is the width of all `count` heads as a share
     of hidden_size. default: its value for a config that lacks it. Raises UnsupportedOption if count does not divide the
     width."""
@@ -100,8 +100,8 @@ def xlstm(config: ModelConfig, precision: Precision) -> CausalLM:
     bias, eps = options.flag("use_bias", False), options.number("norm_eps", 1e-6, least=0)
     sizes = dict(
         num_heads=count,
-        key_width=heads(options, "qk_dim_factor", 0.5, width, count),
-        value_width=heads(options, "v_dim_factor", 1.0, width, count),
+        key_width=head_width(options, "qk_dim_factor", 0.5, width, count),
+        value_width=head_width(options, "v_dim_factor", 1.0, width, count),
         gate_cap=options.number("gate_soft_cap", 15.0, above=0),
         eps=options.number("eps", 1e-6, least=0),
     )

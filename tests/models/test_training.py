@@ -75,18 +75,18 @@ def test_a_step_is_compiled_once_while_the_parameters_are_drawn(config, caplog, 
         monkeypatch.setattr(training, name, noted)
 
     note("start_compiling")
-    note("drawn")
+    note("drawn_parameters")
     config = dataclasses.replace(config, steps=3, model=GLA | dict(num_hidden_layers=2), **changes)
     with jax.log_compiles(), caplog.at_level("WARNING"):  # of this thread alone
         train(config)
-    assert order == ["start_compiling", "drawn"]
+    assert order == ["start_compiling", "drawn_parameters"]
     lines = [x.getMessage() for x in caplog.records]
     assert sum("Finished tracing update for" in x for x in lines) == 1
     compiled = [x for x in lines if "XLA compilation of jit" in x]
     assert any("jit(evaluate)" in x for x in compiled)
     assert not any("jit(update)" in x for x in compiled)
     train(config)  # all steps are taken
-    assert order == ["start_compiling", "drawn"]
+    assert order == ["start_compiling", "drawn_parameters"]
 
 
 EXPERTS = json.loads((FIXTURES / "qwen3_next" / "config.json").read_text())
