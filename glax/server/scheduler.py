@@ -506,7 +506,7 @@ class Scheduler:
         self.totals["read_tokens"] += sum(len(piece) for _, piece, _ in pieces)
         for ticket, end in end_of.items():
             ticket.length = end
-        self.keep(end_of, found)
+        self.queue_results(end_of, found)
 
     def pieces(self) -> Iterator[tuple[Ticket, int]]:
         """Yield (a request whose prompt the round reads, the index of the prompt's token before which its piece ends).
@@ -544,11 +544,11 @@ class Scheduler:
             found = self.slots.write([x.slot for x in ready])
             for ticket in ready:
                 ticket.length += 1
-            self.keep(ready, found)
+            self.queue_results(ready, found)
 
-    def keep(self, tickets: Collection[Ticket], found: dict):
-        """Store the results `found` of a program until `hand_out` takes them, and save the states behind whole blocks of tokens
-        that the program has read.
+    def queue_results(self, tickets: Collection[Ticket], found: dict):
+        """Queue the results `found` of a program in `called`, from which `hand_out` takes them. Save the states behind whole
+        blocks of tokens that the program has read, and queue the blocks with the results.
 
         tickets: the requests whose tokens the program has read. found: the result of `glax.server.slots.draw`, arrays by name.
         """
