@@ -60,13 +60,13 @@ def target_platform() -> str:
     if lowering_platform.value is not None:
         return lowering_platform.value
     if (device := jax.sharding.get_abstract_mesh().abstract_device) is not None:
-        return driver_of(device.platform)
+        return vendor_platform(device.platform)
     if (chosen := jax_option("jax_default_device")) is not None:
-        return driver_of(chosen if isinstance(chosen, str) else chosen.platform)
-    return driver_of(jax.default_backend())
+        return vendor_platform(chosen if isinstance(chosen, str) else chosen.platform)
+    return vendor_platform(jax.default_backend())
 
 
-def driver_of(platform: str) -> str:
+def vendor_platform(platform: str) -> str:
     """Return `platform`, a name of JAX, unchanged, except that "gpu" becomes "rocm" where this process has GPUs of AMD.
 
     JAX names the GPUs of every vendor "gpu".
