@@ -78,10 +78,10 @@ class Shard:
         """Return r, the rows of this shard, with the boundaries and segments of these rows."""
         return r.replace(boundaries=self.cuts, segments=self.segments)
 
-    def through(self, states: Float[Array, "N H K V"]) -> Float[Array, "N H K V"]:
-        """Return the states that reach the other edge from states [N, H, K, V] at one edge, but for decays and writes.
+    def where_whole(self, states: Float[Array, "N H K V"]) -> Float[Array, "N H K V"]:
+        """Return states [N, H, K, V] with zeros for rows of the batch that have several segments in this shard.
 
-        These are the same states, with zeros for rows of the batch that have several segments in this shard.
+        Of these rows, no state at one edge of the shard reaches the other. Decays are left to the caller.
         """
         return states if self.whole is None else of_sequences(self.whole, states)
 

@@ -193,7 +193,7 @@ def solve_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, save_residuals
 
     def scanned_message() -> Message:
         rows = BoundaryRows(r, shard.leave, from_low=r.reverse)
-        return state_and_decay(rows, shard.spans, shard.through(begun), r.k, r.v, adjoint=False)
+        return state_and_decay(rows, shard.spans, shard.where_whole(begun), r.k, r.v, adjoint=False)
 
     if overlap == "two_phase":
         first, *local = begin(resolution, own.folded)
@@ -205,7 +205,7 @@ def solve_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, save_residuals
     if overlap == "correct":
         output, final = apart(axis, functools.partial(solve, choice), own, mixes)(own)
         output, passed = correct_output(BoundaryRows(r, shard.enter, from_low=not r.reverse), entered, output)
-        final = shard.enter.add(final, shard.through(apply_decay(entered, *passed)), packed)
+        final = shard.enter.add(final, shard.where_whole(apply_decay(entered, *passed)), packed)
     else:
         own = own.replace(initial_state=shard.enter.add(begun, entered, packed))
         if overlap == "two_phase":
@@ -252,7 +252,7 @@ def gradient_of_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output
 
     def scanned_message() -> Message:
         rows = BoundaryRows(r, shard.enter, from_low=not r.reverse)
-        return state_and_decay(rows, shard.spans, shard.through(ended), r.q, d_output, adjoint=True)
+        return state_and_decay(rows, shard.spans, shard.where_whole(ended), r.q, d_output, adjoint=True)
 
     if overlap == "two_phase":
         first, *local = begin(resolution, own.folded, d_output, ended)
@@ -267,8 +267,8 @@ def gradient_of_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output
         started, d_started = own.initial_state, d.initial_state
         assert started is not None and d_started is not None  # `own` has an initial state even if none was given
         rows = BoundaryRows(r, shard.leave, from_low=r.reverse)
-        d, passed = correct_gradient(rows, returned, shard.through(shard.leave.pick(started, packed)), d)
-        d_initial = shard.leave.add(d_started, shard.through(apply_decay(returned, *passed)), packed)
+        d, passed = correct_gradient(rows, returned, shard.where_whole(shard.leave.pick(started, packed)), d)
+        d_initial = shard.leave.add(d_started, shard.where_whole(apply_decay(returned, *passed)), packed)
     else:
         d = apart(axis, run, own, mixes)(own, d_output, shard.leave.add(ended, returned, packed), *given)
         d_initial = d.initial_state
