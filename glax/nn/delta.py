@@ -116,14 +116,14 @@ class DeltaAttention(LinearAttention):
             q, k, v = act(q), act(k), jax.nn.silu(v)
         return [q, k, v], states
 
-    def strength(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows H"]:
+    def strength(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows betas"]:
         """Return beta [*rows, num_updates * H] in float32: sigmoid(W_b x), or [*rows, H] ones without W_b; doubled if
         allow_neg_eigval."""
         if self.beta is None:
             return self.scaled_beta(jnp.ones((*x.shape[:-1], self.num_heads), jnp.float32))
         return self.scaled_beta(jax.nn.sigmoid(self.beta(x).astype(jnp.float32)))
 
-    def scaled_beta(self, beta: Float[Array, "*rows H"]) -> Float[Array, "*rows H"]:
+    def scaled_beta(self, beta: Float[Array, "*rows betas"]) -> Float[Array, "*rows betas"]:
         """Return beta, doubled if allow_neg_eigval."""
         return 2 * beta if self.allow_neg_eigval else beta
 
