@@ -24,7 +24,15 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from glax._src.api.mlstm import operand_dtype
-from glax._src.api.named import StepCall, StepOptions, checked_call, given, spread_gates, spread_tokens, without_padding
+from glax._src.api.named import (
+    StepCall,
+    StepOptions,
+    checked_call,
+    given,
+    spread_gates,
+    spread_tokens,
+    with_zeros_in_padding,
+)
 from glax._src.api.recurrent import recurrent
 from glax._src.core.bind import DTYPES, ScanOptions, as_float, bind, check_array, transferred
 from glax._src.core.decay import promoted
@@ -539,7 +547,7 @@ def bind_mamba3(
     by_token = {
         name: jnp.moveaxis(x, 1, 2) if name in ("ADT", "DT", "Trap") else x for name, x in a.items() if name in BY_TOKEN
     }
-    a |= without_padding(by_token, places, options, dict(B=B, T=T))
+    a |= with_zeros_in_padding(by_token, places, options, dict(B=B, T=T))
     r = bind(a["V"], a["V"], a["V"], **places, reverse=reverse, pad_id=options.pad_id)
     N, R = r.num_sequences, a["Q"].shape[2] if a["Q"].ndim == 5 else 1
     if state is not None:

@@ -506,10 +506,10 @@ def batched(arrays: Arrays, traced: dict, options: ScanOptions) -> tuple[bool, A
     arrays, sizes = named_arrays(arrays, flat)
     if flat and traced["segment_ids"] is not None and traced["segment_ids"].ndim == 1:
         traced = traced | dict(segment_ids=traced["segment_ids"][None])
-    return flat, without_padding(arrays, traced, options, sizes), traced
+    return flat, with_zeros_in_padding(arrays, traced, options, sizes), traced
 
 
-def without_padding(arrays: Arrays, traced: dict, options: ScanOptions, sizes: dict[str, int]) -> Arrays:
+def with_zeros_in_padding(arrays: Arrays, traced: dict, options: ScanOptions, sizes: dict[str, int]) -> Arrays:
     """Return the arrays with zeros in padding, which may hold NaN: NaN would pass a product of a recipe to its gradients."""
     is_token = None
     if traced["cu_seqlens"] is not None:

@@ -18,7 +18,7 @@ from glax._src.serving.one_pass import in_one_pass, pool_of
 from glax._src.serving.state_pool import check_known_slots, check_states, put, take, usable
 from glax._src.solve.autodiff import differentiable, solve
 from glax._src.solve.dispatch import Choice
-from glax._src.solve.exclusive_read import bonus_term, check_bonus, check_no_erasure, initial_read, without_padding
+from glax._src.solve.exclusive_read import bonus_term, check_bonus, check_no_erasure, initial_read, with_zeros_in_unused
 from glax._src.tuning.executor import compiled
 
 
@@ -155,7 +155,9 @@ def read_with_bonus(r: Recurrence, slots, bonus: Float[Array, "H K"]) -> Float[A
     check_bonus(bonus, r.num_heads, r.q.shape[3])
     if slots is not None:
         pool = pool_of(r)
-        r = without_padding(r.replace(initial_state=take(pool, slots)), (slots < pool.shape[0])[:, None, None, None])
+        r = with_zeros_in_unused(
+            r.replace(initial_state=take(pool, slots)), (slots < pool.shape[0])[:, None, None, None]
+        )
     return (initial_read(r) + bonus_term(r, bonus)).astype(r.q.dtype)
 
 

@@ -37,7 +37,7 @@ def solve_with_bonus(solver: Callable, r: Recurrence, bonus: Float[Array, "H K"]
     """
     segments, r = r.segments, passing_padding(r)
     if r.boundaries is not None:
-        r = without_padding(r, r.is_token[:, None, None])
+        r = with_zeros_in_unused(r, r.is_token[:, None, None])
     last, first = (r.ends(scan_end)[:, None, None] for scan_end in (True, False))
     to_next = 1 if r.reverse else -1
     if segments is not None:
@@ -62,7 +62,7 @@ def passing_padding(r: Recurrence) -> Recurrence:
     return padded.replace(segments=Segments(s.resets, None))
 
 
-def without_padding(r: Recurrence, used: Bool[Array, "*rows 1 1"]) -> Recurrence:
+def with_zeros_in_unused(r: Recurrence, used: Bool[Array, "*rows 1 1"]) -> Recurrence:
     """Return r with q, k and v of unused tokens set to zero, because they may hold NaN. Their outputs and gradients are then
     0."""
     return r.replace(**{name: jnp.where(used, x, 0) for name, x in (("q", r.q), ("k", r.k), ("v", r.v))})
