@@ -296,7 +296,7 @@ class CausalLM(nnx.Module):
     def begin(self, tokens: Int[Array, "*rows"], rows: Rows) -> Any:
         """Return what `through` reads: the embedding's rows of the tokens [*rows, width], with zeros for tokens of padding. A
         model whose blocks read more of the tokens overrides this, and returns a tree of arrays."""
-        x = rows.without_padding(self.embed(tokens))
+        x = rows.with_zeros_in_padding(self.embed(tokens))
         return self.by_width(x) if x.ndim == 3 else x  # rows [T] and [B] have no axes that a mesh of training shards
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows width"]:

@@ -276,7 +276,7 @@ class NGrams(nnx.Module):
         key, query = (by_head(y, self.count) for y in (self.key_norm(self.key(e)), self.query_norm(merged(x))))
         g = (key * query).sum(-1, keepdims=True) / math.sqrt(x.shape[-1])
         g = jnp.sqrt(jnp.maximum(jnp.abs(g), 1e-6)) * jnp.sign(g)
-        u = rows.without_padding(merged(jax.nn.sigmoid(g) * self.value(e)[..., None, :]))
+        u = rows.with_zeros_in_padding(merged(jax.nn.sigmoid(g) * self.value(e)[..., None, :]))
         more, values = self.conv.extend(self.value_norm(u), state.get("ngram_values"), rows)
         return by_head(u + more, self.count), dict(ngram_tokens=held, ngram_values=values)
 
@@ -311,20 +311,20 @@ class IndexedAttention(Attention):
 
     def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
         index = by_head(self.index(x), self.index_heads + 1)
-        place, _ = rows.positions(state.get("length"))
-        query = self.rotated(self.index_query_norm(index[..., :-1, :]), place)
+        positions, _ = rows.positions(state.get("length"))
+        query = self.rotated(self.index_query_norm(index[..., :-1, :]), positions)
         choice = Choice(query, index[..., -1, :], self.block_size, self.num_blocks, self.pool)
         return self.attend(self.query(x), self.key(x), self.value(x), state, rows, choice=choice)
 
-    def rotated(self, x: Float[Array, "*rows H D"], place: Int[Array, "*rows"]) -> Float[Array, "*rows H D"]:
-        """Return x rotated by the positions `place`, or x itself in a layer without rotation."""
-        return x if self.rotation is None else rotate(x, place, self.rotation)
+    def rotated(self, x: Float[Array, "*rows H D"], positions: Int[Array, "*rows"]) -> Float[Array, "*rows H D"]:
+        """Return x rotated by `positions`, or x itself in a layer without rotation."""
+        return x if self.rotation is None else rotate(x, positions, self.rotation)
 
-    def pool(self, keys: Float[Array, "*rows size D"], place: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
+    def pool(self, keys: Float[Array, "*rows size D"], positions: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
         """Return the pooled index key of blocks, as the class defines it. keys: the index keys of a block's `size` tokens.
-        place: the position of its first token."""
+        positions: the position of the block's first token."""
         mean = keys.astype(jnp.float32).mean(-2).astype(keys.dtype)
-        return self.rotated(self.index_key_norm(mean)[..., None, :], place)[..., 0, :]
+        return self.rotated(self.index_key_norm(mean)[..., None, :], positions)[..., 0, :]
 
 
 # ---- the model -----------------------------------------------------------------------------------------------------------------

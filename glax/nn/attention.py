@@ -143,8 +143,8 @@ class Attention(Layer):
         if not self.norm_whole:
             q, k = self.normalized(q, k)
         if self.rotation is not None:
-            place, _ = rows.positions(state.get("length"))
-            q, k = (rotate(y, place, self.rotation, rows.last_positions) for y in (q, k))
+            positions, _ = rows.positions(state.get("length"))
+            q, k = (rotate(y, positions, self.rotation, rows.last_positions) for y in (q, k))
         o, cache = rows.attend(q, k, v, state, self.window, self.scale, choice=choice)
         o = o if gate is None else o * jax.nn.sigmoid(gate)
         o = o if head_gate is None else o * jax.nn.sigmoid(head_gate)[..., None]

@@ -100,8 +100,8 @@ class Choice:
         """Return which blocks each row reads of the keys that the row sees. The arguments are those of `attend`."""
         (B, T), S = seen.first.shape, index.shape[1]
         starts = block_starts(begin, self.block_size)
-        position = starts - jnp.take_along_axis(begin, jnp.clip(starts, 0, S - 1), 1)
-        pooled, queries = self.pooled(index, starts, position), self.index_queries(B, T)
+        positions = starts - jnp.take_along_axis(begin, jnp.clip(starts, 0, S - 1), 1)
+        pooled, queries = self.pooled(index, starts, positions), self.index_queries(B, T)
         at_once = min(T, max(1, SCORES // (B * starts.shape[1] * queries.query.shape[2])))
 
         def divided(x: Array, fill: int = 0) -> Array:  # [B, T, ...] as [T / at_once, B, at_once, ...]
@@ -123,7 +123,7 @@ class Choice:
         v: Float[Array, "N L Hk V"],
         index: Float[Array, "N L 1 E"],
         *,
-        place: Int[Array, "T"],
+        positions: Int[Array, "T"],
         own: Int[Array, "T"],
         scale: float | None,
         cuts: Int[Array, "N+1"],
@@ -131,8 +131,8 @@ class Choice:
         """Return softmax attention of packed rows over those keys of their sequences' caches that each row sees and chooses.
 
         attend_all, scale: as in `attend`. k, v, index: the caches of N sequences, with L rows each.
-        place: the position of each row in its sequence, and so its row of the cache; -1 for a row that reads nothing. own: the
-        number of its sequence, an index on the axis N. cuts: cu_seqlens of the rows.
+        positions: the position of each row in its sequence, and so its row of the cache; -1 for a row that reads nothing. own:
+        the number of its sequence, an index on the axis N. cuts: cu_seqlens of the rows.
         """
         N, L = k.shape[:2]
         if self.reads_all(L) or q.size == 0:
@@ -140,17 +140,17 @@ class Choice:
 
         def attend_chosen() -> Array:
             keys, values = (x.reshape(1, N * L, *x.shape[2:]) for x in (k, v))
-            seen = Intervals((own * L)[None], jnp.where(place < 0, -1, own * L + place)[None])
-            blocks = self.read_blocks_of_caches(index, place, own, cuts)
+            seen = Intervals((own * L)[None], jnp.where(positions < 0, -1, own * L + positions)[None])
+            blocks = self.read_blocks_of_caches(index, positions, own, cuts)
             return attend_by_sequence(q, keys, values, seen, scale, cuts, blocks)
 
-        return jax.lax.cond(place.max() < self.max_unrestricted_length, attend_all, attend_chosen)
+        return jax.lax.cond(positions.max() < self.max_unrestricted_length, attend_all, attend_chosen)
 
     def read_blocks_of_caches(
-        self, index: Float[Array, "N L 1 E"], place: Int[Array, "T"], own: Int[Array, "T"], cuts: Int[Array, "N+1"]
+        self, index: Float[Array, "N L 1 E"], positions: Int[Array, "T"], own: Int[Array, "T"], cuts: Int[Array, "N+1"]
     ) -> ReadBlocks:
         """Return which blocks of its sequence's cache each row reads. The arguments are those of `attend_to_caches`."""
-        T, (N, L) = len(place), index.shape[:2]
+        T, (N, L) = len(positions), index.shape[:2]
         starts = block_starts(jnp.zeros((1, L), jnp.int32), self.block_size)
         each = jnp.broadcast_to(starts, (N, starts.shape[1]))
         pooled, queries = self.pooled(index, each, each), self.index_queries(1, T)
@@ -158,7 +158,7 @@ class Choice:
         begins = sequence_begins(cuts, T, at_once)  # of parts with rows of one sequence, and T
 
         def of_rows(rows):
-            seen = Intervals(jnp.zeros((1, at_once), jnp.int32), place[rows][None])
+            seen = Intervals(jnp.zeros((1, at_once), jnp.int32), positions[rows][None])
             of_part = jax.tree.map(lambda x: x[:, rows], queries)
             return self.words(of_part, pooled[own[rows[0]]][None], starts, seen)[0]
 
@@ -173,7 +173,7 @@ class Choice:
         cache: Mapping[str, Array],
         *,
         slots: Int[Array, "B"],
-        place: Int[Array, "B"],
+        positions: Int[Array, "B"],
         scale: float | None,
         width: int,
     ) -> Float[Array, "B 1 Hq V"]:
@@ -182,20 +182,20 @@ class Choice:
         attend_all, scale: as in `attend`. cache: "key" [P, L, Hk, K], "value" [P, L, Hk, V] and "index" [P, L, 1, E]. Of
         "index" all tokens are read, of the others the chosen ones. Without "value" the first `width` channels of a key are the
         value.
-        slots: the row of the pool for each sequence; P for none. place: the position of each row of q in its sequence.
+        slots: the row of the pool for each sequence; P for none. positions: the position of each row of q in its sequence.
         """
         size, L, B = self.block_size, cache["index"].shape[1], len(slots)
         if self.reads_all(L) or q.size == 0:
             return attend_all()
         # Unlike `attend`, no branch on the positions: a GPU would wait for its host, longer than a short text saves.
-        count, whole = L // size, (place + 1) // size
+        count, whole = L // size, (positions + 1) // size
         index = cache["index"].at[slots, : count * size, 0].get(mode="fill", fill_value=0)
         starts = jnp.broadcast_to(jnp.arange(count) * size, (B, count))
         pooled = self.pool(index.reshape(B, count, size, -1), starts)
         at = self.best_blocks(scores(self.index_queries(B, 1), pooled)[:, 0], jnp.arange(count) < whole[:, None])
         tokens = (jnp.where(at < count, at * size, L)[..., None] + jnp.arange(size)).reshape(B, -1)
         behind = whole[:, None] * size + jnp.arange(size - 1)
-        tokens = jnp.concatenate([tokens, jnp.where(behind <= place[:, None], behind, L)], 1)
+        tokens = jnp.concatenate([tokens, jnp.where(behind <= positions[:, None], behind, L)], 1)
 
         def read(name: str) -> Array:
             return cache[name].at[slots[:, None], tokens].get(mode="fill", fill_value=0).astype(q.dtype)
@@ -210,12 +210,12 @@ class Choice:
         query = query.reshape(B, T, *query.shape[-2:])
         return IndexQueries(query, None if weight is None else weight.reshape(B, T, weight.shape[-1]))
 
-    def pooled(self, index: Float[Array, "B S 1 E"], starts: Int[Array, "B n"], position: Int[Array, "B n"]) -> Array:
+    def pooled(self, index: Float[Array, "B S 1 E"], starts: Int[Array, "B n"], positions: Int[Array, "B n"]) -> Array:
         """Return `pool` of the index keys of each block, [B, n, D], without a gradient. starts: the first key of each block, an
-        index on the axis S; S for no block, whose result has no meaning. position: the position of that key in its sequence."""
+        index on the axis S; S for no block, whose result has no meaning. positions: the position of that key in its sequence."""
         inside = jnp.clip(starts[..., None] + jnp.arange(self.block_size), 0, index.shape[1] - 1)
         keys = jnp.take_along_axis(index[:, :, 0], inside.reshape(len(starts), -1, 1), 1)
-        return jax.lax.stop_gradient(self.pool(keys.reshape(*inside.shape, -1), position))
+        return jax.lax.stop_gradient(self.pool(keys.reshape(*inside.shape, -1), positions))
 
     def words(
         self, queries: IndexQueries, pooled: Float[Array, "B n D"], starts: Int[Array, "B n"], seen: Intervals

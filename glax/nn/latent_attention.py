@@ -132,10 +132,12 @@ class MultiHeadLatentAttention(Layer):
         row = self.latent(x)
         c, k_shared = self.latent_norm(row[..., : self.latent_width]), row[..., None, self.latent_width :]
         if self.rotation is not None:
-            place, _ = rows.positions(state.get("length"))
+            positions, _ = rows.positions(state.get("length"))
             if self.interleaved:  # scores do not depend on the order of channels, so it is not brought back
                 q_shared, k_shared = halves_of_pairs(q_shared), halves_of_pairs(k_shared)
-            q_shared, k_shared = (rotate(y, place, self.rotation, rows.last_positions) for y in (q_shared, k_shared))
+            q_shared, k_shared = (
+                rotate(y, positions, self.rotation, rows.last_positions) for y in (q_shared, k_shared)
+            )
         stored = jnp.concatenate([c[..., None, :], k_shared], -1)
         if "key" not in state:
             k, v = self.expanded(stored)

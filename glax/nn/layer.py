@@ -136,7 +136,7 @@ class Layer(nnx.Module):
         check_rows(x, self.width, "[B, T, width], or [T, width] with cu_seqlens", 2, 3)
         check_memory_of_leaves("initial_state", initial_state)
         rows = parallel_rows(x.shape[:-1], cu_seqlens, segment_ids, pad_id)
-        y, state = self.mix(rows.without_padding(x), named(initial_state), rows)
+        y, state = self.mix(rows.with_zeros_in_padding(x), named(initial_state), rows)
         return y, public(state)
 
     @automatic(rows_of("x"), like("pool"))
@@ -158,7 +158,7 @@ class Layer(nnx.Module):
         check_rows(x, self.width, "[T, width]", 2)
         rows = parallel_rows(x.shape[:-1], cu_seqlens)
         states, slots = from_pool(named(pool), slots, rows.num_sequences, fresh)
-        y, states = self.mix(rows.without_padding(x), states, rows)
+        y, states = self.mix(rows.with_zeros_in_padding(x), states, rows)
         return y, public(into_pool(named(pool), slots, states))
 
     @automatic(rows_of("x"), like("state"))

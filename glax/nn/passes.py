@@ -58,7 +58,7 @@ class Rows(Protocol):
         """
         ...
 
-    def without_padding(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+    def with_zeros_in_padding(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         """Return x with zeros in the rows of padding."""
         ...
 
@@ -71,9 +71,9 @@ class Rows(Protocol):
         """
         ...
 
-    def last_positions(self, place: Int[Array, "*rows"]) -> Int[Array, "*rows"]:
-        """Return, for each row, the greatest position among the rows of its sequence. place: the positions of all rows, as
-        `positions` returns them."""
+    def last_positions(self, positions: Int[Array, "*rows"]) -> Int[Array, "*rows"]:
+        """Return, for each row, the greatest position among the rows of its sequence. positions: of all rows, as the
+        method `positions` returns them."""
         ...
 
     @property
@@ -135,7 +135,7 @@ class Parallel:
                 f"initial_state must have one row for each of the {self.num_sequences} sequences, got shape {state.shape}"
             )
 
-    def without_padding(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+    def with_zeros_in_padding(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         """Return x with zeros in the rows of padding, so that their content reaches no sum over rows, such as the gradient of a
         parameter."""
         if self.cu_seqlens is not None:
@@ -185,22 +185,22 @@ class Parallel:
         own, rows = self.sequence_of, jnp.arange(len(flat))
         views = []
         for lag in range(before, -1, -1):
-            place = rows - lag - begin[own]  # position in the sequence; negative before its first token
-            earlier = state[own, jnp.clip(before + place, 0, max(before - 1, 0))] if lag else flat
-            views.append(jnp.where((place >= 0)[:, None], jnp.roll(flat, lag, axis=0), earlier.astype(x.dtype)))
-        place = (end - begin)[:, None] - before + jnp.arange(before)[None]  # positions of the rows that stay
-        old = jnp.take_along_axis(state, jnp.clip(before + place, 0, max(before - 1, 0))[..., None], 1)
-        new = flat[jnp.clip(begin[:, None] + place, 0, len(flat) - 1)]
-        after = jnp.where((place >= 0)[..., None], new, old.astype(x.dtype))
+            positions = rows - lag - begin[own]  # in the sequence; negative before its first token
+            earlier = state[own, jnp.clip(before + positions, 0, max(before - 1, 0))] if lag else flat
+            views.append(jnp.where((positions >= 0)[:, None], jnp.roll(flat, lag, axis=0), earlier.astype(x.dtype)))
+        positions = (end - begin)[:, None] - before + jnp.arange(before)[None]  # of the rows that stay
+        old = jnp.take_along_axis(state, jnp.clip(before + positions, 0, max(before - 1, 0))[..., None], 1)
+        new = flat[jnp.clip(begin[:, None] + positions, 0, len(flat) - 1)]
+        after = jnp.where((positions >= 0)[..., None], new, old.astype(x.dtype))
         return [view.reshape(x.shape) for view in views], after
 
     def window_in_segments(self, x: Array, before: int, state: Array) -> tuple[list[Array], Array]:
         """Return what `window` does, for rows [B, T] with segment_ids. before: the number of rows before each row, size - 1."""
         segments, T = self.segments, x.shape[1]
-        place = jnp.arange(T)[None] - segments.begin  # [B, T]
+        positions = jnp.arange(T)[None] - segments.begin  # [B, T]
         views = []
         for lag in range(before, -1, -1):
-            back = place - lag
+            back = positions - lag
             at = jnp.clip(before + back, 0, max(before - 1, 0))
             old = jnp.take_along_axis(state, at[..., None], 1) if lag else x
             old = jnp.where(segments.is_first[..., None], old.astype(x.dtype), 0)
@@ -224,28 +224,28 @@ class Parallel:
             return jnp.zeros(self.shape, jnp.int32), start
         if self.cu_seqlens is not None:
             begin, own = self.cu_seqlens[:-1], self.sequence_of
-            place = (jnp.arange(T) - begin[own] + start[own]).reshape(self.shape)
-            return place, start + jnp.diff(self.cu_seqlens)
+            positions = (jnp.arange(T) - begin[own] + start[own]).reshape(self.shape)
+            return positions, start + jnp.diff(self.cu_seqlens)
         if self.segment_ids is None:
             return start[:, None] + jnp.arange(T)[None], start + T
         segments = self.segments
-        place = jnp.arange(T)[None] - segments.begin + jnp.where(segments.is_first, start[:, None], 0)
-        after = jnp.take_along_axis(place, segments.last[:, None], 1)[:, 0] + 1
-        return place, jnp.where(segments.is_token.any(1), after, start)
+        positions = jnp.arange(T)[None] - segments.begin + jnp.where(segments.is_first, start[:, None], 0)
+        after = jnp.take_along_axis(positions, segments.last[:, None], 1)[:, 0] + 1
+        return positions, jnp.where(segments.is_token.any(1), after, start)
 
-    def last_positions(self, place: Int[Array, "*rows"]) -> Int[Array, "*rows"]:
-        if place.size == 0 or self.num_sequences == 0:
-            return place
+    def last_positions(self, positions: Int[Array, "*rows"]) -> Int[Array, "*rows"]:
+        if positions.size == 0 or self.num_sequences == 0:
+            return positions
         if self.cu_seqlens is not None:
-            flat = place.reshape(-1)
+            flat = positions.reshape(-1)
             ends = jnp.clip(self.cuts[1:] - 1, 0, len(flat) - 1)
-            return flat[ends][self.sequence_of].reshape(place.shape)
+            return flat[ends][self.sequence_of].reshape(positions.shape)
         if self.segment_ids is None:
-            return jnp.broadcast_to(place[:, -1:], place.shape)
+            return jnp.broadcast_to(positions[:, -1:], positions.shape)
         begin, T = self.segments.begin, self.shape[-1]
         is_end = jnp.concatenate([begin[:, 1:] != begin[:, :-1], jnp.ones_like(begin[:, :1], bool)], 1)
         end = jax.lax.cummin(jnp.where(is_end, jnp.arange(T)[None], T - 1), axis=1, reverse=True)
-        return jnp.take_along_axis(place, end, 1)
+        return jnp.take_along_axis(positions, end, 1)
 
     # ---- attention ---------------------------------------------------------------------------------------------------
 
@@ -290,16 +290,16 @@ class Parallel:
             raise ValueError("segment_ids and the cache of softmax attention exclude each other: pack with cu_seqlens")
         L, T = cache["key"].shape[1], q.shape[1]
         check_room(cache["length"], T, L)
-        place, length = self.positions(cache["length"])
-        at = (jnp.broadcast_to(jnp.arange(q.shape[0])[:, None], place.shape), place)
+        positions, length = self.positions(cache["length"])
+        at = (jnp.broadcast_to(jnp.arange(q.shape[0])[:, None], positions.shape), positions)
         cache = extended(cache, at, content, length)
-        seen, (keys, values) = intervals(jnp.zeros_like(place), place, window), cached(cache, expanded)
+        seen, (keys, values) = intervals(jnp.zeros_like(positions), positions, window), cached(cache, expanded)
         attend_all = functools.partial(attend_in_blocks, q, keys, values, seen, scale)
         if choice is None:
-            return nan_unless(place < L, attend_all()), cache
+            return nan_unless(positions < L, attend_all()), cache
         begin = jnp.zeros((q.shape[0], L), jnp.int32)
         o = choice.attend(attend_all, q, keys, values, cache["index"], seen=seen, scale=scale, begin=begin)
-        return nan_unless(place < L, o), cache
+        return nan_unless(positions < L, o), cache
 
     def packed_attend(
         self, q, k, v, cache: State, window, scale, content: State, expanded: Callable, choice: Choice | None
@@ -322,11 +322,11 @@ class Parallel:
             return o.reshape(*shape[:-1], o.shape[-1]), self.packed_cache(content)
         N, L = cache["key"].shape[:2]
         check_room(cache["length"], jnp.diff(self.cuts), L)
-        place, length = self.positions(cache["length"])
-        place = jnp.where(is_token, place.reshape(-1), L)  # out of bounds: dropped
+        positions, length = self.positions(cache["length"])
+        positions = jnp.where(is_token, positions.reshape(-1), L)  # out of bounds: dropped
         flat = {name: x.reshape(-1, *x.shape[-2:]) for name, x in content.items()}
-        cache = extended(cache, (own, place), flat, length)
-        seen = intervals(own * L, jnp.where(place < L, own * L + place, -1), window)
+        cache = extended(cache, (own, positions), flat, length)
+        seen = intervals(own * L, jnp.where(positions < L, own * L + positions, -1), window)
         seen = Intervals(seen.first[None], seen.last[None])
         k, v = cached(cache, expanded)
         keys, values = (x.reshape(1, N * L, *x.shape[2:]) for x in (k, v))
@@ -334,10 +334,10 @@ class Parallel:
         if choice is None:
             o = attend_all()
         else:
-            at = jnp.where(place < L, place, -1)
-            packed: dict[str, Any] = dict(place=at, own=own, scale=scale, cuts=self.cuts)
+            at = jnp.where(positions < L, positions, -1)
+            packed: dict[str, Any] = dict(positions=at, own=own, scale=scale, cuts=self.cuts)
             o = choice.attend_to_caches(attend_all, q, k, v, cache["index"], **packed)
-        return nan_unless(((place < L) | ~is_token)[None], o).reshape(*shape[:-1], o.shape[-1]), cache
+        return nan_unless(((positions < L) | ~is_token)[None], o).reshape(*shape[:-1], o.shape[-1]), cache
 
     def packed_cache(self, content: State) -> State:
         """Return a new cache: the packed rows of `content` by sequence, [N, L, H, D], and "length" [N]. Rows behind a
@@ -446,7 +446,7 @@ class Step:
 
     slots: Int[Array, "B"] | None = None
 
-    def without_padding(self, x: Float[Array, "B width"]) -> Float[Array, "B width"]:
+    def with_zeros_in_padding(self, x: Float[Array, "B width"]) -> Float[Array, "B width"]:
         return x
 
     def recurrent(
@@ -463,11 +463,11 @@ class Step:
         return [rows[:, i] for i in range(size)], self.write(state, rows[:, 1:])
 
     def positions(self, state: Array) -> tuple[Int[Array, "B"], Array]:
-        place = self.read(state)
-        return place, self.write(state, place + 1)
+        positions = self.read(state)
+        return positions, self.write(state, positions + 1)
 
-    def last_positions(self, place: Int[Array, "B"]) -> Int[Array, "B"]:
-        return place
+    def last_positions(self, positions: Int[Array, "B"]) -> Int[Array, "B"]:
+        return positions
 
     @property
     def mean_length(self) -> int:
@@ -478,13 +478,13 @@ class Step:
     ) -> tuple[Array, State]:
         L = cache["key"].shape[1]
         check_choice(choice, window)
-        place, length = self.positions(cache["length"])
-        check_room(place, 1, L)  # an unused slot reads a length of 0
+        positions, length = self.positions(cache["length"])
+        check_room(positions, 1, L)  # an unused slot reads a length of 0
         rows = jnp.arange(len(q)) if self.slots is None else self.unused_to_end(self.slots, cache["key"])
-        at = (rows, place)
+        at = (rows, positions)
         content = dict(key=k, value=v) | ({} if choice is None else dict(index=choice.index_key[..., None, :]))
         cache = extended(cache, at, content, length)
-        seen = intervals(jnp.zeros_like(place)[:, None], place[:, None], window)
+        seen = intervals(jnp.zeros_like(positions)[:, None], positions[:, None], window)
         slots = None if self.slots is None else rows
         q = q[:, None]
         width = v.shape[-1]
@@ -493,9 +493,9 @@ class Step:
         o = (
             attend_all()
             if choice is None
-            else choice.step(attend_all, q, cache, slots=rows, place=place, scale=scale, width=width)
+            else choice.step(attend_all, q, cache, slots=rows, positions=positions, scale=scale, width=width)
         )
-        return nan_unless(place < L, o[:, 0]), cache
+        return nan_unless(positions < L, o[:, 0]), cache
 
     def read(self, state: Array) -> Array:
         """Return the rows of a state that belong to the B sequences, zeros for a sequence without a slot."""
@@ -551,7 +551,7 @@ def nan_unless(fits: Bool[Array, "*rows"], o: Float[Array, "*rows H V"]) -> Floa
     return jnp.where(fits[..., None, None], o, jnp.nan)
 
 
-def written(cache: Array, at: tuple[Array, Array], rows: Array) -> Array:
+def with_rows(cache: Array, at: tuple[Array, Array], rows: Array) -> Array:
     """Return the cache with `rows` set at the indices `at`, in the cache's dtype. Rows with an index out of bounds are
     dropped."""
     return cache.at[at].set(rows.astype(cache.dtype), mode="drop")
@@ -563,7 +563,7 @@ def extended(cache: State, at: tuple[Array, Array], content: State, length: Arra
     at: (the sequence or slot, the position) of each new row. content: new rows by name; rows of an array that the cache lacks,
     such as "value" in a cache with keys alone, are left out.
     """
-    return {name: written(cache[name], at, x) for name, x in content.items() if name in cache} | dict(length=length)
+    return {name: with_rows(cache[name], at, x) for name, x in content.items() if name in cache} | dict(length=length)
 
 
 def cached(cache: State, expanded: Callable[[Array], tuple[Array, Array]]) -> tuple[Array, Array]:

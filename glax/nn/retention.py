@@ -68,8 +68,8 @@ class MultiScaleRetention(LinearAttention):
     def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
         (q, k, v), states = self.inputs(x, state, rows)
         q, k, v = self.heads(q, k, v)
-        place, states["length"] = rows.positions(state.get("length"))
-        q, k = (rotate(y, place, self.rotation) for y in (q, k))
+        positions, states["length"] = rows.positions(state.get("length"))
+        q, k = (rotate(y, positions, self.rotation) for y in (q, k))
         decay = np.log1p(-np.exp2(-5.0 - np.arange(self.num_heads))).astype(np.float32)
         o, after = rows.recurrent(self.recurrence, q, k, v, state.get("recurrent"), g_gamma=jnp.asarray(decay))
         return self.outputs(o, x), states | dict(recurrent=after)
@@ -168,8 +168,8 @@ class LightningAttention(Layer):
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rotation is not None:
-            place, after["length"] = rows.positions(state.get("length"))
-            q, k = (rotate(y, place, self.rotation, rows.last_positions) for y in (q, k))
+            positions, after["length"] = rows.positions(state.get("length"))
+            q, k = (rotate(y, positions, self.rotation, rows.last_positions) for y in (q, k))
         decay = -jnp.asarray(self.slopes, jnp.float32)
         before = state.get("recurrent")
         o, after["recurrent"] = rows.recurrent(

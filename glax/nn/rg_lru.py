@@ -125,12 +125,12 @@ class RGLRU(Layer):
         )
 
     def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
-        place, length = rows.positions(state.get("length"))
+        positions, length = rows.positions(state.get("length"))
         u, filtered = self.conv.extend(self.input(x), state.get("conv"), rows)
         heads = by_head(u, self.num_heads)
         entering, r = (jax.nn.sigmoid(merged(gate(heads))) for gate in (self.input_gate, self.decay_gate))
         g = -STEEPNESS * r * for_rows(u, jax.nn.softplus(self.rate[...].astype(jnp.float32)))
-        factor = jnp.where((place == 0)[..., None], 1.0, root(-jnp.expm1(2 * g)))
+        factor = jnp.where((positions == 0)[..., None], 1.0, root(-jnp.expm1(2 * g)))
         v = (u.astype(jnp.float32) * entering * factor).astype(u.dtype)
         h, after = of_channels(self.recurrence, v, g, state.get("recurrent"), rows)
         y = self.output(h * activation("act", self.act)(self.gate(x)))

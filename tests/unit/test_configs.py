@@ -284,15 +284,15 @@ def test_the_longest_sequence_scales_positions_under_the_name_that_transformers_
 def test_only_sequences_that_are_long_take_the_long_frequencies():
     """Four sequences, of 3, 5, 0 and 2 tokens, by cu_seqlens and by segment_ids; and single tokens."""
     rotation = Rotation((1.0, 0.1), 2.0, (0.5, 0.01), 4)
-    places = np.array([[0, 1, 2, 0, 1, 2, 3, 4, 0, 1]], np.int32)
+    positions = np.array([[0, 1, 2, 0, 1, 2, 3, 4, 0, 1]], np.int32)
     is_long = np.array([0, 0, 0, 1, 1, 1, 1, 1, 0, 0], bool)[None, :, None]
-    angles = places[..., None] * np.where(is_long, rotation.long, rotation.frequencies)
+    angles = positions[..., None] * np.where(is_long, rotation.long, rotation.frequencies)
     want = np.angle(np.exp(1j * angles))
     packed = Parallel((1, 10), cu_seqlens=np.array([0, 3, 8, 8, 10]))
-    np.testing.assert_allclose(rotation.angles(places, packed.last_positions), want, atol=1e-6)
+    np.testing.assert_allclose(rotation.angles(positions, packed.last_positions), want, atol=1e-6)
     segments = Parallel((1, 10), segment_ids=np.array([[3, 3, 3, 7, 7, 7, 7, 7, 1, 1]]))
-    np.testing.assert_allclose(rotation.angles(places, segments.last_positions), want, atol=1e-6)
-    np.testing.assert_allclose(rotation.angles(places[0], Step().last_positions)[7], want[0, 7], atol=1e-6)
+    np.testing.assert_allclose(rotation.angles(positions, segments.last_positions), want, atol=1e-6)
+    np.testing.assert_allclose(rotation.angles(positions[0], Step().last_positions)[7], want[0, 7], atol=1e-6)
     last = Parallel((2, 5)).last_positions(np.array([[0, 1, 2, 3, 4], [3, 4, 5, 6, 7]]))
     np.testing.assert_array_equal(last, [[4] * 5, [7] * 5])
 

@@ -50,8 +50,8 @@ def packed(window):
 def cached(window):
     """Return the intervals of the same rows where the keys of sequence n lie in rows n L to (n + 1) L behind 7 n others."""
     rows, own = np.arange(T), np.minimum(np.searchsorted(CUTS, np.arange(T), side="right") - 1, N - 1)
-    place = rows - CUTS[own] + 3 * own
-    first, last = np.maximum(own * L, own * L + place - (window or T) + 1), own * L + place
+    positions = rows - CUTS[own] + 3 * own
+    first, last = np.maximum(own * L, own * L + positions - (window or T) + 1), own * L + positions
     return first[None], np.where(rows < CUTS[-1], last, -1)[None], N * L
 
 
