@@ -4,7 +4,7 @@ Sublayers, which are mixers and MLPs in turn, form groups of consecutive ones. E
 sum of the outputs of each whole group before its own, and the sum of those of its own group so far.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from glax.models.model import CausalLM, Mixing
+from glax.models.model import Block, CausalLM, Mixing
 from glax.models.names import Rules
 from glax.nn import RMSNorm
 from glax.nn.parts import EMBED, for_rows, kernel_of, linear
@@ -86,6 +86,23 @@ class AttentionResidualBlock(nnx.Module):
         y = self.mlp(self.mlp_norm(self.mlp_residual([*sums, x])))
         x, sums = (y, (*sums, x)) if mlp_opens else (x + y, sums)
         return (x, sums), dict(after)
+
+
+def blocks_of(
+    layers: int, size: int | None, residual: Callable, norm: Callable, mixer: Callable, mlp: Callable
+) -> list:
+    """Return the blocks of a model: `AttentionResidualBlock`s with groups of `size` sublayers, or `Block`s if size is None.
+
+    residual(), norm(), mixer(layer), mlp(layer): return the modules of block number `layer`, from 0, in the order of its parts.
+    """
+
+    def block(layer: int) -> Block | AttentionResidualBlock:
+        if size is None:
+            return Block(norm(), mixer(layer), norm(), mlp(layer))
+        parts = residual(), norm(), mixer(layer), residual(), norm(), mlp(layer)
+        return AttentionResidualBlock(*parts, opens_groups=opened_groups(layer, size))
+
+    return [block(layer) for layer in range(layers)]
 
 
 class AttentionResidualLM(CausalLM):

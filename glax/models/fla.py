@@ -10,15 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from glax.models.attention_residual import (
-    AttentionResidual,
-    AttentionResidualBlock,
-    AttentionResidualLM,
-    opened_groups,
-    residual_names,
-)
+from glax.models.attention_residual import AttentionResidual, AttentionResidualLM, blocks_of, residual_names
 from glax.models.config import ModelConfig, Options, exact_width, rounded_width
-from glax.models.model import Block, CausalLM, Precision, outer_options
+from glax.models.model import CausalLM, Precision, outer_options
 from glax.models.names import (
     ATTENTION,
     CONVOLUTIONS,
@@ -221,15 +215,7 @@ def assemble(
     def residual() -> AttentionResidual:
         return AttentionResidual(width, norm_eps=eps, kernel_init=nnx.initializers.zeros, **precision.options)
 
-    def block(layer: int) -> Block | AttentionResidualBlock:
-        if size is None:
-            return Block(norm(), attn(layer), norm(), mlp(precision))
-        opens = opened_groups(layer, size)
-        return AttentionResidualBlock(
-            residual(), norm(), attn(layer), residual(), norm(), mlp(precision), opens_groups=opens
-        )
-
-    blocks = [block(layer) for layer in range(layers)]
+    blocks = blocks_of(layers, size, residual, norm, attn, lambda _: mlp(precision))
     rules = (*softmax_names(softmax), *renamed("attn", ATTENTION | names), *renamed("mlp", GATED_MLP), *OUTER)
     more |= dict(output_residual=None if size is None else residual())
     return build(config, blocks, norm(), Names(rules, float32=float32), width=width, **outer, **more)

@@ -8,13 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from glax.models.attention_residual import (
-    AttentionResidual,
-    AttentionResidualBlock,
-    AttentionResidualLM,
-    opened_groups,
-    residual_names,
-)
+from glax.models.attention_residual import AttentionResidual, AttentionResidualLM, blocks_of, residual_names
 from glax.models.config import ModelConfig, Options
 from glax.models.hybrids import LINEAR, SOFTMAX, TRAINING, hidden_act
 from glax.models.kimi_linear import (
@@ -32,7 +26,7 @@ from glax.models.kimi_linear import (
     latent_arguments,
     linear_options,
 )
-from glax.models.model import Block, CausalLM, Precision, outer_options
+from glax.models.model import CausalLM, Precision, outer_options
 from glax.models.names import GATED_MLP, Names, mixer_names, outer_names, renamed, transposed, transposed_layouts
 from glax.nn import KimiDeltaAttention, MultiHeadLatentAttention, RMSNorm, SwiGLU
 from glax.nn.layer import Layer
@@ -112,29 +106,23 @@ def language_model(config: ModelConfig, options: KimiOptions, precision: Precisi
     norm = functools.partial(RMSNorm, width, epsilon=eps, param_dtype=precision.param_dtype)
     gated = functools.partial(SwiGLU, width, activation=act, situ=situ, **common)
 
-    def mixer(kind: str) -> Layer:
-        if kind == SOFTMAX:
+    def mixer(layer: int) -> Layer:
+        if kinds[layer] == SOFTMAX:
             more = dict(theta=None, norm_eps=LATENT_NORM_EPS, gated=has_gate)
             return MultiHeadLatentAttention(width, **more, **latent, **common)
         return KimiDeltaAttention(width, norm_eps=eps, gate_bias=False, filter_init=init, **delta, **common)
 
-    def mlp(kind: str) -> SwiGLU | SparseMLP:
-        if kind == DENSE:
+    def mlp(layer: int) -> SwiGLU | SparseMLP:
+        if mlps[layer] == DENSE:
             return gated(inside)
         return SparseMLP(width, routing="sigmoid", act=act, situ=situ, shared=gated(shared), **experts, **common)
 
     def residual() -> AttentionResidual:
         return AttentionResidual(width, norm_eps=eps, **common)
 
-    def block(layer: int) -> Block | AttentionResidualBlock:
-        if every is None:
-            return Block(norm(), mixer(kinds[layer]), norm(), mlp(mlps[layer]))
-        opens = opened_groups(layer, 2 * every)  # the config counts layers, of two sublayers each
-        parts = residual(), norm(), mixer(kinds[layer]), residual(), norm(), mlp(mlps[layer])
-        return AttentionResidualBlock(*parts, opens_groups=opens)
-
+    size = None if every is None else 2 * every  # the config counts layers, of two sublayers each
     names = names_of(kinds, mlps, delta, latent["query_rank"], is_whole)
-    blocks = [block(layer) for layer in range(layers)]
+    blocks = blocks_of(layers, size, residual, norm, mixer, mlp)
     outer |= dict(output_residual=None if every is None else residual())
     return AttentionResidualLM(config, blocks, norm(), names, width=width, **outer)
 
