@@ -382,22 +382,25 @@ class Program(ChunkProgram):
         # With one block nothing depends on the item, whose number would be formed behind a barrier of the compiler.
         return slice(None) if self.blocks == 1 else super().channels()
 
-    def by_row(self, number: int):
-        """Load row `number` of `Tiles.numbers` [C] from shared memory into registers, one number for each row of a matrix."""
-        return plgpu.load(self.tiles.numbers.at[number], layout=BY_ROW)
+    def load_numbers(self, row: int):
+        """Load row `row` of `Tiles.numbers` [C] from shared memory into registers in the layout BY_ROW: one number for each
+        token, and so for each row of a matrix."""
+        return plgpu.load(self.tiles.numbers.at[row], layout=BY_ROW)
 
-    def by_column(self, number: int):
-        """Load row `number` of `Tiles.numbers` [C] from shared memory into registers, repeated over the rows of a matrix [C,
-        C]."""
-        return by_column(plgpu.load(self.tiles.numbers.at[number], layout=BY_COLUMN, optimized=False), PAIRS)
+    def numbers_over_rows(self, row: int):
+        """Load row `row` of `Tiles.numbers` [C] from shared memory into registers: one number for each token, repeated over the
+        rows of a matrix [C, C]."""
+        return by_column(plgpu.load(self.tiles.numbers.at[row], layout=BY_COLUMN, optimized=False), PAIRS)
 
     def gates(self):
         """Load the sums G of each token [C], as logarithms to base 2, into registers by row."""
-        return self.by_row(OF_GATES)
+        return self.load_numbers(OF_GATES)
 
     def beta(self):
-        """Load the beta of each token [C] into registers by row. Callers call this function only where e is not an operand."""
-        return self.by_row(OF_ERASURE)
+        """Load the beta of each token [C] into registers by row. With e an operand there is no beta: the row holds H, which
+        `reading` loads."""
+        assert not self.has_erase, "e is beta k only where it is not an operand"
+        return self.load_numbers(OF_ERASURE)
 
     def last(self):
         """Return G of the token by which the scan leaves the chunk, as a logarithm to base 2."""
@@ -411,7 +414,7 @@ class Program(ChunkProgram):
     def reading(self):
         """Load the sums of gates through which e reads the state, [C], as logarithms to base 2, into registers by row: H where
         e is an operand, else G."""
-        return self.by_row(OF_ERASURE) if self.has_erase else self.gates()
+        return self.load_numbers(OF_ERASURE) if self.has_erase else self.gates()
 
     def decayed(self, pairs, reading, factor: float = 1.0):
         """Return factor * pairs * D, [C, C] in float32. D is 0 unless j is before i, so the diagonal is 0.
@@ -419,7 +422,7 @@ class Program(ChunkProgram):
         pairs: a matrix [C, C] over tokens i, j. reading: the sum of gates at each token i, G or H, [C] to base 2 and by row.
         """
         i, j = tiles.positions_again(self.reverse)
-        between = by_row(reading, PAIRS) - self.by_column(OF_GATES)
+        between = by_row(reading, PAIRS) - self.numbers_over_rows(OF_GATES)
         return pairs * (factor * jnp.exp2(jnp.where(i > j, between, -jnp.inf)))
 
 
@@ -685,7 +688,7 @@ def gradient_of_queries(p: Program, of_state):
     dq = of_state * by_row(jnp.exp2(p.gates()), shape)
     dq = tiles.added(dq, *((term, t.k) for term in t.output_pairs))
     t.numbers[OF_QUERIES] = (dq * read(t.q)).sum(1) * p.scale()
-    dq += by_row(p.by_row(OF_OWN), shape) * read(t.k)
+    dq += by_row(p.load_numbers(OF_OWN), shape) * read(t.k)
     p.write_term(D_SCALE, (dq * read(t.q)).sum(1))
     return dq
 
@@ -706,10 +709,12 @@ def gradient_of_gates(p: Program):
     """Return dg [C], by row, from the sums in `Tiles.numbers`, which both computing roles have stored."""
     i, j = tiles.positions_again(p.reverse)
     through = jnp.exp2(p.last())
-    each = jnp.where(j >= i, p.by_column(OF_QUERIES) + p.by_column(OF_KEYS), p.by_column(OF_WRITES))
+    each = jnp.where(
+        j >= i, p.numbers_over_rows(OF_QUERIES) + p.numbers_over_rows(OF_KEYS), p.numbers_over_rows(OF_WRITES)
+    )
     if p.before_decay:
-        each += jnp.where(j > i, p.by_column(OF_READS), 0.0)
-    return (each + through * p.by_column(OF_STATE)).sum(1)
+        each += jnp.where(j > i, p.numbers_over_rows(OF_READS), 0.0)
+    return (each + through * p.numbers_over_rows(OF_STATE)).sum(1)
 
 
 def erased_scores(p: Program, pairs):
@@ -794,7 +799,7 @@ def store_keys(p: Program, dk, erased, behind):
     pairs = tiles.product(shape, *((transposed(term), t.q) for term in t.output_pairs)) * p.scale()
     pairs = tiles.added(pairs, *((transposed(term), t.e if p.has_erase else t.k) for term in t.erase_pairs))
     t.numbers[OF_KEYS] = (0.0 if erased is None else erased) - (pairs * read(t.k)).sum(1)
-    dk += pairs + by_row(p.by_row(OF_OWN) * p.scale(), shape) * read(t.q)
+    dk += pairs + by_row(p.load_numbers(OF_OWN) * p.scale(), shape) * read(t.q)
     meet(p)
     store_gradient(p, dk, t.k, t.dk, p.results.dk)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -281,7 +281,7 @@ class Program(ChunkProgram):
         fastest, then heads, then chunks."""
         return lax.optimization_barrier(lax.axis_index(PROGRAM) + self.turn * self.programs)
 
-    def number(self, row: int):
+    def numbers_over_columns(self, row: int):
         """Load row `row` of `Tiles.numbers` into registers: one number for each token, repeated over the columns of [C,
         BLOCK]."""
         return by_row(plgpu.load(self.tiles.row(row), layout=BY_ROW), SHAPE)
@@ -331,7 +331,7 @@ class Program(ChunkProgram):
         i, j = by_row(i, (C, C)), by_column(j, (C, C))
         return (j, i) if self.reverse else (i, j)
 
-    def matrix(self, condition):
+    def indicator_matrix(self, condition):
         """Return the matrix [C, C] in bfloat16 with 1 where condition(i, j) holds, else 0. Its product with rows of tokens sums
         the rows j for each i.
 
@@ -346,7 +346,7 @@ class Program(ChunkProgram):
 
     def decay(self, condition):
         """Return e^x, [C, BLOCK]. x_i is the sum of the gates of those tokens j for which condition(i, j) holds."""
-        return jnp.exp2(self.summed(self.matrix(condition)) * LOG2E)
+        return jnp.exp2(self.summed(self.indicator_matrix(condition)) * LOG2E)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -469,7 +469,7 @@ def of_queries(p: Program):
     dq, dk = sums_over_pairs(p, QUERIES, of_state * p.decay(through))
     # [C, BLOCK], without the token itself
     terms = read(t.q) * dq * p.scale() - read(t.k) * dk
-    own = p.number(OWN)
+    own = p.numbers_over_columns(OWN)
     dq += own * read(t.k)
     p.write_term(D_SCALE, (read(t.q) * dq).sum(1))
     plgpu.commit_smem()  # all warps have read the tiles
@@ -517,7 +517,7 @@ def of_keys(p: Program):
         finish_keys_apart(p, de, dk)
         return
     p.write_term(D_BETA, (read(t.k) * de).sum(1))
-    de *= p.number(TOKEN_BETA)
+    de *= p.numbers_over_columns(TOKEN_BETA)
     plgpu.commit_smem()  # all warps have read the tiles
     store_split(t.left(KEYS), read(t.k) * (de - dk))
     store_split(t.right, read(t.k) * whole(t.behind))
@@ -651,7 +651,7 @@ def tokens_of(p: Program, side: int):
     t = p.tiles
     if side == QUERIES:
         return read(t.q) * p.scale()
-    return read(t.erasing) if p.has_erase else read(t.k) * p.number(TOKEN_BETA)
+    return read(t.erasing) if p.has_erase else read(t.k) * p.numbers_over_columns(TOKEN_BETA)
 
 
 def sums_over_pairs(p: Program, side: int, left):
@@ -728,10 +728,10 @@ def store_gates(p: Program):
     """Form dg [C, BLOCK] from the terms that both roles have stored, and start to copy it to global memory. It overwrites the
     tile of the loaded gates."""
     t = p.tiles
-    from_it, before = p.matrix(lambda i, j: j >= i), p.matrix(lambda i, j: j < i)
+    from_it, before = p.indicator_matrix(lambda i, j: j >= i), p.indicator_matrix(lambda i, j: j < i)
     rows = [(from_it, x) for x in (*t.left(QUERIES), *t.left(KEYS))] + [(before, x) for x in t.right]
     if p.before_decay:
-        behind = p.matrix(lambda i, j: j > i)
+        behind = p.indicator_matrix(lambda i, j: j > i)
         rows += [(behind, x) for x in t.pairs(KEYS)]
     tile = t.given_gates
     edge = by_column(plgpu.load(t.row(EDGE), layout=BY_COLUMN, optimized=False), SHAPE)
