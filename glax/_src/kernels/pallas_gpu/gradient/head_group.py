@@ -110,7 +110,7 @@ class HeadGroups(Items):
         """Return the number of units of an item."""
         return self.members * self.pieces
 
-    def items(self, program):
+    def num_items(self, program):
         """Return the number of a program's items. program: the program's number."""
         total = self.B * self.parts * self.chunks
         return lax.div(jnp.maximum(total - program, 0) + (self.programs - 1), jnp.int32(self.programs))
@@ -345,7 +345,7 @@ def load(p: Program):
 
         return ()
 
-    lax.fori_loop(0, n.items(program) * n.units, step, ())
+    lax.fori_loop(0, n.num_items(program) * n.units, step, ())
 
 
 def load_unit(p: Program, place, unit, slot):
@@ -417,7 +417,7 @@ def other_chunk(chunk):
 # ---- compute ----------------------------------------------------------------------------------------------------------
 
 
-def items(p: Program, item):
+def for_all_items(p: Program, item):
     """Run item(i) for every item of the program, once its q and k are loaded. At the end, wait until all copies to global
     memory are done. item: a function of the item's number among the program's."""
 
@@ -426,7 +426,7 @@ def items(p: Program, item):
         item(i)
         return ()
 
-    lax.fori_loop(0, p.plan.items(lax.axis_index(PROGRAM)), step, ())
+    lax.fori_loop(0, p.plan.num_items(lax.axis_index(PROGRAM)), step, ())
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -552,7 +552,7 @@ def compute_queries(p: Program):
         p.meet()
         store(p, i, *((t.other.at[part], p.results.dq.at[..., n.channels(part)]) for part in range(n.halves)))
 
-    items(p, item)
+    for_all_items(p, item)
 
 
 def compute_keys(p: Program):
@@ -618,4 +618,4 @@ def compute_keys(p: Program):
             t.scores.at[part][...] = x.astype(BF16)
         store(p, i, *((t.scores.at[part], p.results.dk.at[..., n.channels(part)]) for part in range(n.halves)))
 
-    items(p, item)
+    for_all_items(p, item)
