@@ -178,8 +178,9 @@ class Scan:
     num_behind: int = 0
 
     @functools.cached_property
-    def narrower(self) -> bool:
-        """Return whether a block has fewer columns in memory than K and V."""
+    def pads_columns(self) -> bool:
+        """Return whether the tiles of a block are padded with columns of zeros, because the block has fewer columns in memory
+        than K and V."""
         return self.in_memory != (self.K, self.V)
 
     @functools.cached_property
@@ -231,9 +232,9 @@ class Scan:
         return 2 if self.states and not self.outputs and self.run == 1 else 1
 
     @functools.cached_property
-    def narrow(self) -> bool:
-        """Return whether a scan with per-key gates has separate tiles for outputs and for what q^ lost in rounding, in addition
-        to those of q and gates. `scan/key.py` defines q^.
+    def has_lost_tiles(self) -> bool:
+        """Return whether a scan with per-key gates has separate tiles for what q^ lost in rounding, and for outputs, in
+        addition to those of q and gates. `scan/key.py` defines q^.
 
         With resets registers have no room for all its products together.
         """
@@ -243,13 +244,13 @@ class Scan:
     def has_output_tile(self) -> bool:
         """Return whether outputs of a scan with per-key gates have a tile of their own, because the tile of q holds q^
         (`scan/key.py`), or is wider than the outputs."""
-        return self.narrow or (self.outputs and self.columns < self.K)
+        return self.has_lost_tiles or (self.outputs and self.columns < self.K)
 
     @functools.cached_property
     def lost_stages(self) -> int:
         """Return the number of tiles for what q^ (`scan/key.py`) lost in rounding: 2, or 0 if there is no room for them. The
         lost part then lies in the gates' tiles, into which the next gates are loaded later."""
-        return 2 if self.narrow else 0
+        return 2 if self.has_lost_tiles else 0
 
     def stored(self, chunk):
         """Return whether the state that enters this chunk is stored: the chunk is the first of its run in scan order. chunk:
@@ -320,7 +321,7 @@ class Scan:
 
         All threads of a program together must not have more than at launch.
         """
-        if self.narrow and self.columns < self.K:
+        if self.has_lost_tiles and self.columns < self.K:
             return 120, 136
         by_warpgroups = {(2, 2): (88, 168), (1, 2): (120, 192), (2, 1): (128, 240), (1, 1): (168, 240)}
         return by_warpgroups[self.scalers, self.consumers]

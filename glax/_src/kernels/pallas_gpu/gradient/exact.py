@@ -90,7 +90,7 @@ class Tiles(NamedTuple):
             g_rest=tile if n.terms == 2 else None,
             marks=plgpu.SMEM((C,), jnp.int32) if n.resets else None,
             drawn=plgpu.SMEM((C, 64), jnp.float32),
-            copied=CopiedTiles.types(n) if n.narrower else None,
+            copied=CopiedTiles.types(n) if n.pads_columns else None,
         )
 
 
@@ -127,7 +127,7 @@ class ExactPipeline(Pipeline):
         """Build the pipeline for the sizes n; its barriers are allocated at launch."""
         copies = "q", "k", "g", "v", "do", *("g_rest",) * (n.terms - 1)
         one = ("compute",)
-        copied = Handoff(one, one, ("copied",), returned=False) if n.narrower else None
+        copied = Handoff(one, one, ("copied",), returned=False) if n.pads_columns else None
         return cls(Handoff(one, one, copies, returned=False), copied)
 
 
@@ -254,7 +254,7 @@ class Block:
     def copied(self, name: str, source: Ref) -> Ref:
         """Return the tile of `CopiedTiles` called `name`, after copying `source` to it, if memory has fewer than D columns;
         else `source`. The function waits for the copy. source: a reference in global memory."""
-        if not self.p.plan.narrower:
+        if not self.p.plan.pads_columns:
             return source
         tile, copied = self.p.tiles.copied._asdict()[name], self.p.pipeline.copied
         plgpu.commit_smem()  # all warps have read the tile
@@ -271,7 +271,7 @@ class Block:
     def load_results(self):
         """Load the sums over the blocks of V before this one, to which `store` adds, into `CopiedTiles`, and wait for them.
         Where memory has D columns, do nothing."""
-        if self.p.plan.narrower and self.p.plan.summed > 1:
+        if self.p.plan.pads_columns and self.p.plan.summed > 1:
 
             @pl.when(self.column > 0)
             def _():
@@ -281,7 +281,7 @@ class Block:
     def send(self, *names: str):
         """Copy the results called `names` from `CopiedTiles` to global memory, and wait until they are there. Where memory has
         D columns, do nothing."""
-        if self.p.plan.narrower:
+        if self.p.plan.pads_columns:
             plgpu.commit_smem()
             for name in names:
                 plgpu.copy_smem_to_gmem(self.p.tiles.copied._asdict()[name], self.result(name))
@@ -295,7 +295,7 @@ class Block:
         tiles. results: the numbers by result, [64] in float32.
         """
         n = self.p.plan
-        if n.narrower:
+        if n.pads_columns:
             return self.store_in_tiles(row, of_values, **results)
 
         def stored(result: Ref, place):

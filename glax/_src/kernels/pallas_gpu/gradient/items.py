@@ -66,8 +66,9 @@ class Items:
         return 64 if max(self.in_memory) <= 64 else 128
 
     @functools.cached_property
-    def narrower(self) -> bool:
-        """Return whether a block has fewer columns in memory than D."""
+    def pads_columns(self) -> bool:
+        """Return whether the tiles of a block are padded with columns of zeros, because the block has fewer columns in memory
+        than D."""
         return self.in_memory != (self.D, self.D)
 
     @property

@@ -80,7 +80,7 @@ class Operands(NamedTuple):
     q_edges: Ref = None  # [B, 3 C, HQ, K]
     k_edges: Ref = None  # [B, 3 C, HK, K]
     v_edges: Ref = None  # [B, 3 C, HV, V]
-    # Of a plan that adds the gradients of the caller's states.
+    # Of a plan that adds the gradients of the states of `states_every`.
     behind: Ref = None  # [B, num_behind, H, K, V]
 
     @classmethod
@@ -103,7 +103,7 @@ class Results(NamedTuple):
     states: Ref  # [B, chunks / run, H, K, V]
     last: Ref  # [N or E, H, K, V]
     log: Ref = None  # [E, H, 1], of `head_scan`
-    behind: Ref = None  # [B, num_behind, H, K, V], of a plan that stores the caller's states
+    behind: Ref = None  # [B, num_behind, H, K, V], of a plan that stores the states of `states_every`
 
     @classmethod
     def types(cls, w: Scan, B: int, T: int, E: int) -> "Results":

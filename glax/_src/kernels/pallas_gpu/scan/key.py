@@ -48,8 +48,8 @@ with outputs, K = 128 and 128 columns:
     output         carry          state stored
     carry          output         state read
 
-Other plans add: with `Scan.narrow`, *scale* waits for *output* until `lost free`, and *output* for *scale* until `prepared`; with
-`Scan.narrower`, *carry* waits for itself until `token full`.
+Other plans add: with `Scan.has_lost_tiles`, *scale* waits for *output* until `lost free`, and *output* for *scale* until
+`prepared`; with `Scan.pads_columns`, *carry* waits for itself until `token full`.
 """
 
 import dataclasses
@@ -98,7 +98,7 @@ class Operands(NamedTuple):
     start: Ref  # [E, H, K, V]
     known_out_of_range: Ref  # [B, chunks, H]; `scale` where it is not read
     newest: Ref = None  # [B, chunks, C], of a plan with resets: `rows.newest_resets`
-    behind: Ref = None  # [B, num_behind, H, K, V], of a plan that adds the gradients of the caller's states
+    behind: Ref = None  # [B, num_behind, H, K, V], of a plan that adds the gradients of the states of `states_every`
 
 
 class Results(NamedTuple):
@@ -110,7 +110,7 @@ class Results(NamedTuple):
     log: Ref  # [E, H, K]
     out_of_range: Ref  # [B, chunks, H]: 1 where the gates of a chunk are out of range
     by_group: Ref  # `exact.shape_of_flags`: the same at `exact.place_of_item`
-    behind: Ref = None  # [B, num_behind, H, K, V], of a plan that stores the caller's states
+    behind: Ref = None  # [B, num_behind, H, K, V], of a plan that stores the states of `states_every`
 
     @classmethod
     def types(cls, w: Scan, B: int, T: int, E: int) -> "Results":
@@ -154,7 +154,7 @@ class Tiles(NamedTuple):
         tiled = functools.partial(tiles.tiled, columns=w.tile)
         stages, lost_stages, state_stages = w.stages, w.lost_stages, w.state_stages
         output: Ref = tiled(C, columns) if w.has_output_tile else tiled(8, 64)
-        if (w.resets or w.narrower) and not w.has_output_tile:
+        if (w.resets or w.pads_columns) and not w.has_output_tile:
             output = None  # `newest` or `token` has its place
         return cls(
             q=tiled(stages, C, K) if w.outputs else tiled(1, C, 64),
@@ -167,10 +167,10 @@ class Tiles(NamedTuple):
             sums=plgpu.SMEM((stages, 2, K), jnp.float32),
             own_scores=plgpu.SMEM((stages, scalers, C), jnp.float32),
             halves=tiled(C, C),
-            weak=None if w.narrower else plgpu.SMEM((1,), jnp.int32),
-            out_of_range=plgpu.SMEM((stages + bool(w.narrower),), jnp.int32),
+            weak=None if w.pads_columns else plgpu.SMEM((1,), jnp.int32),
+            out_of_range=plgpu.SMEM((stages + bool(w.pads_columns),), jnp.int32),
             newest=plgpu.SMEM((stages, C), jnp.int32) if w.resets else None,
-            token=plgpu.SMEM((w.carriers, K + columns // w.carriers), BF16) if w.narrower else None,
+            token=plgpu.SMEM((w.carriers, K + columns // w.carriers), BF16) if w.pads_columns else None,
         )
 
 
@@ -217,9 +217,9 @@ class KeyPipeline(Pipeline):
             scaled=Ring(w.stages, scale, consumers, released_by=()),
             lost=Ring(w.lost_stages, (), ("output",), acquired_by=scale) if w.lost_stages else None,
             met=Meeting(scale),
-            prepared=Meeting(scale, waiting=(*scale, *("output",) * w.narrow)),
+            prepared=Meeting(scale, waiting=(*scale, *("output",) * w.has_lost_tiles)),
             state=Handoff(("carry",), ("output",)),
-            token=Ring(w.carriers, ("carry",), ("carry",), ("k", "v"), released_by=()) if w.narrower else None,
+            token=Ring(w.carriers, ("carry",), ("carry",), ("k", "v"), released_by=()) if w.pads_columns else None,
         )
 
 
@@ -244,7 +244,7 @@ class Program:
         """Return the program that the calling warpgroup belongs to. refs: the operands, the results, the tiles and the
         pipeline."""
         p = cls(plan, *refs, lax.axis_index(WARPGROUP), int(plan.adjoint))
-        if plan.narrower:
+        if plan.pads_columns:
             weak = p.tiles.out_of_range.at[pl.ds(plan.stages, 1)]
             p = dataclasses.replace(p, tiles=p.tiles._replace(weak=weak))
         return dataclasses.replace(p, adjoint=p.segment_field(4)) if plan.two_way else p
@@ -644,7 +644,7 @@ def lost_in_rounding(p: Program, tail, columns, token):
     Where gates are strong, this token is most of the state. tail: [K], the log decay that is not applied yet. columns: a slice
     of V. token: the row of token j in k and v. The result is 0 for a segment without chunks.
     """
-    w, find = p.plan, copied_token if p.plan.narrower else token_in_memory
+    w, find = p.plan, copied_token if p.plan.pads_columns else token_in_memory
     k, v = (
         plgpu.load(x, layout=layout, optimized=False)
         for x, layout in zip(find(p, columns, token), (BY_ROW, BY_COLUMN), strict=True)
@@ -671,7 +671,7 @@ def copied_token(p: Program, columns, token):
     columns: a slice of V. token: the row in k and v.
     """
     w, ring = p.plan, p.pipeline.token
-    assert ring is not None  # as in every plan with narrower arrays
+    assert ring is not None  # as in every plan that pads columns
     mine = 0 if w.outputs else p.warpgroup
     found = [p.tiles.token.at[mine, pl.ds(0, w.K)], p.tiles.token.at[mine, pl.ds(w.K, columns.size)]]
     plgpu.commit_smem()  # all warps have read the token before
@@ -730,7 +730,7 @@ def write_outputs(p: Program):
     o = OutputWarpgroup(p, i, j, scale, total, known, block, head)
     p.load_first(o.load_q)
 
-    if not w.narrow:
+    if not w.has_lost_tiles:
         pl.loop(0, total)(functools.partial(write_chunk, o, None))
     else:
         p.pipeline.prepared.wait()
@@ -757,7 +757,7 @@ def write_chunk(o: OutputWarpgroup, weak: bool | None, step):
     q = p.tiles.q.at[slot]
     k, v = p.tiles.k.at[slot], p.tiles.v.at[slot]
     p.pipeline.scaled.wait(slot)
-    traced = None if w.narrow else p.tiles.weak[0] > 0
+    traced = None if w.has_lost_tiles else p.tiles.weak[0] > 0
     out_of_range = p.tiles.out_of_range[slot]
     # [C]
     own = sum(plgpu.load(p.tiles.own_scores.at[slot, share], layout=BY_ROW) for share in range(w.scalers))
@@ -781,7 +781,7 @@ def write_chunk(o: OutputWarpgroup, weak: bool | None, step):
             plgpu.wgmma(output, x, p.tiles.state)
         # [C, C]
         P = tiles.after(scores, len(terms))
-        if not w.narrow:
+        if not w.has_lost_tiles:
             P = add_lost(p, step, traced, P, lambda slot: transposed(p.tiles.k.at[slot]))
         if w.resets:
             P = lax.cond(p.has_reset(slot), functools.partial(divide_scores, p, step), lambda P: P, P)
@@ -794,12 +794,12 @@ def write_chunk(o: OutputWarpgroup, weak: bool | None, step):
     # [C, columns]
     output = pl.run_scoped(formed, plgpu.ACC((C, C)), plgpu.ACC((C, w.columns)))
     p.pipeline.tokens.release(slot)
-    if w.narrow:
+    if w.has_lost_tiles:
         p.pipeline.state.release()
     if weak and p.pipeline.lost is not None:
         p.pipeline.lost.release(lost_slot)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and all warps are done with this tile of q^
-    if w.narrow:
+    if w.has_lost_tiles:
         pl.when(step + stages < total)(lambda: o.load_q(step + stages, slot))
     else:  # this chunk's tile of q is about to hold the outputs
 
