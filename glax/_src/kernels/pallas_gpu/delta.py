@@ -99,7 +99,7 @@ class SegmentedScan(abc.ABC):
         """Run the scan over every sequence, and return its results, whose `last` is [N, H, V, K]. kind: `DeltaScan.kind`.
         start: the states that enter sequences, [N, H, K, V], or for an adjoint the gradients of final states; None for
         zeros."""
-        p, filled = self.layout, self.layout.start(start)
+        p, filled = self.layout, self.layout.states_to_blocks(start)
         filled = None if filled is None else jnp.swapaxes(filled, 2, 3)
         if p.parts == 1:
             return self.scan_segments(kind, filled)
@@ -131,7 +131,7 @@ class SegmentedScan(abc.ABC):
 
     def last(self, scanned: Any):
         """Return the states behind sequences, [N, H, K, V], without padding. scanned: the results of a scan."""
-        return self.layout.narrow(jnp.swapaxes(scanned.last, 2, 3))
+        return self.layout.states_from_blocks(jnp.swapaxes(scanned.last, 2, 3))
 
     def by_row(self, x):
         """Return x [B, chunks, H, C], a number of each token, as [B, T, H], in the rows of r."""

@@ -361,7 +361,7 @@ class KernelLayout:
         start: the states of sequences, [N, H of r, K of r, V of r], not None. from_zero: the states that enter in a scan from
         zero, [E, H, K, V]. log: b, the result of `decayed_before`.
         """
-        filled = self.start(start)
+        filled = self.states_to_blocks(start)
         assert filled is not None  # the second phase has the state that has arrived
         return from_zero + jnp.exp(log)[..., None] * jnp.repeat(filled, self.parts, axis=0)
 
@@ -369,24 +369,24 @@ class KernelLayout:
         """Return whether a scan goes from the last segment to the first. adjoint: whether it is a scan of dL/dS."""
         return self.r.reverse != adjoint
 
-    def start(self, start):
-        """Return the states `start` [N, H of r, K of r, V of r], padded with zeros to the kernels' widths and divided into
-        blocks: [N, H, K, V] in float32. Return None for None."""
-        if start is None:
+    def states_to_blocks(self, states):
+        """Return the states [N, H of r, K of r, V of r], padded with zeros to the kernels' widths and divided into blocks: [N,
+        H, K, V] in float32. Return None for None."""
+        if states is None:
             return None
-        (rows, columns), (K, V), S = (self.blocks.rows, self.blocks.columns), self.in_memory, start.astype(jnp.float32)
+        (rows, columns), (K, V), S = (self.blocks.rows, self.blocks.columns), self.in_memory, states.astype(jnp.float32)
         S = widen(jnp.swapaxes(widen(jnp.swapaxes(S, 2, 3), rows * K), 2, 3), columns * V)
         if self.blocks != WHOLE:
             S = jnp.swapaxes(S.reshape(*S.shape[:2], rows, K, columns, V), 3, 4).reshape(-1, self.H, K, V)
         return jnp.pad(S, ((0, 0), (0, 0), (0, self.K - K), (0, self.V - V))) if (K, V) != (self.K, self.V) else S
 
-    def starts(self, start, k, v, adjoint: bool):
+    def segment_starts(self, start, k, v, adjoint: bool):
         """Return the state that enters every segment, [E, H, K, V]; None for zeros.
 
         start: the state of every sequence, [N, H of r, K of r, V of r], or None for zeros. k, v: in blocks; for dL/dS q and
         d_output in their places. adjoint: whether the states are dL/dS.
         """
-        start = self.start(start)
+        start = self.states_to_blocks(start)
         if self.parts == 1:
             return start
         return self.entry_states(self.own_states(k, v, adjoint, last=False), start, adjoint)
@@ -463,9 +463,9 @@ class KernelLayout:
         flags = flags.reshape(flags.shape[0], -1, self.stored.count, self.heads)
         return Residuals(states, jnp.moveaxis(flags, 2, 3).reshape(*flags.shape[:2], blocks))
 
-    def narrow(self, states):
+    def states_from_blocks(self, states):
         """Return the states of the heads of r, [N, H of r, K of r, V of r], from the states of blocks, [N, H, K, V], which may
-        be padded."""
+        be padded: the inverse of `states_to_blocks`."""
         K, V = self.in_memory
         states = states[..., :K, :V]
         if self.blocks != WHOLE:
@@ -475,7 +475,7 @@ class KernelLayout:
         K, V = self.r.q.shape[3], self.r.v.shape[3]
         return states[..., :K, :V]
 
-    def narrow_log(self, log):
+    def log_from_blocks(self, log):
         """Return the log decays of heads, [N, H of r, K of r or 1]. log: [N, H, K or 1] of blocks, equal for all blocks of V."""
         log = log[..., : self.in_memory[0]]
         if self.blocks != WHOLE:
@@ -559,7 +559,7 @@ class OneRowLayout(KernelLayout):
         """Return the final states of sequences, [N, H, K, V], by a separate scan, which XLA drops where the states are not
         used. Each sequence is copied to a chunk's start. last: not used."""
         p = KernelLayout(self.given, self.route.in_one_segment(Form.APART))
-        return p.narrow(p.scan(p.plan(outputs=False), p.k, p.v, None).last)
+        return p.states_from_blocks(p.scan(p.plan(outputs=False), p.k, p.v, None).last)
 
     def gradient_of_gates(self, dg):
         return self.packed.gate_gradient(super().gradient_of_gates(dg))
@@ -593,8 +593,8 @@ class EqualLayout(KernelLayout):
 
 
 class JoinedLayout(KernelLayout):
-    """Lay out joined rows. Every sequence of a row has `pieces` segments, `parts` of the config. Which chunks a segment has
-    depends on the direction of a scan.
+    """Lay out joined rows. Every sequence of a row has `segments_per_sequence` segments, `parts` of the config. Which chunks a
+    segment has depends on the direction of a scan.
 
     The boundaries are known while tracing, so that sequences remain in parallel. `number` (g below) sequences are joined to a
     row:
@@ -608,8 +608,9 @@ class JoinedLayout(KernelLayout):
     """
 
     def __init__(self, given: Recurrence, route: Route, square: bool = False):
-        self.joined, self.pieces = JoinedRows(given, route.rows.joined), route.config.parts
-        super().__init__(given, route, square, row=self.joined.row, parts=self.joined.number * self.pieces)
+        self.joined, self.segments_per_sequence = JoinedRows(given, route.rows.joined), route.config.parts
+        parts = self.joined.number * self.segments_per_sequence
+        super().__init__(given, route, square, row=self.joined.row, parts=parts)
         if self.key and given.segments is None:  # known while tracing: XLA would find them in every call
             self.newest = jnp.broadcast_to(self.joined.newest, (self.N, *self.joined.newest.shape))
 
@@ -621,7 +622,8 @@ class JoinedLayout(KernelLayout):
         inner = self.joined.bounds + (0 if self.descending(adjoint) else 1)
         edges = np.concatenate([[0], inner, [self.chunks]])
         first, count = edges[:-1, None], np.diff(edges)[:, None]
-        cuts = first + count * np.arange(self.pieces + 1) // self.pieces  # [number, pieces + 1]
+        # [number, segments_per_sequence + 1]
+        cuts = first + count * np.arange(self.segments_per_sequence + 1) // self.segments_per_sequence
         return self.in_every_row(cuts[:, :-1].reshape(-1), np.diff(cuts, axis=1).reshape(-1))
 
     def in_every_row(self, first, count) -> np.ndarray:
@@ -632,7 +634,7 @@ class JoinedLayout(KernelLayout):
 
     @functools.cached_property
     def lookback(self) -> int:
-        return super().lookback if self.pieces > 1 else 0
+        return super().lookback if self.segments_per_sequence > 1 else 0
 
     def reset_chunks(self, empty_first: bool):
         """Return an array [2, number], in its first row chunks, in its second row counts: for every two neighbouring sequences
@@ -648,17 +650,17 @@ class JoinedLayout(KernelLayout):
         in scan order the table has only the chunk with the next sequence's reset, because no state passes the reset. last:
         always False."""
         assert not last, "joined rows are not cut between devices"
-        table = self.table_of(adjoint).reshape(self.N, self.joined.number, self.pieces, 4)
+        table = self.table_of(adjoint).reshape(self.N, self.joined.number, self.segments_per_sequence, 4)
         descends = self.descending(adjoint)
         table[:, :, 0 if descends else -1, 1:3] = self.reset_chunks(empty_first=descends).T
         return np.insert(table.reshape(-1, 4), 4, adjoint, axis=1)
 
-    def starts(self, start, k, v, adjoint: bool):
+    def segment_starts(self, start, k, v, adjoint: bool):
         """Return the state that enters every segment, [E, H, K, V]. If a sequence is one segment, one chunk determines that
         state: the chunk with the reset. start: None, because joined rows begin from zeros."""
         assert start is None, "joined rows begin from zeros"
-        if self.pieces > 1:
-            return super().starts(None, k, v, adjoint)
+        if self.segments_per_sequence > 1:
+            return super().segment_starts(None, k, v, adjoint)
         table = self.in_every_row(*self.reset_chunks(empty_first=not self.descending(adjoint)))
         table = np.insert(table, 4, adjoint, axis=1)
         table = np.repeat(table[:, None], self.H, axis=1) if self.key else table
@@ -679,9 +681,10 @@ class JoinedLayout(KernelLayout):
         between = self.joined.ends()[0]
         table = self.in_every_row(between[:, 0], between[:, 1] - between[:, 0] + 1)
         plan = dataclasses.replace(self.plan(outputs=False), parts=1)
-        entering = self.narrow(self.scan(plan, self.k, self.v, None, table).last)
+        entering = self.states_from_blocks(self.scan(plan, self.k, self.v, None, table).last)
         p = KernelLayout(self.joined.last_rows(entering), self.route.in_one_segment(Form.GIVEN))
-        return p.narrow(p.scan(p.plan(outputs=False, start=True), p.k, p.v, p.start(entering)).last)
+        start = p.states_to_blocks(entering)
+        return p.states_from_blocks(p.scan(p.plan(outputs=False, start=True), p.k, p.v, start).last)
 
     def join(self, x):
         return self.joined.join(x)

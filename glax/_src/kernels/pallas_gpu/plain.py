@@ -40,10 +40,12 @@ def forward(p: KernelLayout, save: bool, begun=None) -> tuple[Outputs, Residuals
     """Return the outputs, and the residuals if `save`, else None. begun: the first result of `begin` for this call, or None for
     a call in one phase."""
     r = p.r
-    start = p.starts(r.initial_state, p.k, p.v, False) if begun is None else p.begun_from(r.initial_state, *begun)
+    start = (
+        p.segment_starts(r.initial_state, p.k, p.v, False) if begun is None else p.begun_from(r.initial_state, *begun)
+    )
     plan = p.plan(start=start is not None, states=save, run=p.run if save else 1, **p.stored_states)
     scanned = p.scan(plan, p.k, p.v, start)
-    last: Any = p.narrow(scanned.last)
+    last: Any = p.states_from_blocks(scanned.last)
     if r.states_every is not None:
         last = StoredStates(last, states_of_heads(p, scanned.behind))
     output = p.sum_of_values(scanned.o, p.blocks).astype(r.v.dtype)
@@ -111,15 +113,15 @@ def first_part(p: KernelLayout, k, v, start, adjoint: bool):
     computed from zero during the exchange. The state that arrives is then decayed and added to these.
     """
     own = p.own_states(k, v, adjoint, last=True)
-    _, S = p.along(own, p.start(start), adjoint)
+    _, S = p.along(own, p.states_to_blocks(start), adjoint)
     log = own[1].reshape(p.N, p.parts, *own[1].shape[1:])
-    message = p.narrow(S), p.narrow_log(log.sum(1))
+    message = p.states_from_blocks(S), p.log_from_blocks(log.sum(1))
     return (p.entry_states(own, None, adjoint), p.decayed_before(log, adjoint)), *message
 
 
 def states(p: KernelLayout) -> Residuals:
     """Return the residuals of the forward, the states at chunks, computed by a scan without outputs."""
-    start = p.starts(p.r.initial_state, p.k, p.v, adjoint=False)
+    start = p.segment_starts(p.r.initial_state, p.k, p.v, adjoint=False)
     return p.residuals(p.scan(p.plan(outputs=False, states=True, run=p.run, start=start is not None), p.k, p.v, start))
 
 
@@ -167,7 +169,7 @@ def gradients(p: KernelLayout, d_output, d_final, residuals: Residuals | None, b
     against = p.plan(outputs=False, states=True, adjoint=True, start=d_start is not None, run=run, **of_caller)
     scanned = p.scan(against, p.q, d_output, d_start, out_of_range=residuals.out_of_range, behind=behind)
     form = by_groups if p.grouped else by_heads
-    return form(p, d_output, residuals, scanned), p.narrow(scanned.last)
+    return form(p, d_output, residuals, scanned), p.states_from_blocks(scanned.last)
 
 
 class Gradients(NamedTuple):
@@ -229,7 +231,7 @@ def states_of_heads(p: KernelLayout, behind: Float[Array, "N J H K V"] | None) -
     where rows are too short for a state, for which J is 0."""
     if behind is None:
         return jnp.zeros((p.N, 0, *p.r.state_shape[1:]), jnp.float32)
-    own = p.narrow(behind.reshape(-1, *behind.shape[2:]))
+    own = p.states_from_blocks(behind.reshape(-1, *behind.shape[2:]))
     return own.reshape(*behind.shape[:2], *own.shape[1:])
 
 
@@ -238,7 +240,7 @@ def states_in_blocks(p: KernelLayout, d: Float[Array, "N J H K V"] | None) -> Fl
     states."""
     if d is None or not p.stored_states:
         return None
-    filled = p.start(d.reshape(-1, *d.shape[2:]))
+    filled = p.states_to_blocks(d.reshape(-1, *d.shape[2:]))
     assert filled is not None
     return filled.reshape(*d.shape[:2], *filled.shape[1:])
 
@@ -250,11 +252,11 @@ def starts_against_time(p: KernelLayout, d_final, d_output, behind: Float[Array,
     rows, H, V]. behind: the gradients of the states of `states_every`, as `states_in_blocks` returns them.
     """
     if behind is None or p.parts == 1:
-        return p.starts(d_final, p.q, d_output, adjoint=True)
+        return p.segment_starts(d_final, p.q, d_output, adjoint=True)
     states, log = p.own_states(p.q, d_output, adjoint=True, last=False)
     scale = jnp.repeat(p.scale, p.parts)[:, None, None, None]
     own = states * scale + at_edges(p, behind).reshape(states.shape), log
-    return p.entry_states(own, p.start(d_final), adjoint=True, is_scaled=True)
+    return p.entry_states(own, p.states_to_blocks(d_final), adjoint=True, is_scaled=True)
 
 
 def logs_of_chunks(p: KernelLayout) -> Float[Array, "N chunks heads _"]:
