@@ -87,7 +87,7 @@ class Kernel:
 
     key: everything that the kernel depends on. call: the function. shapes: the shapes and dtypes of its arguments. types: the
     shapes and dtypes of its results. part_of: the call (`Current.call`) that recorded the kernel first, or None. lowering: a
-    lock that the module's function `lower` holds while it reads `lowered`.
+    lock that `lowering_rule` holds while it reads `lowered`.
     """
 
     key: Hashable
@@ -219,7 +219,7 @@ def once(
     return kernel_p.bind(*operands, kernel=known[key])
 
 
-def lower(context, *operands, kernel: Kernel):
+def lowering_rule(context, *operands, kernel: Kernel):
     """Emit the one custom call of the kernel's own module for these operands, and return the MLIR values of its results.
 
     This is the lowering rule of `kernel_p`. If a gradient's longest kernel waits in `longest` for the same call, that kernel is
@@ -242,4 +242,4 @@ def lower(context, *operands, kernel: Kernel):
     ]
 
 
-mlir.register_lowering(kernel_p, lower, platform="cuda")
+mlir.register_lowering(kernel_p, lowering_rule, platform="cuda")

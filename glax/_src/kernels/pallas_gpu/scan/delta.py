@@ -295,18 +295,18 @@ class Program:
         """Return the index of the program's head among all H heads."""
         return self.place()[1]
 
-    def number(self, me=0):
+    def stripe_index(self, me=0):
         """Return the index of the stripe of the state that warpgroup `me` carries, among all stripes of the state."""
         return self.place()[0] * self.plan.stripes + me
 
     def stripe(self, me=0):
         """Return the slice of the state's columns that warpgroup `me` carries."""
-        return pl.ds(self.number(me) * STRIPE, STRIPE)
+        return pl.ds(self.stripe_index(me) * STRIPE, STRIPE)
 
     def column(self, me, shape):
         """Return, for each row of [STRIPE, ...], or in a wide plan each column of [..., STRIPE], the index of the state's
         column, in int32 of shape `shape`. Columns from V on are those of the matrix M."""
-        return iota(shape, int(self.plan.wide)) + self.number(me) * STRIPE
+        return iota(shape, int(self.plan.wide)) + self.stripe_index(me) * STRIPE
 
     def field(self, column: int):
         """Return the entry of the table in the segment's row and the given column."""
@@ -325,9 +325,9 @@ class Program:
         """Return the indices (batch row, chunk, head) at which the chunk of a step lies in x [B, T, heads, width]."""
         return self.field(0), self.chunk(step), quotient(self.head, self.plan.H // x.shape[2])
 
-    def own(self, tile, me):
-        """Return the part of a tile for the stripe of warpgroup `me` if a program carries two stripes of a forward
-        (`DeltaScan.together`), else the tile."""
+    def tile_of_stripe(self, tile, me):
+        """Return the tile of the stripe of warpgroup `me` in `tile`, which has one for each stripe if a program carries two
+        stripes of a forward (`DeltaScan.together`). Else return `tile`, which serves its only stripe."""
         if not self.plan.together:
             return tile
         # An accumulator's scope takes no reference with a static index from outside.
@@ -336,7 +336,7 @@ class Program:
     def written(self, slot, me):
         """Return the tile that holds U or dX of the chunk in `slot`. With `together` it is the stripe's tile of v, in which O
         replaces U."""
-        return self.own(self.tiles.v.at[slot], me) if self.plan.together else self.tiles.tokens
+        return self.tile_of_stripe(self.tiles.v.at[slot], me) if self.plan.together else self.tiles.tokens
 
     def rows(self, step, x, me=0):
         """Return the reference [C, STRIPE] to a step's rows of x [B, T, H, V] in global memory, in the columns of the stripe of
@@ -386,7 +386,7 @@ class Program:
         """Return the tile of the state that *output* reads: of the stripe of warpgroup `me`, or in a wide plan the only
         tile."""
         if not self.plan.wide:
-            return self.own(self.tiles.state, me)
+            return self.tile_of_stripe(self.tiles.state, me)
         # Behind a barrier of the compiler, which would otherwise hold the addresses of all its parts throughout a loop.
         return self.tiles.state.at[lax.optimization_barrier(jnp.int32(0))]
 
@@ -470,7 +470,9 @@ def loader(p: Program):
     if w.is_adjoint:
         tokens.append(("d_output", x.d_output, t.d_output, (), p.stripe()))
     for me in range(w.stripes if w.reads_values and not w.tight else 0):
-        columns = p.stripe(me) if w.columns == w.V else pl.ds(lax.rem(p.number(me), w.V // STRIPE) * STRIPE, STRIPE)
+        columns = (
+            p.stripe(me) if w.columns == w.V else pl.ds(lax.rem(p.stripe_index(me), w.V // STRIPE) * STRIPE, STRIPE)
+        )
         tokens.append(("v", x.v, t.v, (me,), columns))
         if w.has_write:
             tokens.append(("w", x.w, t.w, (me,), columns))
@@ -628,7 +630,7 @@ def store_state(p: Program, me, step, S):
     if not p.plan.has_results:
         return
     with p.pipeline.state.storing(step):
-        p.own(p.tiles.state, me)[...] = S
+        p.tile_of_stripe(p.tiles.state, me)[...] = S
         plgpu.commit_smem()
 
 
@@ -674,7 +676,7 @@ def onward_wide(p: Program, me, step, S):
             beta = None if p.plan.has_erase else p.row_factor(slot, BETA)
             erasing = p.factor_by_row(slot, ERASING)
             if p.plan.kind == "transitions":  # nothing is added to columns of M
-                beta = (1.0 if beta is None else beta) * jnp.where(p.number(me) * STRIPE < p.plan.V, 1.0, 0.0)
+                beta = (1.0 if beta is None else beta) * jnp.where(p.stripe_index(me) * STRIPE < p.plan.V, 1.0, 0.0)
             given = read(values())
             if p.plan.has_write:
                 given *= read(t.w.at[slot, me])
@@ -865,5 +867,5 @@ def gradient_of_values(p: Program, step, slot):
     dX = read(p.by_rows(t.tokens)) + read(p.by_rows(t.lost))
     if p.pipeline.values is not None:
         p.pipeline.values.wait()
-    p.results.beta[p.field(0), p.chunk(step), p.head, p.number()] = (dX * read(p.values(slot))).sum(1)
+    p.results.beta[p.field(0), p.chunk(step), p.head, p.stripe_index()] = (dX * read(p.values(slot))).sum(1)
     return dX * p.factor_by_row(slot, BETA)

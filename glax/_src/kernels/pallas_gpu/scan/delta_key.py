@@ -309,7 +309,7 @@ def load_chunks(p: Program):
         rows, head = pl.ds(p.chunk(step) * C, C), quotient(p.head, w.H // x.v.shape[2])
         for me in range(w.stripes if w.reads_values else 0):
             # The columns of M read any v, of which they write nothing.
-            columns = pl.ds(remainder(p.number(me), w.V // STRIPE) * STRIPE, STRIPE)
+            columns = pl.ds(remainder(p.stripe_index(me), w.V // STRIPE) * STRIPE, STRIPE)
             pipe.chunks.copy(x.v.at[p.field(0), rows, head, columns], t.v.at[slot, me], slot)
             if w.has_write:
                 pipe.chunks.copy(x.w.at[p.field(0), rows, p.head, columns], t.w.at[slot, me], slot)
@@ -469,7 +469,7 @@ def gradient_of_values(p: Program, step):
         t.write[...] = products.astype(BF16)
         dV = dX * read(t.w.at[slot, 0])
     else:
-        p.results.beta[p.field(0), p.chunk(step), p.head, p.number()] = products.sum(1)
+        p.results.beta[p.field(0), p.chunk(step), p.head, p.stripe_index()] = products.sum(1)
         dV = dX * by_row(plgpu.load(t.beta.at[slot], layout=BY_ROW), VALUES)
     p.pipeline.chunks.release(slot)
     return dV

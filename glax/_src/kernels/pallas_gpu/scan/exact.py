@@ -50,7 +50,7 @@ SHARES = plgpu.Layout.TILED(
     vector_dim=-1,
 )
 VALUES = plgpu.Layout.WG_STRIDED((TOKENS, COLUMNS), vec_size=2)
-PAIRS = plgpu.Layout.WG_STRIDED((FLAGS,), vec_size=1)
+FLAG_LAYOUT = plgpu.Layout.WG_STRIDED((FLAGS,), vec_size=1)
 
 
 Ref = Any
@@ -340,8 +340,8 @@ def scan_group(w: Scan, at: Operands, o: Ref, t: Tiles, pipeline: "ExactPipeline
 
     def any_flag(first):
         """Return whether any of FLAGS flags is set, from the index `first` of the group on."""
-        here = plgpu.broadcasted_iota(jnp.int32, (FLAGS,), 0, layout=PAIRS) + first < held
-        flags = plgpu.load(at.flags.at[group, pl.ds(first, FLAGS)], layout=PAIRS)
+        here = plgpu.broadcasted_iota(jnp.int32, (FLAGS,), 0, layout=FLAG_LAYOUT) + first < held
+        flags = plgpu.load(at.flags.at[group, pl.ds(first, FLAGS)], layout=FLAG_LAYOUT)
         return jnp.max(jnp.where(here, flags, 0).astype(jnp.float32)) > 0
 
     def scan_item(place):
