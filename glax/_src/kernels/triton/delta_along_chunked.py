@@ -45,7 +45,7 @@ class Folded(NamedTuple):
     max_abs_cumsum: Array
 
 
-def stored(r: Recurrence):
+def stored_dtype(r: Recurrence):
     """Return the dtype in which operands and matrices are stored: bfloat16 if q is, else float32, because a float16 inverse may
     overflow."""
     return jnp.bfloat16 if r.q.dtype == jnp.bfloat16 else jnp.float32
@@ -68,7 +68,7 @@ def folded(r: Recurrence, chunks: Segments, chunk: int, gradient: bool) -> Folde
     """Compute the folded operands of every chunk of `chunk` tokens. gradient: whether inverse, passed and scores_along are
     computed too; else arrays of one number stand for them."""
     (B, T), (_, H, K, _), M = r.q.shape[:2], r.state_shape, chunks.count
-    wide, pairs, f32 = ((B, T, H, K), stored(r)), ((M, H, chunk, chunk), stored(r)), jnp.float32
+    wide, pairs, f32 = ((B, T, H, K), stored_dtype(r)), ((M, H, chunk, chunk), stored_dtype(r)), jnp.float32
     other = pairs if gradient else ((1,), f32)
     operands = r.q, r.k, r.erasing.erase, r.erasing.along, r.decay.key, r.scale, chunks.table
     shape = dict(shape_of(r, chunk), GRADIENT=gradient)
@@ -124,7 +124,7 @@ def along_chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig) 
     start, kind = start_of_sequences(r)
     (_, H, K, V), M, f32 = r.state_shape, chunks.count, jnp.float32
     shape = shape_of(r, config.chunk)
-    states, columns = ((M, H, V, K), stored(r)), min(config.block, width(V))
+    states, columns = ((M, H, V, K), stored_dtype(r)), min(config.block, width(V))
     S, dS, d_initial = launch(
         along_states,
         2 * -(-V // columns) * H * segments.count,
@@ -141,7 +141,7 @@ def along_chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig) 
             S, dS, chunks.table,
         ),
         [
-            ((M, H, 2, config.chunk, V), stored(r)), ((M, H, products_of(r), config.chunk, config.chunk), stored(r)),
+            ((M, H, 2, config.chunk, V), stored_dtype(r)), ((M, H, products_of(r), config.chunk, config.chunk), stored_dtype(r)),
             ((M, H, 4, config.chunk), f32), like(r, r.v), d_erasing(r)[1],
         ],
         **shape, BK=min(KEY_BLOCK, width(K)), warps=4, stages=2,

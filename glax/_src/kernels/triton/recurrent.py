@@ -37,7 +37,7 @@ def log_decays(head, key, value, row, h, n, k, v, D: tl.constexpr):
 
 
 @triton.jit
-def decayed(S, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def decayed_state(S, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Return e^rows S e^columns, [BK, BV]. rows [BK], columns [BV]: log decays. ROWS, COLUMNS: whether these are applied at
     all."""
     if ROWS:
@@ -109,7 +109,7 @@ def recurrent(q, k, v, head, key, value, beta, erase, write, scale, start, table
         row = origin + D.SIGN * t
         rows, columns = log_decays(head, key, value, row, h, n, ck, cv, D)
         before = S
-        S = decayed(S, rows, columns, D.HEAD != "none" or D.KEY, D.VALUE)
+        S = decayed_state(S, rows, columns, D.HEAD != "none" or D.KEY, D.VALUE)
         kt = vector(k, row, hk, ck, D.HK, D.K)
         u = written(S, before, kt, vector(v, row, hv, cv, D.HV, D.V), beta, erase, write, row, h, ck, cv, D)
         S += kt[:, None] * u[None, :]
@@ -142,7 +142,7 @@ def step(q, k, v, head, key, value, beta, erase, write, scale, slots, pool, o, D
         kt, vt = vector(k, n, h // (D.H // D.HK), ck, D.HK, D.K), vector(v, n, h // (D.H // D.HV), cv, D.HV, D.V)
         qt = vector(q, n, h // (D.H // D.HQ), ck, D.HQ, D.K)
         before = S
-        S = decayed(S, rows, columns, D.HEAD != "none" or D.KEY, D.VALUE)
+        S = decayed_state(S, rows, columns, D.HEAD != "none" or D.KEY, D.VALUE)
         S += kt[:, None] * written(S, before, kt, vt, beta, erase, write, n, h, ck, cv, D)[None, :]
         out = tl.sum(S * qt[:, None], 0) * factor
         store_state(pool, S, slot, h, ck, cv, D.H, D.K, D.V, "evict_first")

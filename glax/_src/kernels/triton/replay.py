@@ -119,7 +119,7 @@ def load_ring(ring, row, first, held, h, k, v, C: tl.constexpr, D: tl.constexpr)
 
 
 @triton.jit
-def decayed(loaded, rows, columns, D: tl.constexpr):
+def decayed_terms(loaded, rows, columns, D: tl.constexpr):
     """Return ((k_i, u_i, b_i, y_i) decayed to the new token, [C, BK or BV] each, rows, columns), in float32.
 
     loaded: the result of `load_ring`. rows, columns: the sums of the log decays of newer tokens. The returned ones include the
@@ -150,7 +150,7 @@ def read_term(x, keys, values):
 @triton.jit
 def read_ring(out, erased, q, e, terms, D: tl.constexpr):
     """Return `out` and `erased`, [BV] each, plus what q and e [BK] read of the ring's decayed tokens. terms: the first result
-    of `decayed`."""
+    of `decayed_terms`."""
     keys, values, bs, ys = terms
     out += read_term(q, keys, values)
     if D.ERASURE != "none":
@@ -170,7 +170,7 @@ def add_ring(added, rows, columns, ring, row, held, h, k, v, D: tl.constexpr):
     """
     for i in range(0, held // FOLDED + 1):
         loaded = load_ring(ring, row, (held // FOLDED - i) * FOLDED, held, h, k, v, FOLDED, D)
-        terms, rows, columns = decayed(loaded, rows, columns, D)
+        terms, rows, columns = decayed_terms(loaded, rows, columns, D)
         keys, values, bs, ys = terms
         added = tl.dot(tl.trans(keys), values, added, input_precision="ieee")
         if D.ALONG:
@@ -328,12 +328,12 @@ def replay(
             if D.KEY or D.HEAD != "none":
                 read = qt * exp(gate)
         erased = tl.zeros([D.BV], tl.float32)
-        terms, rows, columns = decayed(loaded, rows, columns, D)
+        terms, rows, columns = decayed_terms(loaded, rows, columns, D)
         out, erased = read_ring(out, erased, read, et, terms, D)
         if D.PLACES >= D.C:
             for i in range(1, held // D.C + 1):
                 loaded_i = load_ring(ring, row, first - i * D.C, held, h, ck, cv, D.C, D)
-                terms_i, rows, columns = decayed(loaded_i, rows, columns, D)
+                terms_i, rows, columns = decayed_terms(loaded_i, rows, columns, D)
                 out, erased = read_ring(out, erased, read, et, terms_i, D)
         S = stored.to(tl.float32)
         by_state = by_row

@@ -70,7 +70,7 @@ def read_columns(
 
 
 @triton.jit
-def stored(x, value, tokens, d, count, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+def store(x, value, tokens, d, count, HEADS: tl.constexpr, WIDTH: tl.constexpr):
     """Store value at x[tokens, d], from the address x of token 0 of an array [tokens, HEADS, WIDTH]. Tokens from `count` on and
     channels from WIDTH on are not stored."""
     p = x + (HEADS * WIDTH) * tokens[:, None] + d[None, :]
@@ -261,7 +261,7 @@ def row_outputs(q, k, v, first, last, words, tiles, table, sizes, scale, o, log_
     total = tl.where(total == 0, 1.0, total)
     unit = tl.where(highest == float("-inf"), 0.0, highest * factor)
     tl.store(log_total + (start + rows).to(tl.int64) * D.HQ + hq, unit + tl.log2(total), mask=rows < count)
-    stored(at(o, start, hq, D.HQ, D.V), weighted / total[:, None], rows, cv, count, D.HQ, D.V)
+    store(at(o, start, hq, D.HQ, D.V), weighted / total[:, None], rows, cv, count, D.HQ, D.V)
 
 
 # ---- the gradient of q -------------------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ def row_query_gradient(
             dq = add_query_gradient(
                 dq, qt, d_ot, logs, shifts, kh, vh, begins, ends, own, num_words, key, high, factor, D, True, True
             )
-    stored(at(d_q, start, hq, D.HQ, D.K), dq * tl.load(scale), rows, ck, count, D.HQ, D.K)
+    store(at(d_q, start, hq, D.HQ, D.K), dq * tl.load(scale), rows, ck, count, D.HQ, D.K)
 
 
 # ---- the gradients of k and v ------------------------------------------------------------------------------------------
@@ -482,9 +482,9 @@ def key_gradients(
                     hk * D.GROUP + g, factor, D, True, True,
                 )  # fmt: skip
     if D.KEY:
-        stored(at(d_k, place, hk, D.HK, D.K), dk * tl.load(scale), own, ck, count, D.HK, D.K)
+        store(at(d_k, place, hk, D.HK, D.K), dk * tl.load(scale), own, ck, count, D.HK, D.K)
     if D.VALUE:
-        stored(at(d_v, place, hk, D.HK, D.V), dv, own, cv, count, D.HK, D.V)
+        store(at(d_v, place, hk, D.HK, D.V), dv, own, cv, count, D.HK, D.V)
 
 
 @triton.jit

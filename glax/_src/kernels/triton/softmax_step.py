@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from glax._src.kernels.common.softmax import StepOperands
 from glax._src.kernels.triton.config import precision, width
 from glax._src.kernels.triton.launch import launch, tl, triton
-from glax._src.kernels.triton.softmax import add_scores, product, read, read_columns, stored
+from glax._src.kernels.triton.softmax import add_scores, product, read, read_columns, store
 from glax._src.kernels.triton.softmax_config import SoftmaxStepConfig
 from glax._src.kernels.triton.tiles import LOG2E, at
 
@@ -96,7 +96,7 @@ def part_outputs(q, k, v, first, last, slots, sizes, scale, o, log_total, D: tl.
     log = tl.where(total == 0, float("-inf"), highest * factor + tl.log2(total))
     place = part * tl.load(sizes + 2) + b
     tl.store(log_total + place.to(tl.int64) * D.HQ + hq + rows, log, mask=rows < heads)
-    stored(at(o, place, hq, D.HQ, D.V), weighted, rows, cv, heads, 1, D.V)
+    store(at(o, place, hq, D.HQ, D.V), weighted, rows, cv, heads, 1, D.V)
 
 
 def forward(
