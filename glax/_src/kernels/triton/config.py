@@ -301,7 +301,7 @@ class GradientConfig(Config):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> Self:
-        """Return the config for a call r. It is the result of one of two class methods, or is formed here:
+        """Return the config for a call r. It is the result of one of three class methods, or is formed here:
 
             the delta rule (r.erasure is given)      erasing(r)
             dtypes other than bfloat16               in_blocks(r)
