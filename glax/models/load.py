@@ -240,8 +240,8 @@ def opened_model(
 ) -> tuple[CausalLM, Callable[[], None]]:
     """Return the model of `from_pretrained` with shapes in place of its parameters, and a function that reads these.
 
-    The names of all tensors are checked, and no value is read. The function sets the parameters of this same model, once, and
-    raises ValueError for a tensor of another shape. Programs can be compiled meanwhile.
+    The names of all tensors are checked. Only values that are tied, derived or joined are read for that. The function sets the
+    parameters of this same model, once, and raises ValueError for a tensor of another shape. Programs can be compiled meanwhile.
     """
     folder, cast, pattern = Path(folder), floating("dtype", dtype), pattern_of(only)
     if mesh is not None:

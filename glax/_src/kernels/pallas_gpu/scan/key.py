@@ -30,12 +30,13 @@ to their middle.
 Roles. A program has a segment of one sequence, one head and 64 or 128 columns of the state. Its warpgroups work side by side.
 *scale* (`key_scale.py`) sums gates and scales operands, 64 channels of K in each of its warpgroups, ahead of those that
 multiply. *carry* takes the state through all chunks, and stores S' for *output*, which forms scores and outputs while the next
-state is formed. Scans without outputs have a *carry* for every 64 columns of the state. No role only loads: the warpgroup that
-uses a tile last loads the next into it.
+state is formed. Scans without outputs have a *carry* for every 64 columns of the state. No role only loads: *scale* loads gates,
+*carry* k and v, once *output* is done with them too, and *output* q, and the gates where their tile holds what q^ lost.
 
 Memory: `Tiles`. q^ overwrites q, k^ overwrites k. Outputs leave through the tile of q^, and what q^ lost is in the tile of the
 gates, unless `Scan.has_output_tile` and `Scan.lost_stages` say that they have tiles of their own. Who waits for whom, in a scan
-with outputs, K = 128 and 128 columns:
+with outputs, K = 128 and 128 columns; a line that ends in full names the roles whose copies have arrived, and the warpgroups of
+*scale* meet at every chunk to agree whether it is in range (met), and once before the first chunk (prepared):
 
     waits          for            until
     scale          output, carry  tokens full: q, k, v
@@ -48,7 +49,7 @@ with outputs, K = 128 and 128 columns:
     output         carry          state stored
     carry          output         state read
 
-Other plans add: with `Scan.has_lost_tiles`, *scale* waits for *output* until `lost free`, and *output* for *scale* until
+Other plans differ: with `Scan.has_lost_tiles`, *scale* waits for *output* until `lost free`, and *output* for *scale* until
 `prepared`; with `Scan.pads_columns`, *carry* waits for itself until `token full`.
 """
 
