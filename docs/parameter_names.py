@@ -109,6 +109,7 @@ MODELS = {
     "qwen4_exp_text": SIZES | QWEN4,
     "qwen4_exp": dict(text_config=SIZES | QWEN4),
     "recurrent_gemma": SIZES | dict(num_attention_heads=2, num_hidden_layers=3, pad_token_id=None),
+    "rwkv": SIZES | dict(num_hidden_layers=2),
     "xlstm": SIZES | dict(num_heads=2),
 }  # fmt: skip
 

@@ -62,8 +62,8 @@ Measured, and not in a table of this page:
 - Packed sequences on Hopper pay for a check that their results are finite: 21 to 31 us a forward, 64 to 200 us with gradient.
 - `erase_along` has chunked kernels of its own on GPUs with per-key gates and heads up to 64 wide alone, as in RWKV-7.
   Elsewhere Triton runs it as two rows a token, and CUDA's kernels token by token.
-- `from_pretrained` loads Qwen3.5-4B onto an H200 in 3.4 to 4.1 seconds, transformers in 1.6, with 1.1 GiB of the host's memory for 7.8.
-  The device's peak is 9.5 GiB for 8.1.
+- `from_pretrained` loads Qwen3.5-4B onto an H200 in 3.4 to 4.1 seconds, transformers in 1.6.
+  It takes 1.1 GiB of the host's memory for 7.8. The device's peak is 9.5 GiB for 8.1.
 - Sharded parameters in a plain `jit` train GLA-1.3B only 1.66 times as fast on four H100 as on one.
 - The first token of `glax generate` with Qwen3.5-4B takes 29 to 35 seconds in a fresh process on an H200, most of which compiles,
   and 13 to 17 seconds with stored programs. The first step of `glax train` takes 46 to 63 seconds.

@@ -355,11 +355,11 @@ def padding(options: Options, default: int | None = None) -> int | None:
 # ---- kinds of options, those without effect included: a config with another kind is damaged, or of another program -----------
 
 COUNTS = """
-    bos_token_id chunk_size conv_size expand ffn_hidden_size head_dim image_end_token_id image_start_token_id image_token_id
-    kv_channels mamba_chunk_size max_inference_chunksize max_position_embeddings max_window_layers model_max_length
-    n_shared_experts num_hidden_layers num_logits_to_keep num_nextn_predict_layers num_query_groups number_of_conv_states
-    pretraining_tp qk_head_dim sep_token_id sliding_window video_end_token_id video_start_token_id video_token_id
-    vision_end_token_id vision_start_token_id
+    bos_token_id chunk_size context_length conv_size expand ffn_hidden_size head_dim image_end_token_id
+    image_start_token_id image_token_id kv_channels mamba_chunk_size max_inference_chunksize max_position_embeddings
+    max_window_layers model_max_length n_shared_experts num_hidden_layers num_logits_to_keep num_nextn_predict_layers
+    num_query_groups number_of_conv_states pretraining_tp qk_head_dim sep_token_id sliding_window video_end_token_id
+    video_start_token_id video_token_id vision_end_token_id vision_start_token_id
 """
 FLAGS = """
     add_out_norm attention_bias fuse_cross_entropy fuse_linear_cross_entropy fuse_norm fuse_swiglu fused_add_norm

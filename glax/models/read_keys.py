@@ -334,6 +334,10 @@ READ_WORDS = {
         @fla attn_mode attnres_block_size elementwise_affine expand_k expand_v feature_map fuse_swiglu num_heads
         num_kv_heads use_output_gate
     """,
+    "rwkv": """
+        @transformers attention_hidden_size context_length init_std initializer_factor intermediate_size
+        layer_norm_epsilon max_position_embeddings num_hidden_layers output_attentions rescale_every use_cache
+    """,
     "rwkv6": """
         @fla attn_mode expand_k expand_v gate_low_rank_dim norm_bias norm_first num_heads proj_low_rank_dim
     """,

@@ -66,6 +66,7 @@ from glax.models.shardings import head_counts
 from glax.models.tokens import TOKENIZER, Tokenizer, find_tokenizer, read_tokens
 from glax.nn import MLSTM, RGLRU, Experts, HGRNAttention, LightningAttention, Mamba2, Mamba3
 from glax.nn.linear_attention import LinearAttention
+from glax.nn.rwkv4 import RWKV4Attention
 from glax.nn.rwkv6 import RWKV6Attention
 from glax.nn.rwkv7 import RWKV7Attention
 
@@ -79,6 +80,7 @@ RECURRENT = (
     RGLRU,
     Mamba2,
     Mamba3,
+    RWKV4Attention,
     RWKV6Attention,
     RWKV7Attention,
     FusedGatedDeltaNet,

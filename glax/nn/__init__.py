@@ -16,6 +16,7 @@ from glax.nn.mlstm import MLSTM
 from glax.nn.norms import LayerNorm, RMSNorm, RMSNormGated
 from glax.nn.retention import LightningAttention, MultiScaleRetention
 from glax.nn.rg_lru import RGLRU
+from glax.nn.rwkv4 import RWKV4Attention, RWKV4FeedForward
 from glax.nn.rwkv6 import RWKV6Attention, RWKV6FeedForward
 from glax.nn.rwkv7 import RWKV7Attention, RWKV7FeedForward
 
@@ -23,7 +24,7 @@ __all__ = [
     "MLSTM", "RGLRU", "Attention", "Comba", "DeltaNet", "Experts", "GatedDeltaNet", "GatedDeltaProduct", "GatedLinearAttention",
     "GatedSlotAttention", "HGRN2Attention", "HGRNAttention", "KimiDeltaAttention", "LayerNorm", "LightningAttention",
     "Mamba1", "Mamba2", "Mamba3", "MultiHeadLatentAttention", "MultiScaleRetention", "RMSNorm", "RMSNormGated",
-    "RWKV6Attention", "RWKV6FeedForward",
+    "RWKV4Attention", "RWKV4FeedForward", "RWKV6Attention", "RWKV6FeedForward",
     "RWKV7Attention", "RWKV7FeedForward", "ShortConvolution", "SimpleGatedLinearAttention", "SparseMLP", "SwiGLU",
 ]  # fmt: skip
 

@@ -58,6 +58,12 @@ class Rows(Protocol):
         """
         ...
 
+    def accumulated(self, then: Callable, maps: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Return, for each row, the maps of the rows of this call up to it, composed by `then`, an associative function of two
+        tuples of arrays. maps: arrays [*rows, ...]. Rows of several sequences are composed too, so `then` must know where one
+        begins."""
+        ...
+
     def with_zeros_in_padding(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         """Return x with zeros in the rows of padding."""
         ...
@@ -69,6 +75,11 @@ class Rows(Protocol):
         state: [N], the number of tokens of each sequence that were read before; the new state also counts the rows of this
         call.
         """
+        ...
+
+    def first_rows(self) -> Bool[Array, "*rows"]:
+        """Return whether each row is the first of its sequence in this call; for one token of each sequence [1], which is
+        true."""
         ...
 
     def last_positions(self, positions: Int[Array, "*rows"]) -> Int[Array, "*rows"]:
@@ -159,6 +170,9 @@ class Parallel:
         packing: Any = dict(cu_seqlens=self.cu_seqlens, segment_ids=self.segment_ids, pad_id=self.pad_id)
         return selective_scan(x, dt, A, B, C, D, initial_state=state, **packing)
 
+    def accumulated(self, then: Callable, maps: tuple[Array, ...]) -> tuple[Array, ...]:
+        return maps if 0 in self.shape else jax.lax.associative_scan(then, maps, axis=len(self.shape) - 1)
+
     # ---- windows and positions ---------------------------------------------------------------------------------------
 
     def window(self, x: Array, size: int, state: Array | None) -> tuple[list[Array], Array]:
@@ -232,6 +246,9 @@ class Parallel:
         positions = jnp.arange(T)[None] - segments.begin + jnp.where(segments.is_first, start[:, None], 0)
         after = jnp.take_along_axis(positions, segments.last[:, None], 1)[:, 0] + 1
         return positions, jnp.where(segments.is_token.any(1), after, start)
+
+    def first_rows(self) -> Bool[Array, "*rows"]:
+        return self.positions(None)[0] == 0
 
     def last_positions(self, positions: Int[Array, "*rows"]) -> Int[Array, "*rows"]:
         if positions.size == 0 or self.num_sequences == 0:
@@ -458,6 +475,9 @@ class Step:
     def selective_scan(self, x, dt, A, B, C, D, state: Array) -> tuple[Array, Array]:
         return selective_scan_step(x, dt, A, B, C, state, D, slots=self.slots)
 
+    def accumulated(self, then: Callable, maps: tuple[Array, ...]) -> tuple[Array, ...]:
+        return maps
+
     def window(self, x: Array, size: int, state: Array) -> tuple[list[Array], Array]:
         rows = jnp.concatenate([self.read(state).astype(x.dtype), x[:, None]], 1)
         return [rows[:, i] for i in range(size)], self.write(state, rows[:, 1:])
@@ -465,6 +485,9 @@ class Step:
     def positions(self, state: Array) -> tuple[Int[Array, "B"], Array]:
         positions = self.read(state)
         return positions, self.write(state, positions + 1)
+
+    def first_rows(self) -> Bool[Array, "1"]:
+        return jnp.ones(1, bool)
 
     def last_positions(self, positions: Int[Array, "B"]) -> Int[Array, "B"]:
         return positions

@@ -142,6 +142,8 @@ from transformers import (
     Qwen4ExpTextConfig,
     RecurrentGemmaConfig,
     RecurrentGemmaForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
     Zamba2Config,
     Zamba2ForCausalLM,
     ZambaConfig,
@@ -499,6 +501,12 @@ CASES = {
         layer_types=["linear_attention", "full_attention"], full_attn_alpha_factor=1.2, full_attn_beta_factor=0.7,
         linear_attn_alpha_factor=0.8, linear_attn_beta_factor=1.3, mlp_alpha_factor=0.9, mlp_beta_factor=1.1,
         tie_word_embeddings=True)),
+    "rwkv": (RwkvConfig, RwkvForCausalLM, dict(vocab_size=32, hidden_size=16, num_hidden_layers=3)),
+    "rwkv_options": (RwkvConfig, RwkvForCausalLM, dict(
+        vocab_size=32, hidden_size=16, num_hidden_layers=3, attention_hidden_size=24, intermediate_size=20,
+        layer_norm_epsilon=1e-3, rescale_every=1, context_length=16)),
+    "rwkv_plain": (RwkvConfig, RwkvForCausalLM, dict(
+        vocab_size=32, hidden_size=12, num_hidden_layers=2, rescale_every=0, tie_word_embeddings=True)),
     "recurrent_gemma": (RecurrentGemmaConfig, RecurrentGemmaForCausalLM, GRIFFIN),
     "recurrent_gemma_options": (RecurrentGemmaConfig, RecurrentGemmaForCausalLM, GRIFFIN | dict(
         num_hidden_layers=4, block_types=["attention", "recurrent", "local"], lru_width=24, num_key_value_heads=1, head_dim=12,
@@ -655,6 +663,14 @@ def without_ties(scores: torch.Tensor, *args, topk=torch.Tensor.topk, **options)
 torch.Tensor.topk = without_ties
 
 
+def unscale(model: RwkvForCausalLM):
+    """Undo what RWKV-4 does to the weights of outputs at inference: divide them by a power of 2, so that their gradients grow."""
+    every = model.config.rescale_every
+    for layer, block in enumerate(model.rwkv.blocks):
+        for projection in (block.attention.output, block.feed_forward.value):
+            projection.weight.grad /= 2 ** (layer // every if every > 0 else 0)
+
+
 def make(name: str):
     config_class, model_class, options = CASES[name]
     config = config_class(**options)
@@ -685,6 +701,8 @@ def make(name: str):
         logits = model(tokens, use_cache=False).logits
         weights = torch.sin(3.0 * torch.arange(logits.numel())).reshape(logits.shape)
         (weights * logits).mean().backward()
+        if config.model_type == "rwkv":
+            unscale(model)
         gradients = gradients_by_saved_name(model)
     expected = {f"gradient.{key}": x.to(torch.float32) for key, x in gradients.items()}
     logits = logits.detach().to(torch.float32)

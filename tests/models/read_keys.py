@@ -64,8 +64,8 @@ FLA = (
 TRANSFORMERS = (
     "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "glm5_next_text", "granitemoehybrid", "jamba", "kimi_linear",
     "lara_mini", "lfm2", "lfm2_moe", "lfm3", "llama", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3",
-    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "xlstm",
-    "zamba", "zamba2",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "rwkv",
+    "xlstm", "zamba", "zamba2",
 )  # fmt: skip
 # Kimi K3's modeling code is in no package. These are the arguments of the config's classes in its repository, but for those that
 # no code reads, and what transformers' own class reads.
@@ -194,7 +194,11 @@ def attributes_of(kind: str) -> set[str]:
             if config_class.__module__.startswith("transformers"):
                 tokens = torch.arange(10)[None] % config.vocab_size
                 model(tokens, use_cache=False, **({} if kind in HEADLESS else dict(labels=tokens)))
-                if kind not in ("recurrent_gemma", "xlstm"):  # one returns no cache, the other's needs other widths
+                if kind not in (
+                    "recurrent_gemma",
+                    "rwkv",
+                    "xlstm",
+                ):  # two return no cache, the other's needs other widths
                     cache = model.eval()(tokens, use_cache=True).past_key_values
                     model(tokens[:, :1], past_key_values=cache, use_cache=True)
         for path, classes in own_classes(model).items():

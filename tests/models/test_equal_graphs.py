@@ -19,8 +19,8 @@ from glax.server.scheduler import Scheduler
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 LAYERS = """
 Attention Comba DeltaNet GatedDeltaNet GatedDeltaProduct GatedLinearAttention GatedSlotAttention HGRN2Attention
-HGRNAttention KimiDeltaAttention LightningAttention MLSTM Mamba1 Mamba2 Mamba3 MultiScaleRetention RGLRU RWKV6Attention
-RWKV7Attention SimpleGatedLinearAttention
+HGRNAttention KimiDeltaAttention LightningAttention MLSTM Mamba1 Mamba2 Mamba3 MultiScaleRetention RGLRU RWKV4Attention
+RWKV6Attention RWKV7Attention SimpleGatedLinearAttention
 """
 
 
@@ -54,7 +54,9 @@ def test_the_second_load_of_a_folder_compiles_nothing():
 @pytest.mark.parametrize("layer", LAYERS.split())
 def test_layers_do_not_store_functions_of_their_first_values(layer):
     of_states = dict(num_heads=2, head_width=16, state_width=8)
-    more = {"HGRNAttention": {}, "Mamba1": {}, "Mamba2": of_states, "Mamba3": of_states}.get(layer, dict(num_heads=2))
+    more = {"HGRNAttention": {}, "Mamba1": {}, "RWKV4Attention": {}, "Mamba2": of_states, "Mamba3": of_states}.get(
+        layer, dict(num_heads=2)
+    )
     more |= dict(layer_idx=0, num_layers=2) if layer == "LightningAttention" else {}
 
     def graph():

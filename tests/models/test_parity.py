@@ -66,6 +66,8 @@ READ_IN_ALL_WAYS = [
     "recurrent_gemma",
     "recurrent_gemma_options",
     "retnet",
+    "rwkv",
+    "rwkv_options",
     "rwkv6",
     "rwkv7",
     "rwkv7_options",

@@ -169,7 +169,25 @@ def rg_lru_by_formula(p, x):
     return y @ p["output.kernel"] + p["output.bias"]
 
 
+def rwkv4_by_formula(p, x):
+    """12 channels, whose sums of weights are formed as the paper has them."""
+    before = np.concatenate([np.zeros((1, WIDTH)), x[:-1]])
+
+    def projected(name):
+        mu = p[f"mix_{name}"]
+        return (mu * x + (1 - mu) * before) @ p[f"{name}.kernel"]
+
+    r, k, v = (projected(name) for name in ("receptance", "key", "value"))
+    w, numerator, total, rows = np.exp(p["decay"]), np.zeros(12), np.zeros(12), []
+    for t in range(len(x)):
+        own = np.exp(p["bonus"] + k[t])
+        rows.append((numerator + own * v[t]) / (total + own))
+        numerator, total = (np.exp(-w) * y + np.exp(k[t]) * z for y, z in ((numerator, v[t]), (total, 1)))
+    return (sigmoid(r) * np.stack(rows)) @ p["output.kernel"]
+
+
 LAYERS = {
+    "rwkv4": (lambda: nn.RWKV4Attention(WIDTH, inside=12, rngs=nnx.Rngs(0)), rwkv4_by_formula),
     "rg_lru": (
         lambda: nn.RGLRU(WIDTH, num_heads=3, inside=12, conv_size=2, act="relu", rngs=nnx.Rngs(0)),
         rg_lru_by_formula,
@@ -319,6 +337,7 @@ def test_layers_on_a_mesh_read_across_shards_of_the_sequence():
         (nn.GatedSlotAttention, dict(num_heads=2, num_slots=4)),
         (nn.HGRNAttention, dict(inside=24, use_short_conv=True)),
         (nn.RGLRU, dict(num_heads=2, inside=24)),
+        (nn.RWKV4Attention, dict(inside=24)),
     ],
     ids=lambda x: x.__name__ if isinstance(x, type) else "",
 )
