@@ -60,7 +60,7 @@ class HeadDecays:
     plan: Plan
     heads: range
     sums: head_gate.HeadSums | None
-    edges: head_gate.HeadEdgeDecays | None
+    edges: head_gate.EdgeDecays | None
     dtype: Any
 
     def entering(self, S):

@@ -35,7 +35,7 @@ from glax._src.kernels.pallas_tpu.plan import Plan, Step
 from glax._src.kernels.pallas_tpu.refs import BackwardRefs, ForwardRefs, StateRefs
 
 
-class HeadEdgeDecays(NamedTuple):
+class EdgeDecays(NamedTuple):
     """Hold the decays between tokens and the edges of the chunk, for all heads of a program; R is `Plan.gate_rows`."""
 
     from_start: jnp.ndarray  # [R, C]: from the chunk's start through a token
@@ -88,10 +88,10 @@ class HeadSums(NamedTuple):
         columns = ((end, self.broadcast_column(term, head, width)) for term, end in zip(self.terms, last, strict=True))
         return jnp.exp(sum(end - column for end, column in columns))
 
-    def edge_decays(self) -> HeadEdgeDecays:
+    def edge_decays(self) -> EdgeDecays:
         """Return the decays between tokens and the edges of the chunk, for all heads of the program."""
         to_end = sum(end - x for end, x in zip(self.last, self.rows, strict=True))
-        return HeadEdgeDecays(jnp.exp(sum(self.rows)), jnp.exp(to_end), jnp.exp(sum(self.last)))
+        return EdgeDecays(jnp.exp(sum(self.rows)), jnp.exp(to_end), jnp.exp(sum(self.last)))
 
 
 def head_sums(gates, reverse: bool, dtype) -> HeadSums:
@@ -113,7 +113,7 @@ def head_sums(gates, reverse: bool, dtype) -> HeadSums:
 
 def load_gates(
     plan: Plan, step: Step, refs: ForwardRefs | StateRefs | BackwardRefs, dtype
-) -> tuple[HeadSums | None, HeadEdgeDecays | None]:
+) -> tuple[HeadSums | None, EdgeDecays | None]:
     """Return the sums of the step's log gates, and the decays between tokens and the chunk's edges; both None without gates.
 
     dtype: of q, k and v. With float32 the sums have two terms.
@@ -152,7 +152,7 @@ def forward(plan: Plan, step: Step, scale, refs: ForwardRefs):
         refs.state[unit] = carry_state(plan, S, k, v, edges, heads, dtype)
 
 
-def carry_state(plan: Plan, S, k, v, edges: HeadEdgeDecays | None, heads, dtype, product=chunk_math.dot):
+def carry_state(plan: Plan, S, k, v, edges: EdgeDecays | None, heads, dtype, product=chunk_math.dot):
     """Return a unit's state after the chunk:   S' = e^{G_last} S + sum_j v_j (k_j e^{G_last - G_j})^T   [pack * V, pack * K].
 
     edges: the decays of all heads of the program, or None without gates. heads: the numbers of the unit's heads in the program.
@@ -186,7 +186,7 @@ class Backward:
     scale: jnp.ndarray
     refs: BackwardRefs
     sums: HeadSums | None
-    edges: HeadEdgeDecays | None
+    edges: EdgeDecays | None
     causal: jnp.ndarray
     strictly_causal: jnp.ndarray
 

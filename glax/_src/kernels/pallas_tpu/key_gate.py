@@ -108,7 +108,7 @@ def middle_factors(plan: Plan, refs: Refs, gates) -> MiddleFactors:
     return MiddleFactors(up, down, enter, up[end : end + 1])
 
 
-class KeyEdgeDecays(NamedTuple):
+class EdgeDecays(NamedTuple):
     """Hold the decays of a unit between tokens and the edges of the chunk, for the exact form."""
 
     from_start: jnp.ndarray  # [C, K]: from the chunk's start through a token
@@ -128,10 +128,10 @@ def sums_to_end(plan: Plan, refs: Refs, gates):
     return sum_gates(refs, jnp.where(s > i, 1.0, 0.0), gates)
 
 
-def edge_decays(plan: Plan, refs: Refs, gates) -> KeyEdgeDecays:
+def edge_decays(plan: Plan, refs: Refs, gates) -> EdgeDecays:
     """Return the decays of a unit between tokens and the edges of the chunk. gates: the result of `load_gates`."""
     total = jnp.exp(gates.sum(0, keepdims=True))
-    return KeyEdgeDecays(jnp.exp(sums_from_start(plan, refs, gates)), jnp.exp(sums_to_end(plan, refs, gates)), total)
+    return EdgeDecays(jnp.exp(sums_from_start(plan, refs, gates)), jnp.exp(sums_to_end(plan, refs, gates)), total)
 
 
 def fold_levels(plan: Plan, refs: Refs, gates, body, carry):
