@@ -9,6 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
+from glax._src.api.mlstm import Pair
 from glax._src.api.recurrent import check_layer, recurrent
 from glax.nn.arguments import checked
 from glax.nn.hgrn import of_channels
@@ -169,12 +170,9 @@ def behind_token(high: Array, rest: Array, k: Array, w: Array) -> tuple[Array, A
     time, before it is right.
     """
     change = jnp.log1p(jnp.expm1(-jnp.minimum(w, 0.5)) + jnp.exp(jnp.minimum(k - high, 0)))  # of finite gradient
-    change += rest
-    total = high + change
-    part = total - high
-    lost = (high - (total - part)) + (change - part)
+    total = Pair.sum_of(high, change + rest)
     is_slow = (w < 0.5) & (k <= high)
-    return jnp.where(is_slow, total, jnp.logaddexp(high + rest - w, k)), jnp.where(is_slow, lost, 0)
+    return jnp.where(is_slow, total.high, jnp.logaddexp(high + rest - w, k)), jnp.where(is_slow, total.low, 0)
 
 
 class RWKV4FeedForward(Layer):
