@@ -166,8 +166,8 @@ def log_weights(
 def behind_token(high: Array, rest: Array, k: Array, w: Array) -> tuple[Array, Array]:
     """Return L behind a token, and what it loses in rounding. high + rest: L before the token.
 
-    A token changes L by less than L's last digit where decays are slow. So without the rest L would stand still, one token at a
-    time, before it is right.
+    Where decays are slow, a token changes L by less than L's last digit. Without the rest, L would stop short of its value in
+    decoding.
     """
     change = jnp.log1p(jnp.expm1(-jnp.minimum(w, 0.5)) + jnp.exp(jnp.minimum(k - high, 0)))  # of finite gradient
     total = Pair.sum_of(high, change + rest)
