@@ -25,7 +25,7 @@ def rwkv(config: ModelConfig, precision: Precision) -> CausalLM:
     """Build an RWKV-4 model. Peng et al. 2023, https://arxiv.org/abs/2305.13048.
 
     At inference the model's own code halves the residuals behind every rescale_every layers, and the outputs that are added to
-    them. That changes results by the epsilons of norms alone, which grow by 4 here for each halving.
+    them. That changes results by the epsilons of norms alone, which are multiplied by 4 here for each halving.
     """
     options = Options(config.values)
     width, layers = options.integer("hidden_size", 4096), options.integer("num_hidden_layers", 32)
@@ -34,7 +34,7 @@ def rwkv(config: ModelConfig, precision: Precision) -> CausalLM:
     wide = options.integer("intermediate_size", None, optional=True) or 4 * width
     eps = options.number("layer_norm_epsilon", 1e-5, least=0)
     every = options.integer("rescale_every", 6, least=-WIDEST)  # 0 or less: none
-    # The longest sequence of its CUDA kernel; and rotations, which it has none of.
+    # The first two are the longest sequence of its CUDA kernel. It has no rotary positions.
     options.ignore("context_length", "max_position_embeddings", "rope_parameters", "rope_scaling")
     options.finish()
 

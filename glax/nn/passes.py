@@ -60,8 +60,8 @@ class Rows(Protocol):
 
     def accumulated(self, then: Callable, maps: tuple[Array, ...]) -> tuple[Array, ...]:
         """Return, for each row, the maps of the rows of this call up to it, composed by `then`, an associative function of two
-        tuples of arrays. maps: arrays [*rows, ...]. Rows of several sequences are composed too, so `then` must know where one
-        begins."""
+        tuples of arrays. maps: arrays [*rows, ...]. Rows of several sequences are composed too, so `then` must know where a
+        sequence begins."""
         ...
 
     def with_zeros_in_padding(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
@@ -78,8 +78,7 @@ class Rows(Protocol):
         ...
 
     def first_rows(self) -> Bool[Array, "*rows"]:
-        """Return whether each row is the first of its sequence in this call; for one token of each sequence [1], which is
-        true."""
+        """Return whether each row is the first of its sequence in this call; `Step` returns [True], to be broadcast."""
         ...
 
     def last_positions(self, positions: Int[Array, "*rows"]) -> Int[Array, "*rows"]:

@@ -44,9 +44,9 @@ class RWKV4Attention(Layer):
     None, projections start orthogonal.
 
     layer(x [B, T, width]) returns (y [B, T, width], state). `glax.nn.layer.Layer` has the dtypes, decoding and errors.
-    The state is a dict: m [N, D] as `recurrent`, L and what it lost in rounding [N, 1, 2 D] as `log_weight`, both float32, or
-    float64 for such inputs; the last token [N, 1, width] as `shift`; and the number of tokens, [N], as `length`. L is not read
-    where length is 0.
+    The state is a dict: m [N, D] as `recurrent`, L and its rest [N, 1, 2 D] as `log_weight`, both float32, or float64 for
+    float64 inputs; the last token [N, 1, width] as `shift`; and the number of tokens, [N], as `length`. L is not read
+    where length is 0. The rest is what L lost in rounding at a token that was the first of its call, else 0.
 
     Peng et al. 2023, https://arxiv.org/abs/2305.13048.
 
@@ -153,7 +153,8 @@ def log_weights(
     first, rest = behind_token(jnp.where(is_first, NOTHING, high), jnp.where(is_first, 0, rest), k, w)
 
     def then(first: tuple, second: tuple) -> tuple[Array, Array, Array]:
-        """Return the map L -> log(e^(L + a) + e^x) of the tokens of both, where nothing passes a token that begins."""
+        """Return the map L -> log(e^(L + a) + e^x) of the tokens of both, where a token that begins discards
+        the L before it."""
         (began, a, x), (begins, b, y) = first, second
         return began | begins, a + b, jnp.logaddexp(jnp.where(begins, NOTHING, x) + b, y)
 

@@ -131,7 +131,7 @@ class TritonChunkedConfig(Config):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> Self:
-        """Return the config for a call r by its dtype and K. It is the result of one of three class methods, or is formed here:
+        """Return the config for a call r by its dtype, K and V: the result of one of three class methods, or one formed here:
 
             the delta rule (r.erasure is given)      erasing(r)
             bfloat16, K up to 128                    the best config found on an H200 at widths of 128
@@ -183,9 +183,9 @@ class TritonChunkedConfig(Config):
 
     @classmethod
     def scan(cls, r: Recurrence) -> Self:
-        """Return the config of one kernel, which computes outputs as it scans the state, for float16, and for wide heads and
-        float32 whose states are too large to be stored. Tiles are smaller where K or the dtype is wide: larger ones would spill
-        more registers."""
+        """Return the config of one kernel, which computes outputs as it scans the state: for float16 up to 128 wide, and for
+        wide heads and float32 whose states are too large to be stored. Tiles are smaller where K or the dtype is wide: larger
+        ones would spill more registers."""
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
         num_scans, wide = r.num_sequences * r.num_heads, r.q.dtype != "bfloat16"
         exact = r.q.dtype == "float32" and K == 128 and r.decay.form == "key"
@@ -326,8 +326,9 @@ class GradientConfig(Config):
     def in_blocks(cls, r: Recurrence) -> Self:
         """Return the config of programs that take V in blocks of 32 columns, for dtypes other than bfloat16.
 
-        Programs that hold all of V would spill registers at every width. If `has_large_tiles`, chunks have 64 tokens and
-        programs take 32 rows at a time. Otherwise chunks of 32 tokens and 16 rows are the most that spill no registers.
+        The other gradient kernel, whose programs hold all of V, spills registers at every width. If `has_large_tiles`, chunks
+        have 64 tokens and programs take 32 rows at a time. Otherwise chunks of 32 tokens and 16 rows are the most that spill no
+        registers.
         """
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
         chunk, rows, block, stages = (64, 32, 64, 3) if has_large_tiles() else (32, 16, 32, 2)
